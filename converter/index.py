@@ -14,13 +14,12 @@ from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, 
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
-    MEMBERS,
     Header,
     TensorInfo,
     cannot_be_read,
-    check_keys,
     colons,
     has_keys,
+    members_of,
     parse_json_object,
     read_header,
 )
@@ -57,10 +56,9 @@ class WeightFiles:
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """Find and check the weights of `path`: a checkpoint's folder (`names`: its files, where they are known), or one
-    weight file. Reads headers only. Raises UntrustedInput for pickles (unless allowed) and for an index that reaches
-    outside of the folder, CheckpointError for files that are missing, damaged or do not agree with their index,
-    InvalidInput for a path that is neither.
+    """Find and check the weights of `path`, a checkpoint's folder (`names`: its files, where they are known) or one
+    weight file, by headers alone. Raises UntrustedInput for pickles (unless allowed) and an index that reaches outside
+    of the folder, CheckpointError for files that are missing, damaged or at odds with their index, InvalidInput.
     """
     try:
         found = listing(path) if names is None else names
@@ -166,16 +164,12 @@ _WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
 
 def _weight_map(path: Path, raw: bytes) -> dict[str, str]:
     """The checked object, as `safetensors.parse_header` does it: typed decoding, then the keys counted."""
-    check_keys(raw, str(path))
     try:
-        members = MEMBERS.decode(raw)
-    except MALFORMED as error:
-        _explain(path, raw, error)
-    found = members.pop("weight_map", None)
-    if found is None:
-        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-    try:
-        mapping = _WEIGHT_MAP.decode(found)
+        members = members_of(raw, str(path))
+        text = members.pop("weight_map", None)
+        if text is None:
+            raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
+        mapping = _WEIGHT_MAP.decode(text)
     except MALFORMED as error:
         _explain(path, raw, error)
     if not mapping:
@@ -229,20 +223,9 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """The weights of shards, `headers` by file name, checked against their index. Raises CheckpointError."""
-    names = sorted(headers)
-    _check_agreement(folder, weight_map, headers)
-    tensors = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
-    metadata: dict[str, str] = {}
-    for name in names:
-        metadata = {**headers[name].metadata, **metadata}
-    texts = {name: headers[name].text for name in names}
-    index = (folder / INDEX).read_text("utf-8")
-    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata, texts, index)
-
-
-def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
-    """Check that index and shards name the same tensors, each in one file: whichever a reader trusts."""
+    """The weights of shards, `headers` by file name, which name the same tensors as their index, each in one file:
+    whichever a reader trusts. Raises CheckpointError.
+    """
     holders: dict[str, list[str]] = {}
     for name, header in headers.items():
         for tensor in header.tensors:
@@ -257,6 +240,14 @@ def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str
     ):
         if tensors:
             raise CheckpointError(f"{folder}: {len(tensors)} tensors {what}: {_listed(tensors)}")
+    names = sorted(headers)
+    places = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
+    metadata: dict[str, str] = {}
+    for name in names:
+        metadata = {**headers[name].metadata, **metadata}
+    texts = {name: headers[name].text for name in names}
+    index = (folder / INDEX).read_text("utf-8")
+    return WeightFiles("safetensors", tuple(folder / name for name in names), places, metadata, texts, index)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,32 +5,27 @@ them, in which the storages follow the pickle. Not by torch.load(weights_only=Tr
 to begin and keeps fewer promises (tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the
 stream it does not say where a tensor lies; of the archive it says so and holds that against nothing.
 
-Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
-{"error": …}. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is
-ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's values
-are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
+Asked by `pickles`. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names
+is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's
+values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import struct
-import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from .confinement import MEMORY, limit_memory, limit_time
+from .confinement import MEMORY, allow
 
-PER_BYTE = 24
-"""Bytes more for every byte of the pickle: what its smallest objects take in memory."""
+COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
+"""What a pickle's smallest objects take in memory; that of 100,000 tensors takes 4 seconds."""
 MAX_PICKLE = 32 * 2**20
 """A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
-SECONDS, BYTES_A_SECOND = 3.0, 2**22
-"""Of processor time; that of 100,000 tensors takes 4 seconds."""
 MAX_VALUES = 2**19
 MAX_TEXT = 2**25
 MAX_DEPTH = 32
@@ -222,22 +217,29 @@ class Part:
         return data
 
 
-class _Weights:
-    """What a reader makes of names and storages: plain data, and tensors as places in the file.
+class Reader(pickle.Unpickler):
+    """Makes plain data of a pickle, and of tensors places in the file. It is the one in C: quick, and for a confined
+    process alone, since one opcode can make it take any memory.
 
     In an archive `places` says where each of its members lies. In a stream no storage has a place yet, and `storages`
-    has them by their keys, for `stream` to place.
+    has them by their keys, for `stream` to place. `names` are those that may stand in it.
     """
 
-    def __init__(self, file: IO[bytes], prefix: str = "", places: Mapping[str, tuple[int, int]] | None = None) -> None:
-        super().__init__(file)  # type: ignore[call-arg]
-        self._prefix, self._places = prefix, places
+    def __init__(
+        self,
+        file: IO[bytes],
+        prefix: str = "",
+        places: Mapping[str, tuple[int, int]] | None = None,
+        names: Mapping[tuple[str, str], Any] | None = None,
+    ) -> None:
+        super().__init__(file)
+        self._prefix, self._places, self._names = prefix, places, KNOWN if names is None else names
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in KNOWN:
+        if (module, name) not in self._names:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
-        return KNOWN[module, name]
+        return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
         rest = (None,) if self._places is None else ()
@@ -266,20 +268,12 @@ class _Weights:
         raise RefusedError(f"it asks for extension {code}")
 
 
-class Reader(_Weights, pickle.Unpickler):
-    """In C: quick, and only for a confined process, since one opcode can make it take any memory."""
-
-
-class SlowReader(_Weights, pickle._Unpickler):
-    """In Python: takes no more memory than the pickle is worth, of which it is to be short."""
-
-
 def bytes_of(element: str) -> int:
     """Of an element type, which is named by its bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
-def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
+def load(reader: Reader) -> Any:
     """What the reader's pickle holds. Raises RefusedError."""
     try:
         return reader.load()
@@ -289,25 +283,40 @@ def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
         raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
-def inspect(path: str) -> Any:
-    """What a file holds, as plain JSON values (see the module's docstring). Raises RefusedError."""
+def answer(question: tuple[str, int, int | None]) -> Any:
+    """What a file holds, or those bytes of it that begin at `start` (`nbytes` None: all), as plain JSON values (see the
+    module's docstring). Raises RefusedError, OSError.
+    """
+    path, start, nbytes = question
+    allow(0, COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
-        if file.read(1) == pickle.PROTO:
+        if nbytes is None and file.read(1) == pickle.PROTO:
             return Plain().of(stream(file, size), 0)
-        return Plain().of(archived(Part(file, 0, size), size, Reader, _allow), 0)
+        size = size if nbytes is None else nbytes
+        return Plain().of(_archived(Part(file, start, start + size), size), 0)
+
+
+def reason(error: BaseException) -> str:
+    """What is to be told of an error."""
+    if isinstance(error, RefusedError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than its names of tensors can take"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is damaged: {type(error).__name__}: {error!s:.120}"
 
 
 def _allow(nbytes: int) -> None:
     """Have room and time for a pickle of so many bytes. Raises RefusedError."""
     if nbytes > MAX_PICKLE:
         raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
-    limit_memory(MEMORY + PER_BYTE * nbytes)
-    limit_time(SECONDS + nbytes / BYTES_A_SECOND)
+    allow(nbytes, COSTS)
 
 
-def archived(file: Part, size: int, reader: type[Reader | SlowReader], allow: Callable[[int], None]) -> Any:
-    """What an archive of `size` bytes holds; `allow` is told of the bytes of its pickle. Raises RefusedError."""
+def _archived(file: Part, size: int) -> Any:
+    """What an archive of `size` bytes holds. Raises RefusedError."""
     places = members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -319,9 +328,9 @@ def archived(file: Part, size: int, reader: type[Reader | SlowReader], allow: Ca
         if file.read(min(order[1], 16)) != b"little":
             raise RefusedError("was written on a big-endian machine")
     start, nbytes = places[pickles[0]]
-    allow(nbytes)
+    _allow(nbytes)
     file.seek(start)
-    return load(reader(io.BytesIO(file.read(nbytes)), prefix, places))
+    return load(Reader(io.BytesIO(file.read(nbytes)), prefix, places))
 
 
 class Plain:
@@ -388,30 +397,3 @@ def stream(file: BinaryIO, size: int) -> Any:
             raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value
-
-
-# --- the process -----------------------------------------------------------------------------------------------------
-
-
-def answer(path: str) -> str:
-    """The line for one file."""
-    limit_memory(MEMORY)
-    limit_time(SECONDS)
-    try:
-        return json.dumps({"value": inspect(path)})
-    except RefusedError as error:
-        return json.dumps({"error": str(error)})
-    except MemoryError:
-        pass
-    except OSError as error:
-        return json.dumps({"error": f"cannot be read: {error.strerror or error}"})
-    except Exception as error:
-        return json.dumps({"error": f"is damaged: {type(error).__name__}: {error!s:.120}"})
-    return json.dumps({"error": "needs more memory than its names of tensors can take"})
-
-
-def serve() -> None:
-    """Answer for every path on stdin."""
-    for path in json.load(sys.stdin):
-        sys.stdout.write(answer(path) + "\n")
-        sys.stdout.flush()

@@ -8,9 +8,6 @@ read from where they lie, memory-mapped, without torch, and copied by the kernel
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +17,14 @@ from typing import Any
 
 from ..architectures.namings import whose
 from ..errors import CheckpointError
-from .confinement import command
+from .confinement import Confined
 from .names import refuse_pointer
 from .weights import Stored, Weights
 
 TIMEOUT = 120.0
 """Seconds for all files of a checkpoint; a real one takes a fraction of one."""
+PART = 0.1
+"""Seconds more for every part of a file that is looked into."""
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
@@ -77,44 +76,41 @@ def answers(files: Sequence[Path]) -> Iterator[Any]:
     """As `unpickled`, with a CheckpointError in the place of a file that is not an archive of torch.save, is damaged,
     asks for code, or takes more memory or time than a checkpoint's names can.
     """
-    left = list(files)
-    for path in left:
+    for path in files:
         refuse_pointer(path)
-    while left:
-        for line in _ask(left):
-            path = left.pop(0)
-            answer = json.loads(line, object_hook=partial(_value, path))
-            if "value" in answer:
-                yield answer["value"]
-                continue
-            told = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
-            if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
-                told = f"cannot be read as plain weights: {told}"
-            yield CheckpointError(f"{path} {told}", HINT)
-        if left:
-            path = left.pop(0)
-            yield CheckpointError(f"{path} cannot be read: what unpickles it died, or took too long", HINT)
+    process = Unpickler()
+    for path in files:
+        try:
+            yield process.ask(path, str(path), (str(path.absolute()), 0, None))
+        except CheckpointError as error:
+            yield error
 
 
-def _ask(files: Sequence[Path]) -> list[bytes]:
-    """The answers of a new process, as many as it gave."""
-    paths = json.dumps([str(path.absolute()) for path in files])
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    try:
-        asked = command("pickle_process")
-        with subprocess.Popen(asked, stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
-            try:
-                told, _ = process.communicate(paths.encode(), TIMEOUT)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                told, _ = process.communicate()
-            except BaseException:
-                process.kill()
-                raise
-    except OSError as error:
-        raise CheckpointError(f"cannot start a process that unpickles {files[0]}: {error}") from error
-    # A line that does not end is what it died over.
-    return [line for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
+class Unpickler:
+    """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked."""
+
+    def __init__(self, worker: str = "pickle_process", parts: int = 0) -> None:
+        self._worker, self._seconds = worker, TIMEOUT + PART * parts
+        self._process: Confined | None = None
+
+    def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
+        """What it answers of a file, tensors as `Stored` in it. Raises CheckpointError, which begins with `where`."""
+        try:
+            self._process = self._process or Confined(self._worker, self._seconds)
+        except OSError as error:
+            raise CheckpointError(f"cannot start a process that unpickles {path}: {error}") from error
+        answer = self._process.ask(question, partial(_value, path))
+        if answer is None:
+            self._process = None
+            raise CheckpointError(f"{where} cannot be read: what unpickles it died, or took too long", HINT)
+        if "answer" in answer:
+            return answer["answer"]
+        reason = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
+        if reason.startswith(":"):
+            raise CheckpointError(f"{where}{reason}", HINT)
+        if reason.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+            reason = f"cannot be read as plain {what}: {reason}"
+        raise CheckpointError(f"{where} {reason}", HINT)
 
 
 def _value(path: Path, answer: dict[str, Any]) -> Any:

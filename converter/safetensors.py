@@ -14,6 +14,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +104,25 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file. Raises
-    CheckpointError.
-    """
+    """Check a header's bytes, all but the first 8, against the file's size, where there is a file; raises so too."""
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
     infos, metadata = _read_entries(where, raw)
     infos.sort(key=lambda info: (info.start, info.end))
-    data = 8 + len(raw)
-    _check_cover(where, infos, data, size if size is not None else max([data, *(info.end for info in infos)]))
+    # They cover the file from the header to its end, without holes or overlaps.
+    at = 8 + len(raw)
+    end = infos[-1].end if infos else at
+    size = max([at, *(info.end for info in infos)]) if size is None else size
+    if end > size:
+        hint = "Fetch or copy this file again."
+        raise CheckpointError(f"{where} is truncated: {end} bytes expected, {size} found", hint)
+    for info in infos:
+        if info.start != at:
+            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
+            raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
+        at = info.end
+    if end < size:
+        raise CheckpointError(f"{where} has trailing bytes: {end} bytes expected, {size} found")
     return Header({info.name: info for info in infos}, metadata, raw.decode())
 
 
@@ -126,7 +137,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     data_offsets: tuple[_Size, _Size]
 
 
-MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRY = msgspec.json.Decoder(_Entry)
 _ENTRIES = msgspec.json.Decoder(list[_Entry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
@@ -137,10 +148,9 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
     """The tensors, in the header's order, and the metadata. Typed decoding builds nothing that is not wanted."""
     what = f"the header of {where}"
-    check_keys(raw, what)
     members: dict[str, msgspec.Raw] = {}
     try:
-        members = MEMBERS.decode(raw)
+        members = members_of(raw, what)
         stated = members.pop("__metadata__", None)
         metadata = None if stated is None else _METADATA.decode(stated)
         for name, text in members.items() if len(raw) > _LONG_ENTRY else ():
@@ -169,17 +179,18 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
     return infos, metadata or {}
 
 
-def check_keys(raw: bytes, what: str) -> None:
-    """Refuse JSON that would become more objects than any header or index has. Raises CheckpointError."""
+def members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
+    """An object's members, not decoded yet. Raises CheckpointError for more objects than any header or index has, and
+    what is `MALFORMED`.
+    """
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
+    return _MEMBERS.decode(raw)
 
 
 def has_keys(raw: bytes, count: int) -> bool:
-    """Whether the valid JSON text `raw`, which gave `count` keys when decoded, has no key twice in one object.
-
-    Decoders keep the last of two and drop the other, so that fewer keys come out than there are colons outside of
-    strings, one a key.
+    """Whether the valid JSON text `raw`, which gave `count` keys when decoded, has no key twice in one object: decoders
+    keep the last of two, so that fewer keys come out than there are colons outside of strings.
     """
     return raw.count(b":") == count or colons(raw) == count
 
@@ -239,12 +250,15 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Raises CheckpointError.
-
-    Of a MB it makes a hundred: not for what may be long.
+    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Of a MB it makes a hundred:
+    not for what may be long. Raises CheckpointError.
     """
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=refuse)
     except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
         raise cannot_be_read(what, error) from None
     if not isinstance(parsed, dict):
@@ -256,18 +270,11 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # Two readers may keep different ones of two entries: which tensor is meant then depends on who reads.
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {_short(key)} is there twice")
-            seen.add(key)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {_short(twice)} is there twice")
     for text in (text for pair in pairs for text in pair if isinstance(text, str)):
         text.encode()  # UnicodeEncodeError, a ValueError, on half of a surrogate pair
     return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
@@ -310,23 +317,6 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
     if total % 8:
         raise CheckpointError(f"{where}: {dtype} of shape {_short(list(shape))} does not end on a byte")
     return total // 8
-
-
-def _check_cover(where: Path | str, infos: Sequence[TensorInfo], data: int, size: int) -> None:
-    """Check that the tensors, sorted by position, cover the file from `data` to its end without holes or overlaps."""
-    end = infos[-1].end if infos else data
-    if end > size:
-        raise CheckpointError(
-            f"{where} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
-        )
-    at = data
-    for info in infos:
-        if info.start != at:
-            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
-            raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
-        at = info.end
-    if end < size:
-        raise CheckpointError(f"{where} has trailing bytes: {end} bytes expected, {size} found")
 
 
 def _short(value: object) -> str:

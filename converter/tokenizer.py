@@ -11,13 +11,9 @@ All of this runs in a process of its own (`tokenizer_process`).
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +21,8 @@ from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
-from .confinement import command
-from .tokenizer_process import MAX_BYTES, receive, send
+from .confinement import Confined
+from .tokenizer_process import MAX_BYTES
 
 TOKEN_FILES = (
     # the tokenizer: its one-file form with its settings, then the older forms (tokenizer.model.v3, …)
@@ -63,18 +59,11 @@ class Tokenizer:
         nbytes = sum(file.stat().st_size for file in files) if text is None else len(text)
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
-        # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
-        calm = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._process = subprocess.Popen(  # noqa: S603
-            command("tokenizer_process"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **calm},
-            start_new_session=True,  # a terminal's Ctrl-C is for us to answer
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        asked: dict[str, Any] = {"libraries": [each for each in sys.path if each], "bytes": nbytes}
+        self._process = Confined("tokenizer_process")
+        asked: dict[str, Any] = {
+            "libraries": [str(Path(each).absolute()) for each in sys.path if each],
+            "bytes": nbytes,
+        }
         if folder is not None:
             asked["older"] = str(folder.absolute())
         elif text is None:
@@ -87,24 +76,15 @@ class Tokenizer:
         self._exchange(asked)
 
     def _ask(self, what: str, given: Any = None, flag: bool = False) -> Any:
-        return self._exchange({"what": what, "given": given, "flag": flag}).get("answer")
+        return self._exchange({"what": what, "given": given, "flag": flag})
 
-    def _exchange(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            send(self._process.stdin, asked)  # type: ignore[arg-type]
-            told = receive(self._process.stdout)  # type: ignore[arg-type]
-        except (OSError, ValueError):  # it has died, now or before
-            told = None
-        except BaseException:  # an interrupt: what is still to come would be taken for the next answer
-            self._end()
-            raise
-        if told is None:
-            self._end()
+    def _exchange(self, question: dict[str, Any]) -> Any:
+        answer = self._process.ask(question)
+        if answer is None:
             raise self._broken("it takes more time or memory than a tokenizer does")
-        if "error" in told:
-            raise self._broken(told["error"])
-        return told
+        if "error" in answer:
+            raise self._broken(answer["error"])
+        return answer["answer"]
 
     def _broken(self, why: str) -> InvalidInput:
         # The reason may quote the file: control characters must not reach the terminal.
@@ -149,15 +129,6 @@ class Tokenizer:
         """The id of each of these tokens, None where there is none so written."""
         found: list[int | None] = self._ask("token_to_id", list(tokens))
         return found
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # what was still to be written
-                pipe.close()
-    process.wait()
 
 
 class StreamDecoder:
