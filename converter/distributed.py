@@ -152,18 +152,17 @@ class Verdict:
     message: str
     kind: str = "failed"
 
-
-def _verdict(rank: int, error: BaseException) -> Verdict:
-    if isinstance(error, GptkitError):
-        return Verdict(rank, error.exit_code, str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return Verdict(rank, 130, "interrupted", "interrupted")
-    return Verdict(rank, 1, f"{type(error).__name__}: {error}")
-
-
-def _loss(rank: int) -> Verdict:
-    message = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
-    return Verdict(rank, 1, message, "lost")
+    @classmethod
+    def on(cls, rank: int, error: BaseException | None) -> Verdict:
+        """What an error of that rank means; None: its connection is closed."""
+        if error is None:
+            reason = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
+            return cls(rank, 1, reason, "lost")
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, 130, "interrupted", "interrupted")
+        if isinstance(error, GptkitError):
+            return cls(rank, error.exit_code, str(error))
+        return cls(rank, 1, f"{type(error).__name__}: {error}")
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -205,19 +204,15 @@ class Team(Alone):
     def _listen(self, rank: int) -> None:
         import torch.distributed as dist
 
-        word = ""
-        try:
-            while word != "end":
-                message: list[Any] = [None, None]
+        message: list[Any] = [None, None]
+        while message[0] not in ("end", "lost"):
+            try:
                 dist.recv_object_list(message, group=self.group, group_src=rank)
-                word = message[0]
-                with self.changed:
-                    self.hear(rank, *message)
-                    self.changed.notify_all()
-        except Exception as error:  # of gloo's, for the most part: the connection is closed
-            _log.debug("rank %d: %s", rank, error)
+            except Exception as error:  # of gloo's, for the most part: the connection is closed
+                _log.debug("rank %d: %s", rank, error)
+                message = ["lost", None]
             with self.changed:
-                self.hear(rank, "lost", None)
+                self.hear(rank, *message)
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
@@ -228,6 +223,7 @@ class Team(Alone):
                 self.changed.wait(0.5)
 
     def check(self) -> None:
+        """Raise Elsewhere where the run has failed."""
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed")
 
@@ -237,10 +233,9 @@ class Team(Alone):
         options["workers"] = options.get("workers") or max(1, available_cores() // here)
         share = deal_out([each for each in plan.shards if each.name not in staging.finished], self.size)[self.rank]
         only = frozenset(share if self.rank else [*share, *staging.finished])
-        try:
+        done = Transferred()
+        with suppress(StoppedError):
             done = transfer(plan, source, staging, only=only, stop=self.stop, **options)
-        except StoppedError as error:
-            raise Elsewhere("another process of this run failed") from error
         self.check()
         return done
 
@@ -277,10 +272,10 @@ def _digest(plan: Plan, source: Checkpoint) -> str:
 class Host(Team):
     """Rank 0: makes the folder, hears of every file, publishes."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, *about: Any) -> None:
         self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
         self.quiet: dict[int, Transferred | Verdict | None] = {}  # what the ranks said that write nothing any more
-        super().__init__(group, rank, size)
+        super().__init__(*about)
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
         progress: Callable[[int], None] = options.pop("progress", None) or (lambda nbytes: None)
@@ -327,7 +322,7 @@ class Host(Team):
         """After an error: stop everybody, and wait until nobody writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
-                self._settle(_verdict(0, error))
+                self._settle(Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
 
     def _settle(self, verdict: Verdict) -> None:
@@ -343,7 +338,7 @@ class Host(Team):
         if word == "lost":
             self.quiet.setdefault(rank, None)
             if not self.ended:
-                self._settle(_loss(rank))
+                self._settle(Verdict.on(rank, None))
         elif word == "quiet":
             self.quiet.setdefault(rank, about)
             if isinstance(about, Verdict):
@@ -353,7 +348,7 @@ class Host(Team):
                 self.finish(*about)
             except (GptkitError, OSError, RuntimeError, ValueError) as error:
                 if not self.stop.is_set():  # else the folder may be gone already
-                    self._settle(_verdict(0, error))
+                    self._settle(Verdict.on(0, error))
 
     def tell(self, word: str, about: Any = None) -> None:
         for rank in self.sending:
@@ -363,9 +358,7 @@ class Host(Team):
 class Guest(Team):
     """Any other rank: writes its share into the host's folder."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.offer: tuple[str, list[str], str] | None = None
-        super().__init__(group, rank, size)
+    offer: tuple[str, list[str], str] | None = None
 
     def staging(self, target: Path, force: bool) -> Staging:
         return _Shared(self, target, force)
@@ -374,9 +367,9 @@ class Guest(Team):
         """What the host offers once it has a folder: its path, the files finished in it, the digest of the work. Raises
         Elsewhere where it never will.
         """
-        self.wait(lambda: self.offer or self.stop.is_set() or self.ended)
-        if self.offer is None or self.stop.is_set():
-            raise Elsewhere("another process of this run failed")
+        self.wait(lambda: self.offer or self.stop.is_set())
+        self.check()
+        assert self.offer is not None
         return self.offer
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
@@ -390,18 +383,18 @@ class Guest(Team):
         return done
 
     def leave(self, error: BaseException | None) -> None:
-        failed = error is not None and not isinstance(error, Elsewhere)
-        self.say(0, "quiet", _verdict(self.rank, error) if error is not None and failed else None)
+        own = error is not None and not isinstance(error, Elsewhere)
+        self.say(0, "quiet", Verdict.on(self.rank, error) if own else None)
         self.wait(lambda: self.ended, ANSWER if error is not None else None)
         self.part(self.verdict, error)
 
     def hear(self, rank: int, word: str, about: Any) -> None:
         if word == "open":
             self.offer = about
-        elif word in ("end", "lost"):
-            self.ended, self.verdict = True, about if word == "end" else _loss(rank)
-        if word == "stop" or self.verdict is not None:
-            self.stop.set()
+            return
+        if word != "stop":
+            self.ended, self.verdict = True, about if word == "end" else Verdict.on(rank, None)
+        self.stop.set()
 
 
 class _Shared(Staging):

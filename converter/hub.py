@@ -34,7 +34,7 @@ from huggingface_hub import (
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
-from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, is_plain
 from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
@@ -79,12 +79,6 @@ class File(msgspec.Struct):
     size: int | None = None
     blobId: str | None = None  # noqa: N815, its name there
     lfs: _Lfs | None = None
-
-    @property
-    def blob(self) -> str | None:
-        """The name that it has in the cache, as far as one can be meant."""
-        name = self.blobId if self.lfs is None else self.lfs.sha256
-        return name if name is not None and _BLOB.fullmatch(name) else None
 
 
 class _Answer(msgspec.Struct):
@@ -153,14 +147,12 @@ class Repository:
             return
         try:
             # Names are somebody else's text, and become file names: only plain ones count.
-            plain = (x for x in self.siblings() if x.rfilename.isprintable() and not set(x.rfilename) & set("/\\:"))
-            found = {each.rfilename: each for each in plain}
+            files = {x.rfilename: x for x in self.siblings() if is_plain(x.rfilename)}
+            self.files = files if CONFIG in files else None
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
             _log.debug("%s cannot be listed: %r", self, error)
-            return
-        self.files = found if CONFIG in found else None
 
     def siblings(self) -> list[File]:
         """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
@@ -188,7 +180,6 @@ class Repository:
             return name in self.files
         if self._cached(name) is not None:
             return True
-
         with typed_errors(self):
             try:
                 get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
@@ -213,7 +204,6 @@ class Repository:
         path = self.cached(name)
         if path is not None or not self.online:
             return path
-
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
         with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
@@ -246,6 +236,7 @@ class Repository:
         """The weight files, an index before its shards, as transformers and `index.weight_files` choose them."""
         from .index import read_index  # here, because it imports numpy
 
+        lacking = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
         # One file, then shards, and pickles after both.
         kinds = [(SINGLE, INDEX), (PICKLE_SINGLE, PICKLE_INDEX)]
         for single, index in kinds if allow_pickle else kinds[:1]:
@@ -259,13 +250,13 @@ class Repository:
                 if missing and self.online:
                     raise CheckpointError(f"{self} lacks {missing[0]}, which its {index} names")
                 if missing:
-                    raise self._lacks_weights()
+                    raise lacking
                 return [index, *shards]
         others = [name for name in self.files or () if name.endswith(".safetensors")]
         if len(others) == 1:
             return others
         if not self.online:
-            raise self._lacks_weights()
+            raise lacking
         hint = "gptkit reads safetensors; look for a converted copy" + (
             "." if allow_pickle else ", or pass --allow-pickle for .bin files that you trust."
         )
@@ -279,9 +270,10 @@ class Repository:
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            size, blob = self.size(name), self.files.get(name, File()).blob
+            size, file = self.size(name), self.files.get(name, File())
             # A commit that changed another file: the bytes are there, under the blob's name.
-            shared = blobs is not None and blob is not None and (blobs / blob).exists()
+            blob = (file.blobId if file.lfs is None else file.lfs.sha256) or ""
+            shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()
             if size is not None and not shared and self.cached(name) is None:
                 needed += size
         folder = Path(self.cache or constants.HF_HUB_CACHE)
@@ -335,9 +327,6 @@ class Repository:
             raise InvalidInput(f"{self}: {error}") from error
         return Path(found) if isinstance(found, str) else None
 
-    def _lacks_weights(self) -> Offline:
-        return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
-
 
 def _counting(repository: Repository, name: str) -> Any:
     """A progress bar that ends a download without end: it is told of every piece before that is written."""
@@ -369,7 +358,6 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
         if response.status_code >= 400 and long and response.request.method != "HEAD":
             raise _refused(repository, response.status_code)
 
-    library: Any = utils
     hooks = library.get_session().event_hooks["response"]
     hooks.append(refuse)
     try:

@@ -10,7 +10,17 @@ from typing import Literal, NoReturn
 import msgspec
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer, untrusted
+from .names import (
+    ADAPTER_WEIGHTS,
+    INDEX,
+    PICKLE_INDEX,
+    PICKLE_SINGLE,
+    SINGLE,
+    is_plain,
+    listing,
+    refuse_pointer,
+    untrusted,
+)
 from .safetensors import (
     EXPLAINED,
     MALFORMED,
@@ -192,11 +202,6 @@ def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
     raise cannot_be_read(str(path), error)
-
-
-def is_plain(name: str) -> bool:
-    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
-    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:

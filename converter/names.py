@@ -26,6 +26,11 @@ POINTER = b"version https://git-lfs"
 """How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
 
 
+def is_plain(name: str) -> bool:
+    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
+
+
 def listing(path: Path) -> frozenset[str] | None:
     """The names of a folder's files, found with one call; None for a path that is a file itself. Raises OSError:
     nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a folder.

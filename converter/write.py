@@ -24,8 +24,7 @@ from ..errors import CheckpointError
 from ..version import __version__
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
-from .index import is_plain
-from .names import INDEX
+from .names import INDEX, is_plain
 from .publish import FileRecord, Staging, copy_file, write_bytes
 from .safetensors import DTYPES, build_header, parse_header
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import CheckpointError, UntrustedInput
-from ..index import is_plain
+from ..names import is_plain
 from ..pickles import Unpickler
 from ..safetensors import DTYPES, MAX_DIMS, parse_json_object, read_header
 from ..weights import Stored, Weights
