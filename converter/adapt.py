@@ -22,9 +22,8 @@ from .tensors import Checkpoint
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The checkpoint with the nearest tree that computes the same in the family it is to be written as, or for "auto"
-    in the first that has one, and which family that is. Raises CannotExpress: there is none; what is in the way of the
-    nearest one is listed.
+    """The nearest tree of the family it is to be written as ("auto": the first that has one), and which that is; else
+    CannotExpress.
     """
     if to.family is None:
         return source, to

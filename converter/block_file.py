@@ -41,17 +41,12 @@ class Block:
 
 
 class BlockFile:
-    """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
-    What no block covers (padding) is zero.
-
-    As a context manager it closes on success; after an exception it only lets go of the file, which stays incomplete
-    for its caller to remove (Staging does).
+    """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero. As a context
+    manager it closes on success, else lets go of the file, which stays incomplete for its caller to remove.
     """
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
-        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end. Raises
-        GptkitError where the file exists or cannot be written.
-        """
+        """`blocks` stand in the order of the file; `nbytes` is its size, by default up to the last block's end."""
         self.path = path
         self.blocks = {block.name: block for block in blocks}
         self._size = nbytes if nbytes is not None else max([len(header), *(block.end for block in blocks)])
@@ -94,10 +89,7 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come. Raises
-        CheckpointError for a block that was not declared, was begun before, or is not filled exactly; GptkitError where
-        the disk refuses.
-        """
+        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come."""
         block = self.blocks.get(name)
         if block is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
@@ -178,9 +170,7 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write what ends the file, finish the hash, fsync. Raises CheckpointError,
-        GptkitError.
-        """
+        """Check that every block was written, write what ends the file, finish the hash, fsync."""
         if self._fd is None:
             return
         try:
@@ -202,9 +192,7 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: Block) -> bool:
-        """Whether all before this block is hashed, and the block can be hashed as it is written: then the hash is this
-        thread's until the block is whole.
-        """
+        """Whether the block can be hashed as it is written: then the hash is this thread's until the block is whole."""
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False
         with self._mutex:

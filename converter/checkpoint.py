@@ -41,16 +41,10 @@ def open_checkpoint(
     integers: bool = False,
     partial: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers.
-
-    With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
-    With `integers` weights may be stored as integers too. With `partial` tensors may be missing, and those without a
-    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares files,
-    not for whoever runs a model.
-
-    Raises InvalidInput for files or a config that are broken, a family that is unknown, and tensors that are missing,
-    extra (unless `allow_extra`, or both with `partial`), mis-shaped or not floating point, all of which are listed;
-    Offline where it is not here and there is no network.
+    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. With `headers_only` no
+    weights are fetched from the hub. `integers` allows weights stored so. `partial` allows missing tensors, and keeps
+    those without a place under their own names unless `allow_extra`. Raises InvalidInput, with all that does not fit;
+    Offline.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None and found.source is not None
@@ -98,9 +92,7 @@ def weight_headers_of(reference: str | Reference, *, offline: bool = False, allo
 
 
 def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree, as `read_spec` tells it. Raises InvalidInput also for weights that are quantised: before gigabytes are
-    fetched.
-    """
+    """The tree, as `read_spec` tells it; weights that are quantised are refused before gigabytes are fetched."""
     spec, origin, unknown = read_spec(found)
     method = quantised(found, origin)
     if method is not None:

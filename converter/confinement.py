@@ -101,9 +101,7 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def allow(nbytes: int, most: Costs) -> None:
-    """Limit this process to what it has, and what so many bytes may take: beyond that memory there is none, and beyond
-    that time it is killed.
-    """
+    """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time."""
     memory, per_byte, seconds, seconds_per_byte = most
     with suppress(OSError, ValueError):  # where there is no /proc there is no such limit either
         pages = int(Path("/proc/self/statm").read_text().split()[0])

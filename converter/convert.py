@@ -34,10 +34,7 @@ from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, plan
 
 @dataclass(frozen=True)
 class Conversion(Shown):
-    """What a conversion did, or would do.
-
-    plan: the files. memory: bytes of tensors that it holds at once. transferred: None for a dry run.
-    """
+    """What a conversion did, or would do. memory: bytes of tensors at once; transferred: None for a dry run."""
 
     source: Checkpoint
     target: Path
@@ -70,9 +67,7 @@ ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model. Raises UsageError: the name
-    is a file's, and the format has files beside (a tokenizer.bin, a config.json).
-    """
+    """Whether OUT names the file itself, a .gguf; UsageError for a file's name where a folder is made."""
     if target.suffix not in ENDINGS:
         return False
     if to.kind != "gguf" or target.suffix != ".gguf":
@@ -92,12 +87,9 @@ def plan_output(
     texts: Mapping[str, bytes] | None = None,
     homes: Mapping[str, Path] | None = None,
 ) -> Plan:
-    """The plan for a tree in the format `to` ("local", "hf" or "hf:FAMILY").
-
-    `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
-    files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
-    the file that each tensor comes from), or else 5 GB. Raises CannotExpress: the family has no place for some
-    components. UsageError: `to` is no known format, or "hf" for a tree that never had a family.
+    """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
+    tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
+    GB. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
     """
     to = parsed(to)
     companions = token_files(folder) if folder is not None else []
@@ -137,9 +129,7 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
-    """The original config.json byte for byte where it still describes the tree and its dtype, else a new one, which
-    names the dtype that the tensors are stored in.
-    """
+    """The original config.json where it still describes the tree and its dtype, else one that names what is stored."""
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original)
     if config is None and origin.config_text is not None:
@@ -159,9 +149,7 @@ def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stor
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
 ) -> Plan:
-    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is. Raises
-    as `plan_output`.
-    """
+    """The plan for a checkpoint, every tensor as `dtype` (see `convert`) or as it is; raises as `plan_output`."""
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
         fmt = format_named(to.kind)

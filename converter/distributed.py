@@ -142,10 +142,7 @@ def _meet() -> tuple[Any, int, int]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ended the run: the rank that failed, its exit code and its words.
-
-    kind: "failed"; "interrupted", after which finished files are kept; "lost": it ended without a word.
-    """
+    """What ended the run: a rank, its exit code and words. kind: "failed", "interrupted", "lost" without any."""
 
     rank: int
     code: int
@@ -189,9 +186,7 @@ class Team(Alone):
         raise NotImplementedError
 
     def hear(self, rank: int, word: str, about: Any) -> None:
-        """Take a message, with `changed` held, in the thread of the rank that it comes from; the word "lost" stands for
-        a connection that is closed.
-        """
+        """Take a message, with `changed` held; the word "lost" stands for a connection that is closed."""
         raise NotImplementedError
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
@@ -364,9 +359,7 @@ class Guest(Team):
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work. Raises
-        Elsewhere where it never will.
-        """
+        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work."""
         self.wait(lambda: self.offer or self.stop.is_set())
         self.check()
         assert self.offer is not None

@@ -24,9 +24,7 @@ Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """The name in safetensors of a dtype given as torch's or its short form (bf16, float32, fp16, …). Raises
-    UsageError: it is none of the four.
-    """
+    """safetensors' name of a dtype given as torch's or its short form (bf16, fp16, …); UsageError for any other."""
     short = {"bf16": "BF16", "f16": "F16", "fp16": "F16", "f32": "F32", "fp32": "F32", "f64": "F64", "fp64": "F64"}
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
     key = name.lower().removeprefix("torch.")
@@ -51,9 +49,7 @@ def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Values rounded to nearest even in `dtype`, in its carrier dtype. Raises CheckpointError: a finite value is beyond
-    the dtype's range.
-    """
+    """Values rounded to nearest even, in the dtype's carrier; CheckpointError where one is beyond its range."""
     if dtype == "F64":
         return np.asarray(values, order="C")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -79,9 +75,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
-    """The array in another floating point type, both in their carrier dtypes, rounded to nearest even where narrower.
-    Raises CheckpointError: a finite value is beyond the target's range.
-    """
+    """An array as another float type, both in carriers, rounded to nearest even; CheckpointError beyond the range."""
     if dtype == target:
         return array
     if dtype in ("F64", "I32", "U32"):

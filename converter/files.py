@@ -41,9 +41,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy the bytes of `src` into a new file `dst`, inside the kernel where it can; mode by the umask, not src's.
-    Raises GptkitError where that fails or `dst` exists.
-    """
+    """Copy a file's bytes into a new one, inside the kernel where it can; mode by the umask, not the first one's."""
     try:
         with src.open("rb", buffering=0) as source, dst.open("xb", buffering=0) as sink:
             offset = 0
@@ -70,9 +68,7 @@ def sha256_file(path: Path) -> str:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A plain file's bytes, which are at most `most`: a pipe is not waited for, and a file without end not begun.
-    Raises OSError: it cannot be read, is no plain file, or is larger.
-    """
+    """A plain file's bytes, at most `most`; OSError for a pipe, a file without end, and one that is larger."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
@@ -99,10 +95,7 @@ def seal(path: Path) -> int:
 
 
 def open_own(path: Path) -> io.BufferedReader:
-    """Open a plain file of this user's, under this name alone, for reading. Raises OSError for anything else.
-
-    What a link or a pipe of that name leads to is not touched.
-    """
+    """Open a plain file of this user's, under this name alone; OSError for a link or a pipe, which stay untouched."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:

@@ -87,11 +87,8 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Repository:
-    """A repository at a commit: repo and revision as they were asked for (None: the default branch).
-
-    online: whether files may be fetched. files: those at its top level; None where the hub does not list them; of an
-    offline one, what the cache has. cache: the hub cache's folder (None: the hub library's own). notes: what a person
-    should know. why_offline: what an error says of the network.
+    """A repository at a commit, as it was asked for (revision None: the default branch). online: whether files may be
+    fetched. files: at its top level, None where the hub lists none; offline, the cache's.
     """
 
     repo: str
@@ -108,9 +105,7 @@ class Repository:
 
     @classmethod
     def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
-        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says. Raises InvalidInput
-        for what is not there or not for this user, Offline where neither can tell.
-        """
+        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says."""
         asked = cls(repo, revision, "", online=not offline, cache=cache)
         if offline:
             return asked.as_cached()
@@ -140,9 +135,7 @@ class Repository:
         return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
 
     def list_files(self) -> None:
-        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself. Raises
-        Offline where it cannot be reached.
-        """
+        """Ask once for the names of all files; where the hub does not tell, `has` asks for each by itself."""
         if not self.online or self.files is not None:
             return
         try:
@@ -155,9 +148,7 @@ class Repository:
             _log.debug("%s cannot be listed: %r", self, error)
 
     def siblings(self) -> list[File]:
-        """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
-        Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
-        """
+        """What the hub's API says of the repository's files, up to a size: a server may send more without an end."""
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = bytearray()
@@ -289,10 +280,7 @@ class Repository:
             )
 
     def record(self) -> None:
-        """Let the cache know which commit the branch stands for, so that it answers offline.
-
-        Last, when everything is there: until then, what it had before is still what works offline.
-        """
+        """Let the cache know, once all is there, which commit the branch stands for, so that it answers offline."""
         if not self.online or self.revision == self.commit:
             return
         config = self._cached(CONFIG, self.revision)
@@ -302,9 +290,7 @@ class Repository:
             hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Settle the commit, by a file that is there. Raises InvalidInput where it is not there, Offline where the hub
-        cannot be reached.
-        """
+        """Settle the commit, by a file that is there."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
@@ -396,10 +382,7 @@ def gather(
     allow_pickle: bool,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Have what is wanted of a repository, config first; returns the folder that it lies in.
-
-    `check` gets the folder while config.json alone is new in it: what it raises costs no download.
-    """
+    """Have what is wanted of a repository, config first; `check` gets its folder before any weight is fetched."""
     folder = repository.config().parent
     if check is not None:
         check(folder)

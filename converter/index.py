@@ -43,11 +43,8 @@ _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What a checkpoint's weights lie in.
-
-    `files` in the order of their names; `tensors` maps each name to its file and place, file by file in the order of
-    the bytes; `metadata` is that of the files' headers, the first one's word standing where they differ. For pickles
-    (only with allow_pickle) `tensors` and `metadata` are empty: nothing of them was read.
+    """What weights lie in: `files` by name; each tensor's file and place in the order of bytes; the headers' metadata,
+    the first one's word first. Of pickles nothing was read.
     """
 
     format: Literal["safetensors", "pickle"]
@@ -66,9 +63,8 @@ class WeightFiles:
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """Find and check the weights of `path`, a checkpoint's folder (`names`: its files, where they are known) or one
-    weight file, by headers alone. Raises UntrustedInput for pickles (unless allowed) and an index that reaches outside
-    of the folder, CheckpointError for files that are missing, damaged or at odds with their index, InvalidInput.
+    """The weights of a checkpoint's folder (`names`: its files) or of one file, by headers alone. Raises UntrustedInput
+    for pickles and paths that lead out, CheckpointError for damage.
     """
     try:
         found = listing(path) if names is None else names
@@ -143,9 +139,7 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index. Raises
-    UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
-    """
+    """The `weight_map` of an index: tensor name -> plain name of a file beside it; UntrustedInput for other names."""
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= _MAX_INDEX else None
@@ -228,9 +222,7 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """The weights of shards, `headers` by file name, which name the same tensors as their index, each in one file:
-    whichever a reader trusts. Raises CheckpointError.
-    """
+    """The weights of shards, `headers` by file name, that name the same tensors as their index, each in one file."""
     holders: dict[str, list[str]] = {}
     for name, header in headers.items():
         for tensor in header.tensors:

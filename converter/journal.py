@@ -21,10 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The finished files of a partial folder, a line each behind a line with the key.
-
-    A line is a checksum and JSON; the first that does not hold ends the journal, whether a kill tore it or somebody
-    wrote it. No line is trusted: names are plain, and a file counts only if its bytes still have the sha256.
+    """The finished files of a partial folder, a line of checksum and JSON each behind one with the key; the first that
+    does not hold ends it. No line is trusted: names are plain, and a file's bytes still have the sha256.
     """
 
     def __init__(self, folder: Path, key: str) -> None:

@@ -22,10 +22,8 @@ _PID = re.compile(rb"[0-9]{0,19}\n?")
 
 
 class Lock:
-    """At most one writer a target: flock on a sibling `.<name>.lock`, which goes when its holder does.
-
-    Its holder may take it again, and gives it back as often. After a kill -9 the file stays, without a holder, for the
-    next run to take.
+    """At most one writer a target: flock on a sibling `.<name>.lock`, which goes with its holder, who may take it
+    again. After a kill -9 the file stays for the next run to take.
     """
 
     def __init__(self, target: Path) -> None:
@@ -36,9 +34,7 @@ class Lock:
         self._depth = 0
 
     def acquire(self) -> None:
-        """Take the lock, or go on without (`held` stays False) where the file system has none. Raises GptkitError where
-        another process holds it, OSError.
-        """
+        """Take the lock, or go on without (`held` stays False) where the file system has none."""
         while self._fd is None:
             # Neither through a planted link, nor waiting for the other end of a planted pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -34,11 +34,7 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex.
-
-    What vouches for the bytes is the file's sha256. This tells which tensor of a file changed, and costs a tenth of a
-    second sha256 of everything.
-    """
+    """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex: a tenth of a second sha256's cost."""
 
     start: Place
     end: Place
@@ -110,10 +106,7 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def check_manifest(folder: Path) -> list[str]:
-    """Hash the files of a published folder again; returns what differs from manifest.json, in words.
-
-    A file that changed is told by tensor: which of them changed and at which bytes, or that its header or padding did.
-    """
+    """What differs from manifest.json in a folder whose files are hashed again, in words, and by tensor."""
     try:
         record = read_manifest(folder / MANIFEST)
     except FileNotFoundError:

@@ -32,9 +32,7 @@ def is_plain(name: str) -> bool:
 
 
 def listing(path: Path) -> frozenset[str] | None:
-    """The names of a folder's files, found with one call; None for a path that is a file itself. Raises OSError:
-    nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a folder.
-    """
+    """The names of a folder's files, found with one call; None for a file. Raises OSError, InvalidInput for a pipe."""
     try:
         with os.scandir(path) as entries:
             return frozenset(entry.name for entry in entries if _is_file(entry))

@@ -44,12 +44,8 @@ class Outline:
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference (see `converter.resolve`), with `offline` from local files and the hub's cache alone.
-    `allow_pickle` reads a pickle that has no description beside it (nanoGPT's ckpt.pt); `companions` has a repository's
-    tokenizer files too.
-
-    Raises InvalidInput: nothing of that name, or what is there is broken. UntrustedInput: a pickle that is not allowed.
-    Offline: the network is needed, and there is none.
+    """The tree behind a reference (see `converter.resolve`). `allow_pickle` reads one without a description beside it
+    (nanoGPT's); `companions` has a repository's tokenizer files too. Raises InvalidInput, UntrustedInput, Offline.
     """
     found = identify(reference)
     if found.preset is not None:
@@ -102,10 +98,7 @@ def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
 
 
 def _unfit(found: Reference) -> tuple[str, ...]:
-    """That a folder's weights are not those of its config.json, told by their headers: what is counted is the config's.
-
-    Somebody may well ask for a tree before the weights are there, so nothing is refused.
-    """
+    """A note where a folder's weights are not its config.json's: nothing is refused, they may still be to come."""
     if not {SINGLE, INDEX} & (found.names or frozenset()):
         return ()
     from .checkpoint import open_checkpoint  # here, because it imports numpy

@@ -103,10 +103,7 @@ def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
 
 
 class Known(NamedTuple):
-    """What stands for a name that a pickle may ask for: no class of its own for each, so that none can be built on.
-
-    element: of a storage or a dtype, by safetensors' name.
-    """
+    """What stands for a name that a pickle may ask for; `element` is that of a storage or a dtype."""
 
     name: str
     element: str = ""
@@ -218,11 +215,9 @@ class Part:
 
 
 class Reader(pickle.Unpickler):
-    """Makes plain data of a pickle, and of tensors places in the file. It is the one in C: quick, and for a confined
-    process alone, since one opcode can make it take any memory.
-
-    In an archive `places` says where each of its members lies. In a stream no storage has a place yet, and `storages`
-    has them by their keys, for `stream` to place. `names` are those that may stand in it.
+    """Plain data of a pickle, and places for tensors: an archive's in `places`; a stream's `storages` get them later.
+    `names` may stand in it. It is the one in C: quick, and for confined processes alone, since one opcode can take any
+    memory.
     """
 
     def __init__(
@@ -284,9 +279,7 @@ def load(reader: Reader) -> Any:
 
 
 def answer(question: tuple[str, int, int | None]) -> Any:
-    """What a file holds, or those bytes of it that begin at `start` (`nbytes` None: all), as plain JSON values (see the
-    module's docstring). Raises RefusedError, OSError.
-    """
+    """The plain JSON values of a file (see above), or of its bytes from `start` on where `nbytes` is not None."""
     path, start, nbytes = question
     allow(0, COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be

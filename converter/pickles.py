@@ -36,9 +36,7 @@ class Unplain:
 
 
 def pickle_weights(files: Sequence[Path]) -> Weights:
-    """The tensors of one or several pickled state dictionaries. Raises CheckpointError for a file that is not one of
-    tensors by name, or claims more than it has.
-    """
+    """The tensors of one or several pickled state dictionaries."""
     found: dict[str, Stored] = {}
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
@@ -63,9 +61,7 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
-    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else.
-    Raises CheckpointError where `answers` has one, after what came before it.
-    """
+    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else."""
     for answer in answers(files):
         if isinstance(answer, CheckpointError):
             raise answer
@@ -73,9 +69,7 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def answers(files: Sequence[Path]) -> Iterator[Any]:
-    """As `unpickled`, with a CheckpointError in the place of a file that is not an archive of torch.save, is damaged,
-    asks for code, or takes more memory or time than a checkpoint's names can.
-    """
+    """As `unpickled`, with a CheckpointError in the place of a file that cannot be read, and not raised."""
     for path in files:
         refuse_pointer(path)
     process = Unpickler()

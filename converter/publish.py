@@ -81,10 +81,7 @@ class Staging:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target for this process while the work is being prepared (a download), and `key` may still change.
-
-        Refuses what entering the Staging itself would refuse. Changes nothing on the disk.
-        """
+        """Hold the target while the work is prepared and `key` may change; refuses what entering would refuse."""
         self._claim()
         try:
             yield
@@ -120,10 +117,7 @@ class Staging:
             )
 
     def finish(self, name: str, record: FileRecord) -> None:
-        """Put the file `name` of the folder on the disk for good, and note that it needs no writing again.
-
-        From any thread. `name` is a plain name, without folders. Raises GptkitError where the disk refuses.
-        """
+        """Put a file of the folder on the disk, and note that it needs no writing again; from any thread."""
         path = self.path
         if not is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
@@ -139,12 +133,8 @@ class Staging:
             raise failed("write", path / name, error) from error
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Publish the folder: fsync all of it, write manifest.json last, rename it to the target, fsync the parent.
-
-        `manifest` holds the caller's own entries (JSON values). `files` gives what is known of files by name, relative
-        to the folder; every other file that was not finished or taken over is read and hashed here. Raises GptkitError
-        where a step fails, or UsageError where the target appeared meanwhile: the target then is as it was (or new and
-        complete, where the fsync after the rename is what failed).
+        """Publish the folder: fsync all, write manifest.json with these entries last, rename, fsync the parent. `files`
+        spares hashing those again. Raises GptkitError, UsageError: the target is then as it was, or new and complete.
         """
         path = self.path
         if clash := {"schema_version", "files"} & manifest.keys():

@@ -30,10 +30,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """Every tensor of a repository whose commit is settled, by range requests where the cache has no file; files are
-    named as if it had them. None where there are only pickles, which are allowed, and have no headers. Raises
-    InvalidInput, Offline.
-    """
+    """Every tensor of a repository, by range requests where the cache has no file; None where it has only pickles."""
     folder = repository.config().parent
     repository.list_files()
     names = repository.weight_names(allow_pickle)
@@ -50,9 +47,7 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
 
 
 class _Remote:
-    """A file of a repository: `data` is its beginning, as far as it was asked for (`upto`), `size` the bytes of the whole;
-    `otherwise` is the way on where the server does not say them.
-    """
+    """A file of a repository: `data` is its beginning, as far as it was asked for, `size` the bytes of the whole."""
 
     def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
         self._repository, self._name, self._otherwise = repository, name, otherwise
@@ -89,11 +84,8 @@ class _Remote:
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
-        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter, and what the answer says of the whole, size
-        and etag. Never many more than `end` are fetched.
-
-        Only the standard part of HTTP is relied on: an answer of 200 is the file from its beginning, and is left when
-        enough of it has come.
+        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter, the size of the whole and its etag. An
+        answer of 200 is the file from its beginning, and is left when enough of it has come.
         """
         repository, name = self._repository, self._name
         asked = {"Range": f"bytes={begin}-{end - 1}"}
@@ -146,9 +138,7 @@ GGUF_MOST = 2**27
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
-    """The one GGUF file of a repository that has no config.json. Raises InvalidInput: `why`, where it has none; it has
-    several, and the message says how to name one.
-    """
+    """The one GGUF file of a repository without config.json; `why` where there is none, and how to name one of many."""
     names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
     if not found and ADAPTER_CONFIG in names:

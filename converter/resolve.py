@@ -79,9 +79,8 @@ class Reference:
 
 
 def identify(reference: str | Path | Reference) -> Reference:
-    """What a reference is, from its text and the local file system alone; one that is identified comes back as it is.
-    Raises InvalidInput for a reference that means nothing, a name that resembles a preset's, a sample that is not
-    there, a local path that cannot be read, and a .json file that is none.
+    """What a reference is, from its text and the local files alone; one that is identified comes back as it is. Raises
+    InvalidInput for one that means nothing or cannot be read.
     """
     if isinstance(reference, Reference):
         return reference
@@ -108,9 +107,7 @@ def identify(reference: str | Path | Reference) -> Reference:
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """What lies at a local path. Raises OSError for a path that is not there or cannot be read, InvalidInput as
-    `identify`.
-    """
+    """What lies at a local path. Raises OSError where it cannot be read, InvalidInput as `identify`."""
     names = listing(path)
     form, source = _format(path, names)
     return Reference(str(path) if text is None else text, kind, path, form, source, names)
@@ -136,9 +133,8 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields). Raises
-    InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no file;
-    UntrustedInput for a pickle, of which nothing can be told without reading it.
+    """The tree of a reference or local path: (spec, origin, unknown config fields). Raises InvalidInput, UnknownFamily,
+    and UntrustedInput for a pickle, of which nothing can be told.
     """
     found = located(where) if isinstance(where, Path) else where
     assert found.path is not None and found.source is not None
@@ -268,10 +264,7 @@ def _refuse_path(name: str, error: Offline) -> None:
 
 
 def _refuse_typo(name: str) -> None:
-    """Raise InvalidInput where a name without an organisation resembles a preset's, or is that of one without weights.
-
-    The hub is not asked: the few models that it has without an organisation are presets, or of no family here.
-    """
+    """Refuse a name that resembles a preset's: the hub has few without an organisation, and none of a family here."""
     if find(name) is not None:
         raise _config_alone(name)
     near = nearest(name)

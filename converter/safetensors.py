@@ -180,9 +180,7 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
 
 
 def members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
-    """An object's members, not decoded yet. Raises CheckpointError for more objects than any header or index has, and
-    what is `MALFORMED`.
-    """
+    """An object's members, not decoded yet; CheckpointError for more than any has, else what is `MALFORMED`."""
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
     return _MEMBERS.decode(raw)
@@ -250,9 +248,7 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Of a MB it makes a hundred:
-    not for what may be long. Raises CheckpointError.
-    """
+    """One JSON object: UTF-8, no key twice, no NaN, no half surrogate pair. Of a MB it makes a hundred."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -329,12 +325,8 @@ def _short(value: object) -> str:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place
-    in the order of the file.
-
-    Byte for byte what safetensors 0.8 writes: tensors by dtype (DTYPES from its end), then by name; compact JSON,
-    padded with spaces to 8 bytes. `metadata` keeps its order; None leaves it out. Raises CheckpointError for a name
-    given twice or that JSON cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
+    """The first bytes of a file for tensors given as (name, dtype, shape), and each one's place: byte for byte what
+    safetensors 0.8 writes (by dtype, DTYPES from its end, then by name; padded to 8 bytes). Raises CheckpointError.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:

@@ -40,9 +40,7 @@ class Scheduler:
             raise StoppedError
 
     def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
-        """Do all jobs, each of which says the bytes that it holds while it runs (`memory`). The first error stops the
-        rest and is raised.
-        """
+        """Do all jobs, each of which says the bytes that it holds (`memory`). The first error ends the rest."""
         running: list[Future[None]] = []
         with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
             try:

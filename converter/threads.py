@@ -72,9 +72,7 @@ def load() -> float:
 
 
 def suit(spec: ModelSpec) -> None:
-    """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
-    `torch.set_num_threads`.
-    """
+    """Set the threads of torch and BLAS for a model, unless a person has: by environment or `torch.set_num_threads`."""
     torch = sys.modules.get("torch")  # where somebody has imported it
     if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
@@ -104,9 +102,7 @@ def as_before() -> Iterator[None]:
 
 @cache
 def _by_itself() -> frozenset[int]:
-    """The threads that torch may have where nobody has said how many: one a core, which MKL counts without their
-    hyperthreads.
-    """
+    """The threads that torch has where nobody has said: one a core, which MKL counts without their hyperthreads."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
     together = {file.read_text() for file in files if file.is_file()}

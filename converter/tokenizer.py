@@ -45,11 +45,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Text to token ids and back, in a process of its own, which ends with this object.
-
-    `path` is the file that it is read from, or that errors name; `text` what stands in a tokenizer.json that is no file
-    of its own; `folder` where older files lie, which AutoTokenizer reads instead. Any method raises InvalidInput where
-    it cannot be read, or not within the time and memory that a tokenizer takes.
+    """Text to token ids and back, in a process of its own, which ends with this object. It is read from `path`, from
+    `text` in its place, or by AutoTokenizer from a `folder`; every method raises InvalidInput where that fails.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
@@ -102,9 +99,7 @@ class Tokenizer:
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds. Raises
-        UsageError: half a surrogate pair, which is no text.
-        """
+        """The ids of a text, with the special tokens that the tokenizer adds; UsageError for half a surrogate pair."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -178,20 +173,14 @@ class StreamDecoder:
 
 
 def _after(given: str, text: str) -> str:
-    """What is new in a text: all of it behind `given`, but for the end of a prompt that turned into something else.
-
-    Such a prompt ends within a character, whose other bytes came now.
-    """
+    """What is behind `given` in a text; the end of a prompt within a character may turn into something else."""
     same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
     return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint's folder, or None where it has none.
-
-    `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
-    the folder is not looked at. Raises InvalidInput: files of a tokenizer that cannot be read; the message names the
-    file.
+    """The tokenizer of a checkpoint's folder, or of the `texts` inside its weight file; None where there is none.
+    Raises InvalidInput, which names the file.
     """
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
@@ -219,11 +208,8 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
 def eos_ids(
     folder: Path, tokenizer: Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
 ) -> tuple[int, ...]:
-    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
-
-    `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
-    files are those of `texts` where there are any, else the folder's. Raises InvalidInput: one of these files is not
-    JSON, or its `eos_token_id` is not an id or a list of ids.
+    """The ids that end a text: by generation_config.json, else config.json, else the tokenizer's `eos_token`, of the
+    `texts` or the folder. Raises InvalidInput.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
@@ -242,9 +228,7 @@ def eos_ids(
 
 
 def token_files(folder: Path) -> list[Path]:
-    """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
-    Raises InvalidInput: the folder cannot be read.
-    """
+    """The files that travel with a checkpoint beside config.json and weights, in the order of their names."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

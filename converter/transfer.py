@@ -33,10 +33,7 @@ ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """Outputs that are made of the same source tensors, which are made into nothing else.
-
-    memory: bytes that it holds, the mapped source's included. copied: the output is the source's bytes.
-    """
+    """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes."""
 
     sources: tuple[BoundLeaf, ...]
     outputs: tuple[tuple[Shard, Output], ...]
@@ -46,9 +43,7 @@ class Job:
 
 @dataclass
 class Transferred:
-    """What was carried over: hashes by file, what rounding and quantising did by tensor, and the values found that are
-    not finite.
-    """
+    """What was carried over: hashes by file, what rounding and quantising did, values that are not finite."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     rounded: dict[str, Rounding] = field(default_factory=dict)
@@ -122,17 +117,10 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into an open staging folder; those that it has from an earlier run of the same work are
-    kept.
-
-    `workers` are threads, by default one a core that this process may use. `only` names the shards to write, where
-    others write the rest; then the small files are theirs too. `stop`, set from outside, ends the transfer soon, which
-    then is not complete: others have failed. `progress` is called with the bytes of every tensor that is done, one call
-    at a time.
-
-    Raises CheckpointError: a value does not fit the output's dtype, or the source ended early. GptkitError: the disk is
-    too small or a write fails. UsageError: `max_memory` is too little for one tensor. StoppedError: perhaps, where
-    `stop` was set.
+    """Write the plan's files into a staging folder, but for those that an earlier run of the same work has finished.
+    `only` names the shards to write, where others write the rest and the small files; `stop`, set from outside, ends it
+    soon; `progress` gets the bytes of each tensor that is done. Raises CheckpointError, GptkitError; UsageError:
+    `max_memory` is too little; StoppedError.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)
@@ -161,10 +149,7 @@ def transfer(
 
 @dataclass
 class _Carrier:
-    """The state of one transfer that its workers share.
-
-    left: the tensors of a file that are still to come. crcs: by file and tensor, where something stands around it.
-    """
+    """What the workers of a transfer share. left: tensors to come, by file. crcs: where something stands around."""
 
     source: Checkpoint
     staging: Staging
@@ -300,9 +285,7 @@ def _row_slices(array: np.ndarray) -> Iterator[Any]:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array with its elements in order. A transposed matrix is gathered in strips of a cache line, since numpy's
-    own copy of one reads a line for every element.
-    """
+    """The elements in order, a transposed matrix in strips of a cache line: numpy reads one for every element."""
     if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize:
         return np.ascontiguousarray(array)
     out = np.empty(array.shape, array.dtype)

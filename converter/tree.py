@@ -52,10 +52,8 @@ class Quantised(InvalidInput):
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that a file says, gptkit.json, config.json or a tree by itself: (spec, origin, unknown config fields).
-    `path` is the `folder` or weight file that it is to describe.
-
-    Raises InvalidInput: it is not there or broken. UnknownFamily: a family that has no file.
+    """The tree that gptkit.json, config.json or one by itself says of a `folder` or weight file `path`: (spec, origin,
+    unknown config fields). Raises InvalidInput, UnknownFamily.
     """
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
@@ -99,9 +97,7 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Name the file in what is wrong with it: families say config.json, whatever it is called, and the tree's own
-    checks name none.
-    """
+    """Name the file in what is wrong with it: families say config.json, and the tree's own checks nothing."""
     try:
         yield
     except ConfigError as error:
@@ -143,9 +139,7 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 
 def holds_tree(path: Path) -> bool:
-    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it. Raises
-    InvalidInput: it cannot be read.
-    """
+    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it."""
     return path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 

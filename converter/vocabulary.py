@@ -146,9 +146,7 @@ class Vocabulary:
     # --- the files for fewer tokens ---
 
     def cut(self, table: Table) -> dict[str, bytes | None]:
-        """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
-        Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
-        """
+        """The files that change when the tokens of `table` alone are kept, by their new ids; None removes one."""
         files: dict[str, bytes | None] = {TOKENIZER: json_bytes(self._tokenizer(table))}
         self._check(files[TOKENIZER], table)
         for name, data in self._settings().items():
@@ -211,9 +209,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
-    """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
-    none. Raises InvalidInput: the tokenizer cannot be read.
-    """
+    """The vocabulary of a tokenizer in a folder, files among `texts` taken first; None if there is none."""
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}
     # Read by the library, which refuses what is broken, and written out by it: one form of each field.

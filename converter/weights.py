@@ -70,12 +70,8 @@ class Stored:
 
 
 class Weights:
-    """The tensors of files.
-
-    Attributes:
-        info: each tensor's dtype, once it is read, and its shape.
-        blocks: of tensors that are made on reading, the element type in the file, and the bytes there.
-        fetched: whether the files are here; otherwise only their headers are known, and nothing can be read.
+    """The tensors of files. info: each one's dtype, once read, and shape. blocks: of those made on reading, type and
+    bytes in the file. fetched: whether the files are here, or only headers.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
@@ -125,9 +121,7 @@ class Weights:
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be. Raises
-        KeyError for a name that is not there, CheckpointError for a packed dtype or a file that has changed.
-        """
+        """The tensor in its carrier dtype (bf16 as uint16), a read-only view of its file where it can be."""
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]

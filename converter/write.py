@@ -49,11 +49,8 @@ class Around(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to be written, and its place in its file.
-
-    encode, decode: to bytes and back, for element types that are none of numpy's (blocks of quantised values); others
-    are cast.
-    around: what stands before and behind the tensor's bytes in its place, where that depends on their crc32.
+    """One tensor, and its place in its file. encode, decode: to bytes of quantised blocks and back, others are cast;
+    around: what stands before and behind its bytes, where that depends on their crc32.
     """
 
     leaf: BoundLeaf
@@ -67,10 +64,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors and its size; what none of them covers is padding.
-
-    constants: bytes that are known beforehand and stand behind the header (tables computed from the tree). ending: the
-    last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
+    """One weight file; what no tensor covers is padding. constants: known bytes behind the header (tables computed from
+    the tree). ending: the last bytes, from the crc32 of every output.
     """
 
     name: str
@@ -133,12 +128,9 @@ def plan(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     homes: Mapping[str, Path] | None = None,
 ) -> Plan:
-    """A plan of safetensors files for the target's leaves, `dtypes` by shared name.
-
-    `homes` names the file that each shared tensor comes from: then as many files are made, of the same tensors.
-
-    An output made of several has the widest's dtype. Tensors are dealt out over shards as transformers does
-    (huggingface_hub's split_state_dict_into_shards_factory): one larger than a shard has a shard to itself.
+    """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
+    else dealt out as transformers does (split_state_dict_into_shards_factory). Several tensors in one get the widest
+    dtype.
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     groups: list[list[tuple[BoundLeaf, str]]] = []
@@ -182,10 +174,8 @@ def as_it_was(
     files: Mapping[str, str],
     canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
-    """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
-
-    `canonical` tells under which of the leaves' names a tensor of the files goes; it is written under the name that it
-    had. Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
+    """The shards and the index that `files` (see Origin) describe, None where they are not these tensors any more;
+    `canonical` tells whose name one is. Anybody may have edited them: checked as if read from a file.
     """
     here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
@@ -249,10 +239,7 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order; returns the
-    hashes of every weight file, for the manifest. Raises CheckpointError: a value does not fit the output's dtype.
-    GptkitError: the disk is too small or a write fails.
-    """
+    """Write the plan into a staging folder, `tensors` being (shared name, array, dtype); gives hashes by file."""
     prepare(plan, staging)
     pending: dict[str, tuple[np.ndarray, str]] = {}
     with ExitStack() as stack:

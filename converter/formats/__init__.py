@@ -45,10 +45,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class Request:
-    """What a format is asked to write.
-
-    asked: --dtype in the user's words, which may be one that only this format knows (q8_0).
-    companions: tokenizer files and the like that lie beside the source; others it may hold inside (`source.texts`).
+    """What a format is asked to write; `asked` is --dtype in the user's words (q8_0), `companions` lie beside the
+    source.
     """
 
     source: Checkpoint

@@ -115,10 +115,7 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
 
 
 def plan(request: Request) -> Plan:
-    """As many .distcp files as there would be safetensors files, `.metadata`, and config.json.
-
-    A tree that never had a family is written under shared names, with gptkit.json. Raises CannotExpress, UsageError.
-    """
+    """.distcp files, `.metadata` and config.json; without a family shared names, and gptkit.json."""
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 

@@ -34,9 +34,7 @@ SHARDING = "DCP_SHARDING_INFO"
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: where it begins in the tensor, and what is stored of it. Until it was looked into (`located`),
-    an archive's bytes are said to be the box's.
-    """
+    """A box of a tensor: where it begins, and what is stored of it; before `located`, all of its archive's bytes."""
 
     offsets: tuple[int, ...]
     stored: Stored
@@ -51,9 +49,7 @@ class Chunked(NamedTuple):
 
 
 def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
-    """The tensors of a folder by name, their chunks still to be `located`, and the names of what is there beside
-    tensors. Raises CheckpointError, UntrustedInput.
-    """
+    """The tensors of a folder by name, their chunks still to be `located`, and the names of what is beside them."""
     path = folder / ".metadata"
     entries, others = Unpickler("metadata_process").ask(path, str(path), str(path.absolute()), "data")
     sizes: dict[str, int] = {}  # of the files that were looked at

@@ -96,9 +96,7 @@ class Header:
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, has more than `most`
-        values (which are then not read), or is not UTF-8.
-        """
+        """The array at `key`, None where there is none; more than `most` values are refused before they are read."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -136,10 +134,8 @@ def open_header(path: Path) -> Header:
 def parse_header(
     where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
-    """Check the header at the beginning of a file's bytes against all of them.
-
-    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole. Raises
-    CheckpointError: it is no header, or does not fit the file. Incomplete: more of the file is needed.
+    """Check the header in a file's bytes; of one `elsewhere`, `buffer` is the beginning and `size` that of all. Raises
+    CheckpointError, Incomplete.
     """
     where = str(where)
     size = len(buffer) if size is None else size

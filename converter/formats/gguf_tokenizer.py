@@ -138,12 +138,8 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
 
 
 class Texts(Mapping[str, bytes]):
-    """The files that a GGUF's tokenizer is in Hugging Face's terms, by name; made when one is asked for.
-
-    rows, context: the size of the token table and the longest text. special: the ids of special tokens, by
-    transformers' names.
-
-    Every access raises CheckpointError where the tokenizer is broken.
+    """The files that a GGUF's tokenizer is in Hugging Face's terms, made when one is asked for; `rows` of the token
+    table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
     """
 
     def __init__(self, header: Header, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
@@ -357,10 +353,7 @@ BPE = {
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that together are one, that with the highest score first.
-
-    Ties as transformers' generate_merges orders them.
-    """
+    """Every pair of tokens that make one, by the highest score, ties as transformers' generate_merges has them."""
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):
         for left, right in ((token[:at], token[at:]) for at in range(1, len(token))):

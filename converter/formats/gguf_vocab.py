@@ -47,10 +47,7 @@ ADDED_SCORE = -1000.0
 
 @dataclass
 class Vocabulary:
-    """A tokenizer for `rows` tokens by id, and what GGUF says of it.
-
-    metadata: in the order in which llama.cpp's converter writes it. notes: what that cannot say.
-    """
+    """A tokenizer for `rows` tokens by id, what GGUF says of it in llama.cpp's order, and what that cannot say."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -96,11 +93,8 @@ class Vocabulary:
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
-    """The metadata for the tokenizer that these files (by name) are, `rows` being the embedding's.
-
-    `config` is a config.json, asked last for the ids of special tokens. Without a tokenizer that llama.cpp has, the
-    result says "none", and a note tells so. Raises InvalidInput: a file is broken. CannotExpress: two tokens are
-    written the same, which llama.cpp refuses.
+    """The metadata for the tokenizer that these files are, `rows` being the embedding's and `config` asked last for
+    special tokens. It says "none", with a note, for one that llama.cpp has not. Raises InvalidInput, CannotExpress.
     """
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -318,9 +312,7 @@ SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 
 
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
-    """A SentencePiece model with no tokenizer.json beside it, read without its library. Source: sentencepiece's
-    sentencepiece_model.proto, of which the numbers are the fields'.
-    """
+    """A SentencePiece model, read without its library (the numbers are sentencepiece_model.proto's)."""
     found, trainer, normalizer = Vocabulary(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):

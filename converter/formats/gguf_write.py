@@ -42,11 +42,9 @@ BLOCK = TYPES[CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> Plan:
-    """One GGUF file, and the companions of the source beside it.
-
-    Notes about what the file does not say go to the source's notes. Raises CannotExpress: llama.cpp computes no such
-    tree; the components in the way are listed. InvalidInput: the tokenizer's files are broken. UsageError: a dtype that
-    GGUF files are not written in.
+    """One GGUF file, and the companions of the source beside it; what the file does not say goes to the source's notes.
+    Raises CannotExpress; InvalidInput: the tokenizer's files are broken; UsageError: a dtype that no GGUF is written
+    in.
     """
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)

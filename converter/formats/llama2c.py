@@ -93,10 +93,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def plan(request: Request, version: int = 0) -> Plan:
-    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it. Raises CannotExpress:
-    llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype other than float32, or one
-    to be narrowed unasked.
-    """
+    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it."""
     from ..block_file import Block
     from ..dtypes import parse_dtype
     from ..write import Output, Plan, Shard
@@ -151,10 +148,7 @@ def _nbytes(template: str, shape: Shape, version: int, group: int) -> int:
 
 
 class _Header:
-    """What a header says: the version, the sizes, and how many values share a scale.
-
-    Raises CheckpointError unless the file is as long as that takes.
-    """
+    """What a header says: version, sizes, and how many values share a scale; the file has to be as long as that."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.version, self.group = path, 0, 1

@@ -36,9 +36,7 @@ NOTE = "gptkit"
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A folder's ckpt.pt, or a .pt file unless a config.json beside it says that it is something else: told by the name
-    alone, since a pickle has to be allowed.
-    """
+    """A folder's ckpt.pt, or a .pt file without config.json beside it: by name alone, since it is a pickle."""
     if names is not None:
         return path / NAME if NAME in names else None
     described = (path.parent / name for name in (CONFIG, LOCAL_CONFIG))
@@ -144,9 +142,7 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
 
 
 def plan(request: Request, activation: Activation = "gelu") -> Plan:
-    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU. Raises CannotExpress: nanoGPT's
-    model is no such tree; the components in the way are listed. UsageError: an unknown dtype.
-    """
+    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU."""
     from ..dtypes import parse_dtype, widest
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard

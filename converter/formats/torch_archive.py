@@ -79,9 +79,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive: `header` is all before its first tensor, `tensors` are what is filled; around the bytes of the only
-    one stand `head` and `tail`.
-    """
+    """`header` is all before the first of the `tensors`; `head` and `tail` stand around the bytes of the only one."""
 
     header: bytes
     members: tuple[Member, ...]
