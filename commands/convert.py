@@ -74,7 +74,8 @@ def _random(
 
     stored = parse_dtype(dtype or "float32")
     if out is not None:
-        Staging(out, force).check()
+        with Staging(out, force).reserved():  # which refuses what entering would
+            pass
     tree = outline(model, offline=opening["offline"], allow_pickle=opening["allow_pickle"], companions=True)
     notes, written, finite = list(tree.notes), None, None
     total = count(tree.spec).total * DTYPES[stored].itemsize
@@ -148,7 +149,7 @@ def convert(
 @command("gptkit check gpt2-local")
 def check(folder: Path = argument("FOLDER", "A folder that gptkit wrote."), quiet: bool = QUIET) -> None:
     """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
-    from ..converter.publish import MANIFEST, check_manifest
+    from ..converter.manifest import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
 
     if folder.is_file():

@@ -21,7 +21,8 @@ import numpy as np
 import xxhash
 
 from ..errors import CheckpointError, GptkitError
-from .publish import FileRecord, TensorRecord, write_all
+from .files import write_all
+from .manifest import FileRecord, TensorRecord
 
 CHUNK = 1 << 19
 """Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
@@ -242,18 +240,10 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
 def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
     """Whether a tied head that was stored all the same has the embedding's bytes."""
     weights, stored = checkpoint._weights, checkpoint._found[embedding]
-    if weights.info[stored] != weights.info[name]:
-        return False
     dtype, shape = weights.info[name]
     if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
-        return True
-    a, b = weights.read(stored), weights.read(name)
-    rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
-
-    def same(x: np.ndarray, y: np.ndarray) -> bool:  # so that NaN equals NaN and -0 is not 0
-        return np.array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
-
-    return all(same(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+        return weights.info[stored] == (dtype, shape)
+    return weights.same(stored, name)
 
 
 def _some(names: list[str]) -> str:

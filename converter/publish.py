@@ -22,20 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import GptkitError, UsageError
-from .files import UNSUPPORTED as UNSUPPORTED
-from .files import copy_file as copy_file
-from .files import failed, fsync, seal
-from .files import sha256_file as sha256_file
-from .files import write_all as write_all
-from .files import write_bytes as write_bytes
+from .files import failed, fsync, seal, sha256_file, write_bytes
 from .journal import Journal, is_plain
 from .lock import Lock
-from .manifest import JOURNAL, file_entry, is_ours, manifest_of, walk
-from .manifest import MANIFEST as MANIFEST
-from .manifest import SCHEMA_VERSION as SCHEMA_VERSION
-from .manifest import FileRecord as FileRecord
-from .manifest import TensorRecord as TensorRecord
-from .manifest import check_manifest as check_manifest
+from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, is_ours, manifest_of, walk
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +78,6 @@ class Staging:
         finally:
             self._lock.release()
 
-    def check(self) -> None:
-        """Refuse what entering would refuse, for now. Raises UsageError and GptkitError, as entering does."""
-        with self.reserved():
-            pass
-
     def __enter__(self) -> Staging:
         self._claim()
         try:
@@ -141,33 +126,27 @@ class Staging:
             raise ValueError(f"the manifest's own keys cannot be passed in: {sorted(clash)}")
         try:
             listed = _list_files(path, {**self.finished, **self._known, **(files or {})})
-            if self.single is not None:
-                if list(listed) != [self.target.name]:
-                    raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
-                fsync(path)
-                self._publish(path)
-                return
-            record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
-            text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            write_bytes(path / MANIFEST, text.encode())
-            if seal(path / MANIFEST) != len(text.encode()):
-                raise OSError(errno.EIO, "the manifest is not what was written")
-            if self._journal is not None:
-                self._journal.remove()
-                self._journal = None
+            if self.single is None:
+                record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
+                text = (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+                write_bytes(path / MANIFEST, text)
+                if seal(path / MANIFEST) != len(text):
+                    raise OSError(errno.EIO, "the manifest is not what was written")
+                if self._journal is not None:
+                    self._journal.remove()
+                    self._journal = None
+            elif list(listed) != [self.target.name]:
+                raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
             for folder, _, _ in os.walk(path, topdown=False):
                 fsync(Path(folder))
-            self._publish(path)
+            old = self._rename(path)
+            # From here on the target is the new one, and what stands at `old` is what it replaced, or an empty folder.
+            self._path = None
+            fsync(self.target.parent)
+            if old is not None:  # not before the new one stands for good
+                _remove(old)
         except OSError as error:
             raise failed("publish", self.target, error) from error
-
-    def _publish(self, path: Path) -> None:
-        old = self._rename(path)
-        # From here on the target is the new one, and whatever stands at `old` is what it replaced, or an empty folder.
-        self._path = None
-        fsync(self.target.parent)
-        if old is not None:  # not before the new one stands for good
-            _remove(old)
 
     def _rename(self, path: Path) -> Path | None:
         """Make `path`, or the one file in it, the target; returns the folder that is to be removed now, or None."""
@@ -217,7 +196,8 @@ class Staging:
             mark.close()
         return aside
 
-    def _check_parent(self) -> None:
+    def _claim(self) -> None:
+        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
         parent = self.target.parent
         if not self.target.name:
             raise UsageError(f"cannot write a checkpoint to {self.target}", "Name a folder to create.")
@@ -225,9 +205,19 @@ class Staging:
             what = "is not a folder" if parent.exists() else "does not exist"
             raise UsageError(f"cannot create {self.target}: {parent} {what}", "Create the parent folder first.")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"cannot create {self.target}: {parent} is not writable", "Choose another place to write to."
-            )
+            hint = "Choose another place to write to."
+            raise UsageError(f"cannot create {self.target}: {parent} is not writable", hint)
+        try:
+            self._lock.acquire()
+            try:
+                self._restore()
+                # Before any sweep: a run that forgot --force must not cost what it could go on from.
+                self._check_target()
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise failed("write beside", self.target, error) from error
 
     def _check_target(self) -> None:
         """Raise UsageError where what stands at the target may not be replaced."""
@@ -254,21 +244,6 @@ class Staging:
                 why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
             raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
-
-    def _claim(self) -> None:
-        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
-        self._check_parent()
-        try:
-            self._lock.acquire()
-            try:
-                self._restore()
-                # Before any sweep: a run that forgot --force must not cost what it could go on from.
-                self._check_target()
-            except BaseException:
-                self._lock.release()
-                raise
-        except OSError as error:
-            raise failed("write beside", self.target, error) from error
 
     def _open(self) -> None:
         """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""

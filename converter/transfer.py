@@ -22,7 +22,8 @@ from ..errors import CheckpointError, UsageError
 from .block_file import CHUNK, BlockFile
 from .checkpoint import Checkpoint
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
-from .publish import FileRecord, Staging
+from .manifest import FileRecord
+from .publish import Staging
 from .scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer

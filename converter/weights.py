@@ -143,6 +143,17 @@ class Weights:
         strides = [stride * itemsize for stride in tensor.strides or ()]
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes, so that NaN equals NaN and -0 is not 0."""
+        if self.info[name] != self.info[other]:
+            return False
+        if self.span(name) == self.span(other) is not None:
+            return True
+        rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
+        ours, theirs = self.read(name), self.read(other)
+        pairs = ((ours[i : i + rows], theirs[i : i + rows]) for i in range(0, len(ours), rows))
+        return all(np.array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in pair)) for pair in pairs)
+
     def _mapped(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             try:

@@ -24,8 +24,10 @@ from ..errors import CheckpointError
 from ..version import __version__
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
+from .files import copy_file, write_bytes
+from .manifest import FileRecord
 from .names import INDEX, is_plain
-from .publish import FileRecord, Staging, copy_file, write_bytes
+from .publish import Staging
 from .safetensors import DTYPES, build_header, parse_header
 
 DEFAULT_SHARD_BYTES = 5 * 10**9

@@ -22,12 +22,12 @@ from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
 from ...errors import CheckpointError, InvalidInput
 from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
+from ..tree import Origin
+from . import Opened, Request
 from .torch_archive import ALIGNMENT, archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..write import Output, Plan, Shard
-    from . import Opened, Request
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
@@ -61,7 +61,6 @@ def _description(path: Path) -> Path:
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
     from ..tensors import identity_leaves
-    from . import Opened
     from .dcp_read import ChunkedWeights, hugging_face, located, metadata
 
     described = _description(path)

@@ -22,12 +22,12 @@ from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
+from ..tree import Origin
+from . import Opened, Request
 from .gguf_header import Array, Header, dequantised, open_header
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..write import Plan
-    from . import Opened, Request
 
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
@@ -76,7 +76,6 @@ def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origi
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
     from ..weights import Stored, Weights
-    from . import Opened
     from .gguf_tokenizer import Texts, without_tokenizer
 
     found = _Model(path, open_header(path))
@@ -123,8 +122,6 @@ class _Model:
     """What a header says: the tree, a config.json, and the tensors that hold no weights."""
 
     def __init__(self, path: Path | str, header: Header) -> None:
-        from ..tree import Origin
-
         self.header = header
         self.kind = _kind(path, header)
         self.notes: list[str] = []

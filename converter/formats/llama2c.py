@@ -27,14 +27,14 @@ from ...architectures.layout import Shape
 from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
+from ..tree import Origin
+from . import Opened, Request
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..tree import Origin
     from ..weights import Weights
     from ..write import Plan
-    from . import Opened, Request
 
 MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256
@@ -59,8 +59,6 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    from ..tree import Origin
-
     config = config_of(_Header(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 
@@ -68,7 +66,6 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header and its rotary tables. Raises InvalidInput."""
     from ..weights import Stored, Weights
-    from . import Opened
     from .llama2c_tokenizer import texts_beside
 
     header = _Header(path)

@@ -20,13 +20,13 @@ from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_
 from ...components import Activation, ModelSpec
 from ...errors import CheckpointError
 from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer, untrusted
+from ..tree import Origin
+from . import Opened, Request
 from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..weights import Stored, Weights
     from ..write import Plan
-    from . import Opened, Request
 
 NAME = "ckpt.pt"
 COMPILED = "_orig_mod."
@@ -53,8 +53,6 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 def read(file: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
     from ..pickles import not_as_it_is, unpickled
-    from ..tree import Origin
-    from . import Opened
 
     if not allow_pickle:
         refuse_pointer(file)
@@ -109,23 +107,10 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     weights.check()
     if HEAD not in found:
         return weights, notes
-    about = weights.info[HEAD]
-    if about != weights.info[EMBEDDING] or not (
-        weights.span(HEAD) == weights.span(EMBEDDING) is not None or (about[0] in DTYPES and _are_equal(weights))
-    ):
+    if weights.info[HEAD][0] not in DTYPES or not weights.same(HEAD, EMBEDDING):
         raise CheckpointError(f"{file}: {HEAD} is not the embedding, to which nanoGPT ties it")
     del found[HEAD]
     return Weights(found), [*notes, f"{HEAD} repeats the embedding it is tied to: kept once"]
-
-
-def _are_equal(weights: Weights) -> bool:
-    """Whether head and embedding have the same bytes."""
-    import numpy as np
-
-    return all(
-        np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
-        for a, b in zip(weights.read(HEAD), weights.read(EMBEDDING), strict=True)
-    )
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:

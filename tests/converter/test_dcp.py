@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from gptkit.analysis.params import params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.errors import CheckpointError, InvalidInput, UntrustedInput
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said for no_dist=True too

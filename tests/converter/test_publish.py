@@ -18,16 +18,9 @@ import xxhash
 from helpers.covering import covered
 
 from gptkit.converter import publish
-from gptkit.converter.publish import (
-    MANIFEST,
-    FileRecord,
-    Staging,
-    TensorRecord,
-    check_manifest,
-    copy_file,
-    sha256_file,
-    write_bytes,
-)
+from gptkit.converter.files import copy_file, sha256_file, write_bytes
+from gptkit.converter.manifest import MANIFEST, FileRecord, TensorRecord, check_manifest
+from gptkit.converter.publish import Staging
 from gptkit.errors import GptkitError, UsageError
 
 
