@@ -74,8 +74,7 @@ def _random(
 
     stored = parse_dtype(dtype or "float32")
     if out is not None:
-        with Staging(out, force).reserved():  # which refuses what entering would
-            pass
+        Staging(out, force).check()
     tree = outline(model, offline=opening["offline"], allow_pickle=opening["allow_pickle"], companions=True)
     notes, written, finite = list(tree.notes), None, None
     total = count(tree.spec).total * DTYPES[stored].itemsize

@@ -78,6 +78,11 @@ class Staging:
         finally:
             self._lock.release()
 
+    def check(self) -> None:
+        """Refuse what entering would refuse, for now."""
+        with self.reserved():
+            pass
+
     def __enter__(self) -> Staging:
         self._claim()
         try:
