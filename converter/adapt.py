@@ -14,11 +14,12 @@ import numpy as np
 
 from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
-from ..architectures.obstacles import OWN_FORMAT, Zero, first_of, never
+from ..architectures.obstacles import OWN_FORMAT, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from .dtypes import to_float64, widest
 from .targets import Target
 from .tensors import Checkpoint
+from .weights import Stored
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
@@ -28,7 +29,11 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
     if to.family is None:
         return source, to
     families = families_of(to.family, source.origin.family)
-    found, refused = first_of(families, source.spec, _zero(source))
+
+    def zero(name: str) -> bool:
+        return not np.any(to_float64(*source.tensor(name)))
+
+    found, refused = first_of(families, source.spec, cache(zero) if source.fetched else never)
     if found is None or found.found is None:
         nearest = min(refused, key=lambda each: each.weight)
         unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
@@ -45,15 +50,6 @@ def families_of(family: str | None, origin: str | None) -> list[Architecture]:
         return [named(str(family))]
     first = [] if origin is None else [named(origin)]
     return first + [each for each in ARCHITECTURES.values() if each.name != origin]
-
-
-def _zero(source: Checkpoint) -> Zero:
-    """Whether every value of a tensor is zero, where there are weights to look at."""
-
-    def zero(name: str) -> bool:
-        return not np.any(to_float64(*source.tensor(name)))
-
-    return cache(zero) if source.fetched else never
 
 
 def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
@@ -81,7 +77,7 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
         spec=spec,
         leaves=[*source.leaves, *leaves],
         notes=notes,
-        _weights=source._weights.with_zeros(zeros),
+        _weights=source._weights.with_more({name: Stored(None, *about) for name, about in zeros.items()}),
         _found={**source._found, **{name: name for name in zeros}},
     )
 

@@ -46,11 +46,8 @@ def open_checkpoint(
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None and found.source is not None
-    if found.other is None:
-        opened = _read(found, remote, allow_pickle)
-    else:
-        assert found.other.read is not None
-        opened = found.other.read(found.source, allow_pickle)
+    read = None if found.other is None else found.other.read
+    opened = _read(found, remote, allow_pickle) if read is None else read(found.source, allow_pickle)
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -146,11 +143,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
 
 
 def _match(
-    checkpoint: Checkpoint,
-    architecture: Architecture | None,
-    allow_extra: bool,
-    integers: bool = False,
-    partial: bool = False,
+    checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool, integers: bool, partial: bool
 ) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}

@@ -169,13 +169,9 @@ def plan_conversion(
 
 def _homes(source: Checkpoint) -> dict[str, Path] | None:
     """The file of every shared tensor, where there are several and every tensor lies in one."""
-    homes = {}
-    for leaf in source.leaves:
-        span = source.span(leaf)
-        if span is None:
-            return None
-        homes.update(dict.fromkeys(leaf.shared, span[0]))
-    return homes if len(set(homes.values())) > 1 else None
+    spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
+    homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
+    return homes if len(set(homes.values())) > 1 and all(span for _, span in spans) else None
 
 
 def companions(source: Checkpoint) -> Path | None:

@@ -37,7 +37,7 @@ class Outline:
 
     @property
     def family(self) -> str:
-        """The family's name, "" for a tree that never had one."""
+        """Its name, "" for a tree that never had one."""
         return self.origin.family or ""
 
 
@@ -74,11 +74,11 @@ def _outline(found: Reference) -> Outline:
     method = quantised(found, origin)
     if method is not None:
         notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
-    assumed: dict[str, int] = {}  # sizes that a config.json does not state
+    about: tuple[str, ...] = ()
     if origin.config is not None and found.format == "hf":
         assumed = architecture_of(origin.config).assumed(origin.config)
-    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
-    about = (f"not in config.json, so transformers' defaults: {told}",) if told else ()
+        sizes = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
+        about = (f"not in config.json, so transformers' defaults: {sizes}",) if sizes else ()
     return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=about)
 
 

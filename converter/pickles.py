@@ -8,7 +8,7 @@ read from where they lie, memory-mapped, without torch, and copied by the kernel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,10 +130,9 @@ OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     """The error for a file that holds something else than tensors by name alone, to be raised by the caller."""
-    none: tuple[tuple[str, ...], dict[str, Any]] = ((), {})
-    where, state = max(_dictionaries(content, ()), key=lambda found: len(_tensors(found[1])), default=none)
-    tensors = _tensors(state)
-    beside = _entries(content, (*tensors, *where[:1]) if where else tensors)
+    none: tuple[tuple[str, ...], dict[str, Stored], int] = ((), {}, 0)
+    where, tensors, entries = max(_dictionaries(content, ()), key=lambda each: len(each[1]), default=none)
+    beside = _entries(content, (*tensors, *where[:1]))
     if not tensors:
         return CheckpointError(
             f"{path} holds a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
@@ -147,7 +146,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     if found is None:
         return CheckpointError(told, "Their names are those of no family that gptkit knows.")
     owner, prefix = found
-    only = len(tensors) < len(state)
+    only = len(tensors) < entries
     return CheckpointError(f"{told}; {_names_of(owner, prefix)}", OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
@@ -176,30 +175,21 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
     return f"Save them alone, beside the model's config.json: torch.save({state}, 'pytorch_model.bin')"
 
 
-def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
-    """A dictionary and those within it, with the keys that lead to each."""
+def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
+    """A dictionary and those within it: the keys that lead to each, its tensors, and how many entries it has."""
     if not isinstance(value, dict) or len(where) > DEPTH:
         return
-    yield where, value
-    for key, each in value.items():
-        if isinstance(key, str):
-            yield from _dictionaries(each, (*where, key))
-
-
-def _tensors(state: Mapping[Any, Any]) -> dict[str, Stored]:
-    return {key: each for key, each in state.items() if isinstance(key, str) and isinstance(each, Stored)}
+    named = {key: each for key, each in value.items() if isinstance(key, str)}
+    yield where, {key: each for key, each in named.items() if isinstance(each, Stored)}, len(value)
+    for key, each in named.items():
+        yield from _dictionaries(each, (*where, key))
 
 
 def _entries(content: Any, without: Collection[str]) -> str:
     """A dictionary's keys but for some, with what stands there."""
-    if not isinstance(content, Mapping):
-        return ""
-    kinds = [(key, each) for key, each in content.items() if key not in without]
-    told = [
-        f"{_shown(key.name if isinstance(key, Unplain) else str(key))} ({_kind(each)})"
-        for key, each in kinds[: 2 * SHOWN]
-    ]
-    return ", ".join(told + (["…"] if len(kinds) > 2 * SHOWN else []))
+    kinds = [(key, each) for key, each in content.items() if key not in without] if isinstance(content, dict) else []
+    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(each)) for key, each in kinds[: 2 * SHOWN]]
+    return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * SHOWN))
 
 
 def _kind(value: Any) -> str:

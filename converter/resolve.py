@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -88,7 +89,15 @@ def identify(reference: str | Path | Reference) -> Reference:
     if not text.strip() or not text.isprintable():
         raise InvalidInput(f"not a model reference: {text!r}", "Give org/name, a folder, or sample:gpt2.")
     if text.startswith("sample:"):
-        return _sample(text)
+        name = text.removeprefix("sample:")
+        if name not in SAMPLES:
+            known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
+            raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
+        try:
+            return located(SAMPLES_DIR / name, text, "sample")
+        except FileNotFoundError:
+            lacking = f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)"
+            raise InvalidInput(lacking, "Reinstall gptkit.") from None
     if not text.startswith("hf://"):
         here = _here(text)
         if here is not None:
@@ -116,9 +125,7 @@ def located(path: Path, text: str | None = None, kind: Literal["sample", "path",
 def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
     """The format of what lies at a path, and the file or folder that says its tree."""
     if names is None and path.suffix == ".json":
-        if path.name == LOCAL_CONFIG:
-            return "local", path
-        return ("tree" if path.name != CONFIG and holds_tree(path) else "hf"), path
+        return "local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path
     folder = path if names is not None else path.parent
     own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
     # The one kind of folder that has a config.json beside is torch's distributed one.
@@ -179,14 +186,12 @@ def resolve(
         raise _config_alone(found.text)
     from .hub import NoModel, Repository, gather, offline_by_environment
 
-    def have(repository: Repository) -> Path:
-        beside = weights if companions is None else companions
-        return gather(repository, weights=weights, companions=beside, allow_pickle=allow_pickle, check=checked)
-
     def checked(folder: Path) -> None:
         if check is not None:
             check(located(folder, found.text, "hub"))
 
+    beside = weights if companions is None else companions
+    have = partial(gather, weights=weights, companions=beside, allow_pickle=allow_pickle, check=checked)
     try:
         repository = Repository.open(
             found.repo, found.revision, offline=offline or offline_by_environment(), cache=cache
@@ -220,20 +225,6 @@ def resolve(
     )
 
 
-def _sample(text: str) -> Reference:
-    name = text.removeprefix("sample:")
-    if name not in SAMPLES:
-        known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
-        raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
-    path = SAMPLES_DIR / name
-    try:
-        return located(path, text, "sample")
-    except FileNotFoundError:
-        raise InvalidInput(
-            f"the sample {name} is not part of this installation ({path} is missing)", "Reinstall gptkit."
-        ) from None
-
-
 def _here(text: str) -> Reference | None:
     """What lies at the local path of that name, None where nothing does."""
     path = Path(os.path.expanduser(text))  # noqa: PTH111, because Path's own raises for an unknown user
@@ -245,10 +236,9 @@ def _here(text: str) -> Reference | None:
         if error.errno == errno.ENAMETOOLONG:
             return None
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-    repo = repo_of(text)
-    if repo is None:
-        return found
-    return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
+    if repo := repo_of(text):
+        return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
+    return found
 
 
 def _refuse_path(name: str, error: Offline) -> None:
@@ -267,12 +257,9 @@ def _refuse_typo(name: str) -> None:
     """Refuse a name that resembles a preset's: the hub has few without an organisation, and none of a family here."""
     if find(name) is not None:
         raise _config_alone(name)
-    near = nearest(name)
-    if near:
-        raise InvalidInput(
-            f"no preset, file or folder is called {name!r}",
-            f"did you mean {', '.join(near[:4])}? A hub repository is written org/name.",
-        )
+    if near := nearest(name):
+        hint = f"did you mean {', '.join(near[:4])}? A hub repository is written org/name."
+        raise InvalidInput(f"no preset, file or folder is called {name!r}", hint)
 
 
 def _config_alone(name: str) -> InvalidInput:

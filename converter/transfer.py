@@ -227,7 +227,7 @@ class _Carrier:
         bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
         with file.pieces(name) as piece:
             if around is not None:
-                piece(around.head)
+                piece(around[0])
             for rows in _row_slices(array):
                 self.scheduler.check()
                 chunk = contiguous(array[rows] if array.ndim else array)
@@ -250,7 +250,7 @@ class _Carrier:
                 if around is not None:
                     crc = zlib.crc32(data.data, crc)
             if around is not None:
-                piece(around.tail(crc))
+                piece(around[1](crc))
                 with self.lock:
                     self.crcs[file.path.name, name] = crc
         self._note(output, bad, cost, loss)

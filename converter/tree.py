@@ -84,15 +84,13 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
     base, rank = config.get("base_model_name_or_path"), config.get("r")
     given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
     method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
-    kind = "a LoRA adapter" if method == "LORA" else "an adapter"
-    kind += f" of rank {rank}" if method == "LORA" and type(rank) is int else ""
+    kind = "an adapter"
+    hint = f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it."
+    if method == "LORA":
+        kind = "a LoRA adapter" + (f" of rank {rank}" if type(rank) is int else "")
+        hint = f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
     kind += f" for {given}" if given is not None else ""
-    raise InvalidInput(
-        f"{path} is {kind}, not a model by itself",
-        f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
-        if method == "LORA"
-        else f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it.",
-    )
+    raise InvalidInput(f"{path} is {kind}, not a model by itself", hint)
 
 
 @contextmanager
@@ -122,11 +120,10 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
             "Update gptkit, or convert the original again.",
         )
     origin, history = data.get("origin"), data.get("history", [])
+    if isinstance(origin, dict):
+        origin = {**origin, "config_text": origin.get("config"), "history": history}
     try:
-        given = (
-            {**origin, "config_text": origin.get("config"), "history": history} if isinstance(origin, dict) else None
-        )
-        found = msgspec.convert(given, Origin)
+        found = msgspec.convert(origin, Origin)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: its origin or history is not what gptkit writes: {error}") from error
     if found.family is not None:
@@ -140,7 +137,7 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 def holds_tree(path: Path) -> bool:
     """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it."""
-    return path.is_file() and _is_tree(path, read_config_file(path)[0])
+    return path.name != CONFIG and path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:

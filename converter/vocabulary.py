@@ -147,8 +147,15 @@ class Vocabulary:
 
     def cut(self, table: Table) -> dict[str, bytes | None]:
         """The files that change when the tokens of `table` alone are kept, by their new ids; None removes one."""
-        files: dict[str, bytes | None] = {TOKENIZER: json_bytes(self._tokenizer(table))}
-        self._check(files[TOKENIZER], table)
+        text = json_bytes(self._tokenizer(table))
+        made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
+        for (token, old), new in zip(self.tokens.items(), made, strict=True):
+            if new != table.get(old):
+                raise InvalidInput(
+                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
+                    "Please report this tokenizer.",
+                )
+        files: dict[str, bytes | None] = {TOKENIZER: text}
         for name, data in self._settings().items():
             renumbered = renumber(data, table)
             if name == SETTINGS and isinstance(data.get("added_tokens_decoder"), dict):
@@ -161,7 +168,12 @@ class Vocabulary:
                 ids = parse_config_text(self.files[name], name)
                 files[name] = json_bytes({token: table[i] for token, i in ids.items() if i in table})
         if "merges.txt" in self.files:
-            files["merges.txt"] = self._merges_text(table)
+
+            def stays(line: str) -> bool:
+                left, space, right = line.partition(" ")
+                return line.startswith("#version") or not space or self._all_kept((left, right, left + right), table)
+
+            files["merges.txt"] = "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
         for name in self.files:
             if any(fnmatchcase(name, pattern) for pattern in OTHER_FORMS):
                 files[name] = None
@@ -190,23 +202,6 @@ class Vocabulary:
     def _all_kept(self, tokens: Iterable[str], table: Table) -> bool:
         return all(self._pieces.get(token, -1) in table for token in tokens)
 
-    def _merges_text(self, table: Table) -> bytes:
-        def stays(line: str) -> bool:
-            left, space, right = line.partition(" ")
-            return line.startswith("#version") or not space or self._all_kept((left, right, left + right), table)
-
-        return "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
-
-    def _check(self, text: bytes | None, table: Table) -> None:
-        assert text is not None
-        made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
-        for (token, old), new in zip(self.tokens.items(), made, strict=True):
-            if new != table.get(old):
-                raise InvalidInput(
-                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
-                    "Please report this tokenizer.",
-                )
-
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
     """The vocabulary of a tokenizer in a folder, files among `texts` taken first; None if there is none."""
@@ -232,14 +227,9 @@ def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]
 
 def ids_in(data: Mapping[str, Any]) -> set[int]:
     """The ids that the fields of a config name, `eos_token_id` and its like."""
-    found: set[int] = set()
-
-    def note(token_id: int) -> int:
-        found.add(token_id)
-        return token_id
-
-    _over_ids(data, note)
-    return found
+    found: list[int] = []
+    _over_ids(data, lambda token_id: found.append(token_id) or token_id)  # type: ignore[func-returns-value]
+    return set(found)
 
 
 def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
@@ -248,18 +238,16 @@ def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 
 def _over_ids(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
-    def changed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [changed(each) for each in value]
-        return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    found = {}
-    for key, value in data.items():
+    def changed(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            found[key] = _over_ids(value, change)
-        else:
-            found[key] = changed(value) if _ID_FIELD.fullmatch(key) else value
-    return found
+            return _over_ids(value, change)
+        if not _ID_FIELD.fullmatch(key):
+            return value
+        if isinstance(value, list):
+            return [changed(key, each) for each in value]
+        return change(value) if type(value) is int else value
+
+    return {key: changed(key, value) for key, value in data.items()}
 
 
 def named_in(settings: Mapping[str, Any]) -> set[str]:

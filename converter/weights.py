@@ -102,11 +102,12 @@ class Weights:
             if tensor.path is not None:
                 self._mapped(tensor.path)
 
-    def with_zeros(self, zeros: Mapping[str, tuple[str, tuple[int, ...]]]) -> Weights:
-        """The same, and tensors of zeros, each with its dtype and shape."""
+    def with_more(self, tensors: Mapping[str, Stored], alone: bool = False) -> Weights:
+        """The same, and these; with `alone` no others are told."""
         more = copy(self)
-        more._tensors = {**self._tensors, **{name: Stored(None, *about) for name, about in zeros.items()}}
-        more.info = {**self.info, **zeros}
+        more._tensors = {**self._tensors, **tensors}
+        info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+        more.info = info if alone else self.info | info
         return more
 
     def place(self, name: str) -> tuple[Path, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +40,8 @@ Decode = Callable[[np.ndarray], np.ndarray]
 """What `Encode` gave -> the values that it stands for, in fp32."""
 
 
-class Around(Protocol):
-    """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
-
-    @property
-    def head(self) -> bytes: ...
-
-    def tail(self, crc: int) -> bytes: ...
+Around = tuple[bytes, Callable[[int], bytes]]
+"""A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +150,7 @@ def plan(
             group.append((leaf, dtype))
             filled += nbytes
         groups += [group] if group else []
-    count = len(groups)
-    if count == 1:
+    if (count := len(groups)) == 1:
         return Plan((_lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
@@ -187,14 +181,11 @@ def as_it_was(
         if name in index:
             continue
         raw = text.encode()
+        if not is_plain(name) or not name.endswith(".safetensors"):  # which something else in the folder may be called
+            return None
         try:
-            # A plain name, as `index` would take it, that nothing else in a checkpoint's folder has.
-            infos = (
-                parse_header(name, raw).tensors.values() if is_plain(name) and name.endswith(".safetensors") else None
-            )
+            infos = parse_header(name, raw).tensors.values()
         except CheckpointError:
-            infos = None
-        if infos is None:
             return None
         outputs: list[Output] = []
         for info in infos:

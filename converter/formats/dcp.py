@@ -61,7 +61,7 @@ def _description(path: Path) -> Path:
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
     from ..tensors import identity_leaves
-    from .dcp_read import ChunkedWeights, hugging_face, located, metadata
+    from .dcp_read import chunked, hugging_face, located, metadata
 
     described = _description(path)
     spec, origin, _ = describe(path)
@@ -89,15 +89,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if pickled.is_file():
         kept = located(kept)
     files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
-    return Opened(
-        spec,
-        origin,
-        leaves,
-        ChunkedWeights(kept),
-        (*sorted(files), *([pickled] if pickled.is_file() else [])),
-        notes=notes,
-        architecture=architecture,
-    )
+    here = (*sorted(files), *([pickled] if pickled.is_file() else []))
+    return Opened(spec, origin, leaves, chunked(kept), here, notes=notes, architecture=architecture)
 
 
 def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:
@@ -148,7 +141,7 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
         at += -at % ALIGNMENT
         pickled = program(pickled_tensor("0", output.dtype, output.leaf.shape))
         around = archive_of("archive", {"data.pkl": pickled, **FILES}, [output.nbytes])
-        laid.append(Output(output.leaf, output.dtype, at, around.size, around=around))
+        laid.append(Output(output.leaf, output.dtype, at, around.size, around=(around.head, around.tail)))
         at += around.size
     return Shard(name, b"", tuple(laid), at)
 

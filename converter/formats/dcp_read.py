@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,34 +156,25 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
     return tensors
 
 
-class ChunkedWeights(Weights):
-    """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together."""
+def chunked(tensors: Mapping[str, Chunked]) -> Weights:
+    """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together. Raises
+    CheckpointError for a chunk that claims more than its file has.
+    """
+    parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
+    weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})
+    weights.check()
 
-    def __init__(self, tensors: Mapping[str, Chunked]) -> None:
-        """Raises CheckpointError for a chunk that claims more than its file has."""
-        super().__init__({f"{i}#{name}": x.stored for name, t in tensors.items() for i, x in enumerate(t.chunks)})
-        self.check()
-        self._chunked = tensors
-        self.info = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype: a read-only view of the file where it lies in one piece."""
-        tensor = self._chunked.get(name)
-        if tensor is None or len(tensor.chunks) == 1:
-            return super().read(name if tensor is None else f"0#{name}")
-        whole = np.empty(tensor.shape, DTYPES[tensor.dtype].carrier)
-        for i, (offsets, stored) in enumerate(tensor.chunks):
+    def whole(name: str, _: np.ndarray) -> np.ndarray:
+        array = np.empty(tensors[name].shape, DTYPES[tensors[name].dtype].carrier)
+        for i, (offsets, stored) in enumerate(tensors[name].chunks):
             box = tuple(slice(o, o + s) for o, s in zip(offsets, stored.shape, strict=True))
-            whole[box] = super().read(f"{i}#{name}")
-        return whole
+            array[box] = weights.read(f"{i}#{name}")
+        return array
 
-    def place(self, name: str) -> tuple[Path, int]:
-        tensor = self._chunked.get(name)
-        if tensor is not None and not tensor.chunks:
-            return Path(), 0
-        return super().place(name if tensor is None else f"0#{name}")
-
-    def span(self, name: str) -> tuple[Path, int] | None:
-        """Where the tensor begins in its file; None for one that is put together."""
-        tensor = self._chunked.get(name)
-        return super().span(f"0#{name}") if tensor is not None and len(tensor.chunks) == 1 else None
+    made = {name: Stored(None, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    for name, chunks in parts.items():
+        if len(chunks) > 1:
+            made[name] = replace(chunks[0], shape=tensors[name].shape, decode=partial(whole, name))
+        elif chunks:
+            made[name] = chunks[0]
+    return weights.with_more(made, alone=True)

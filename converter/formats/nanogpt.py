@@ -141,7 +141,7 @@ def plan(request: Request, activation: Activation = "gelu") -> Plan:
     files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
     archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(
-        Output(leaf, dtype, member.start, member.size, around=member)
+        Output(leaf, dtype, member.start, member.size, around=(member.head, member.tail))
         for (leaf, dtype), member in zip(tensors, archive.tensors, strict=True)
     )
     return Plan((Shard(NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
