@@ -23,10 +23,10 @@ from .index import WeightFiles, weight_files
 from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
-from .tensors import Checkpoint as Checkpoint
-from .tensors import identity_leaves as identity_leaves
 from .tree import Origin, Quantised
+from .weights import Checkpoint as Checkpoint
 from .weights import Weights
+from .weights import identity_leaves as identity_leaves
 
 
 def open_checkpoint(

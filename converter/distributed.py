@@ -32,9 +32,8 @@ from .checkpoint import Checkpoint
 from .files import seal
 from .manifest import FileRecord
 from .publish import Staging
-from .scheduler import StoppedError
 from .threads import available_cores
-from .transfer import Transferred, transfer
+from .transfer import StoppedError, Transferred, transfer
 from .write import Plan, Shard, prepare
 
 FOREVER = timedelta(days=30)

@@ -23,9 +23,19 @@ from pathlib import Path
 
 from ..errors import GptkitError, UsageError
 from .files import failed, fsync, seal, sha256_file, write_bytes
-from .journal import Journal, is_plain
 from .lock import Lock
-from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, is_ours, manifest_of, walk
+from .manifest import (
+    JOURNAL,
+    MANIFEST,
+    SCHEMA_VERSION,
+    FileRecord,
+    Journal,
+    file_entry,
+    is_ours,
+    is_plain,
+    manifest_of,
+    walk,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from ...components import ModelSpec
 from ..targets import FORMATS
 
 if TYPE_CHECKING:
-    from ..tensors import Checkpoint
     from ..tree import Origin
-    from ..weights import Weights
+    from ..weights import Checkpoint, Weights
     from ..write import Plan
 
 

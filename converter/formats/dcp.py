@@ -60,7 +60,7 @@ def _description(path: Path) -> Path:
 
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
-    from ..tensors import identity_leaves
+    from ..weights import identity_leaves
     from .dcp_read import chunked, hugging_face, located, metadata
 
     described = _description(path)

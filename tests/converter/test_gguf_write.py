@@ -22,8 +22,8 @@ from gptkit.converter.dtypes import Quantisation, to_float64
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
-from gptkit.converter.journal import Journal
 from gptkit.converter.lock import Lock
+from gptkit.converter.manifest import Journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.report.checkpoints import conversion_lines
