@@ -24,8 +24,7 @@ from ..errors import CheckpointError, GptkitError
 from .files import write_all
 from .manifest import FileRecord, TensorRecord
 
-CHUNK = 1 << 19
-"""Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
+CHUNK = 1 << 19  # bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps
 
 
 @dataclass(frozen=True, slots=True)

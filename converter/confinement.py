@@ -20,8 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-MEMORY = 256 * 2**20
-"""Bytes of address space for a small file; the interpreter takes a tenth of it."""
+MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of it
 
 Costs = tuple[int, int, float, float]
 """Memory for any file or text and for each of its bytes, then seconds of processor time the same."""

@@ -38,10 +38,8 @@ from .write import Plan, Shard, prepare
 
 FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
-MEETING = timedelta(minutes=5)
-"""How long the processes wait for one another at the beginning."""
-ANSWER = timedelta(seconds=30)
-"""How long a process that is there takes to stop its work, or to take its leave."""
+MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
+ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,8 +17,7 @@ from .files import UNSUPPORTED, write_all
 _log = logging.getLogger(__name__)
 
 _MAX_PID = 20
-_PID = re.compile(rb"[0-9]{0,19}\n?")
-"""What is in a lock's file; a file with anything else is somebody's own."""
+_PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with anything else is somebody's own
 
 
 class Lock:

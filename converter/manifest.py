@@ -25,10 +25,8 @@ import xxhash
 from .files import open_own, read_small, sha256_file, write_all
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 2
-"""1 had the tensors' sha256 by name alone, with nothing to say where they lie."""
-JOURNAL = ".journal"
-"""What finished files are noted in while a folder is not published yet (see `Journal`)."""
+SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
+JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `Journal`)
 
 _MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
 _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written

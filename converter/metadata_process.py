@@ -12,8 +12,7 @@ from .confinement import MEMORY, allow
 from .pickle_process import KNOWN, MAX_DIMS, MAX_INTEGER, Known, Reader, RefusedError, load
 from .pickle_process import reason as reason
 
-MAX_BYTES = 2**28
-"""A thousand tensors in a thousand chunks each take a third of it."""
+MAX_BYTES = 2**28  # A thousand tensors in a thousand chunks each take a third of it
 COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 
 

@@ -18,8 +18,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SINGLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-ADAPTER_CONFIG = "adapter_config.json"
-"""What peft writes beside the weights of an adapter."""
+ADAPTER_CONFIG = "adapter_config.json"  # what peft writes beside the weights of an adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 POINTER = b"version https://git-lfs"

@@ -21,10 +21,8 @@ from .confinement import Confined
 from .names import refuse_pointer
 from .weights import Stored, Weights
 
-TIMEOUT = 120.0
-"""Seconds for all files of a checkpoint; a real one takes a fraction of one."""
-PART = 0.1
-"""Seconds more for every part of a file that is looked into."""
+TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
+PART = 0.1  # seconds more for every part of a file that is looked into
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
@@ -121,11 +119,9 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
     return Unplain(content) if kind == "other" else answer
 
 
-SHOWN = 3
-"""Tensors named, and twice as many other entries."""
+SHOWN = 3  # tensors named, and twice as many other entries
 DEPTH = 3
-OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
-"""The way on from names that no family has."""
+OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}  # the way on from names that no family has
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:

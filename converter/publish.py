@@ -39,8 +39,7 @@ from .manifest import (
 
 _log = logging.getLogger(__name__)
 
-OLD = "old"
-"""What a folder that is replaced is called where two folders cannot be exchanged, until the new one stands."""
+OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
 
 
 class Staging:

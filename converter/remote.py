@@ -133,8 +133,7 @@ def _header(repository: Repository, name: str) -> Header:
 
 
 GGUF_FIRST = 2**20
-GGUF_MOST = 2**27
-"""Bytes of a header: the largest vocabulary with its merges takes a tenth of it."""
+GGUF_MOST = 2**27  # bytes of a header: the largest vocabulary with its merges takes a tenth of it
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:

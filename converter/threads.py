@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ..components import ModelSpec
 
-PARAMETERS = 16_000_000
-"""Of a model, a thread: smaller matrices are computed before other threads have woken up."""
+PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables by which a person decides."""
 

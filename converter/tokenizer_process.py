@@ -12,15 +12,11 @@ from typing import Any
 
 from .confinement import allow
 
-MAX_BYTES = 2**28
-"""Of a tokenizer's files: the largest in use has 33 MB."""
+MAX_BYTES = 2**28  # of a tokenizer's files: the largest in use has 33 MB
 LIBRARIES = (2**30, 0, 60.0, 0.0)
-LOADING = (2**28, 32, 4.0, 1 / 2**21)
-"""One of 28 MB takes 380 MB and a second."""
-RUNNING = (2**27, 256, 4.0, 1 / 2**16)
-"""A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer."""
-EXPANDS = 64
-"""A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one."""
+LOADING = (2**28, 32, 4.0, 1 / 2**21)  # one of 28 MB takes 380 MB and a second
+RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer
+EXPANDS = 64  # A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one
 
 _loaded: list[Any] = []  # the library's tokenizer, once the first question has said which
 

@@ -28,8 +28,7 @@ from .publish import Staging
 from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer
 
-IN_FLIGHT = 128 * 2**20
-"""Bytes of tensors held at once by all workers together, unless a single job needs more."""
+IN_FLIGHT = 128 * 2**20  # bytes of tensors held at once by all workers together, unless a single job needs more
 
 
 class StoppedError(Exception):
@@ -124,8 +123,7 @@ def shared_tensors(checkpoint: Checkpoint, leaves: Iterable[BoundLeaf]) -> dict[
     }
 
 
-ROWS = 1 << 20
-"""Bytes of a view that are gathered, cast and written at a time."""
+ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
 
 
 @dataclass(frozen=True)

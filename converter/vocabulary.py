@@ -38,8 +38,7 @@ _ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space; as byte tokens it would not be decoded to one
 
-Table = Mapping[int, int]
-"""Old ids -> new ids, of the kept tokens."""
+Table = Mapping[int, int]  # old ids -> new ids, of the kept tokens
 
 
 @dataclass(frozen=True)

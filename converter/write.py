@@ -31,13 +31,11 @@ from .publish import Staging
 from .safetensors import DTYPES, build_header, parse_header
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}
-"""What save_pretrained writes, and transformers asks for."""
+METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
-Decode = Callable[[np.ndarray], np.ndarray]
-"""What `Encode` gave -> the values that it stands for, in fp32."""
+Decode = Callable[[np.ndarray], np.ndarray]  # what `Encode` gave -> the values that it stands for, in fp32
 
 
 Around = tuple[bytes, Callable[[int], bytes]]

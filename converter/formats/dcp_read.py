@@ -27,8 +27,7 @@ from ..pickles import Unpickler
 from ..safetensors import DTYPES, MAX_DIMS, parse_json_object, read_header
 from ..weights import Stored, Weights
 
-MAX_CHUNKS = 2**14
-"""Of one tensor."""
+MAX_CHUNKS = 2**14  # of one tensor
 HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
 AGAIN = "Fetch or save it again, with all its files."
 SHARDING = "DCP_SHARDING_INFO"

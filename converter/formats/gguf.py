@@ -32,14 +32,11 @@ if TYPE_CHECKING:
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
 
-MAX_FLOATS = 2**17
-"""Of a tensor that stands for numbers of the tree."""
+MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
 
-COMPARED = 2**20
-"""Bytes of two tensors that are compared at a time."""
+COMPARED = 2**20  # bytes of two tensors that are compared at a time
 
-SAMPLED = 2**14
-"""Bytes of two tensors of a file elsewhere that are compared at each of a few places."""
+SAMPLED = 2**14  # bytes of two tensors of a file elsewhere that are compared at each of a few places
 
 ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""

@@ -35,11 +35,9 @@ MAX_TENSORS = 2**17
 MAX_STRINGS = 1_500_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
 MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
 MAX_NAME = 2**16 - 1
-SMALL = 2**16
-"""So many numbers of arrays are read at once, further ones when they are asked for."""
+SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
 
-PART = 2**22
-"""Elements that are dequantised at a time: the gguf package's numpy takes several times their memory."""
+PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
 
 Buffer = bytes | mmap.mmap
 

@@ -30,10 +30,8 @@ ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep"
 MAX_SQUARES = 2**27
 """The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
 262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
-MAX_TOKENS = 2**19
-"""The largest vocabularies have half of that."""
-MAX_CHARSMAP = 2**22
-"""Bytes; SentencePiece's own has 240,000."""
+MAX_TOKENS = 2**19  # the largest vocabularies have half of that
+MAX_CHARSMAP = 2**22  # bytes; SentencePiece's own has 240,000
 
 # --- how byte-level BPE splits text, by llama.cpp's names ------------------------------------------------------------
 

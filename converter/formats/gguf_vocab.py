@@ -41,8 +41,7 @@ from .gguf_tokenizer import (
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
-ADDED_SCORE = -1000.0
-"""llama.cpp's converter gives it to tokens that were added later, and nothing merges into."""
+ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
 
 
 @dataclass

@@ -37,14 +37,11 @@ if TYPE_CHECKING:
     from ..write import Plan
 
 MAGIC = struct.pack("<I", 0x616B3432)
-HEADER = 256
-"""Bytes of the header from version 1 on."""
+HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
 MAX_GROUP = 2**16
-OUTPUT = "model.bin"
-"""What llama2.c's train.py calls it."""
-ROWS = 4096
-"""Positions of the tables that are checked at a time."""
+OUTPUT = "model.bin"  # what llama2.c's train.py calls it
+ROWS = 4096  # positions of the tables that are checked at a time
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:

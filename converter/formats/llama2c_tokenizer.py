@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.bin"
 MAX_BYTES = 2**28
-BOS, EOS, BYTES = 1, 2, 3
-"""Fixed ids: of <s>, of </s>, and of the first of the 256 bytes."""
+BOS, EOS, BYTES = 1, 2, 3  # fixed ids: of <s>, of </s>, and of the first of the 256 bytes
 NAMED = [f"<0x{value:02X}>" for value in range(256)]
 
 _ENTRY = struct.Struct("<fI")

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from ..write import Plan
 
 NAME = "ckpt.pt"
-COMPILED = "_orig_mod."
-"""What torch.compile puts before every name."""
+COMPILED = "_orig_mod."  # what torch.compile puts before every name
 NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
