@@ -54,7 +54,6 @@ class BlockFile:
         nothing = xxhash.xxh3_128().hexdigest()
         self._digests: dict[str, str] = {block.name: nothing for block in blocks if not block.nbytes}
         self._begun: set[str] = set()
-        self._whole: set[str] = set(self._digests)
         self._mutex = threading.Lock()
         self._hashing = threading.Lock()
         self._hash = hashlib.sha256(header)
@@ -111,9 +110,8 @@ class BlockFile:
                 with self._disk() as fd:
                     write_all(fd, chunk.data, at)
                     _read(fd, found, at)
-                if _LIBC.memcmp(
-                    *(each.ctypes.data_as(_VOID) for each in (found, chunk)), ctypes.c_size_t(found.nbytes)
-                ):
+                addresses = (ctypes.c_void_p(array.ctypes.data) for array in (found, chunk))
+                if _LIBC.memcmp(*addresses, ctypes.c_size_t(found.nbytes)):
                     raise GptkitError(
                         f"{self.path} does not hold what was written to it, from byte {at} on",
                         "The disk or the memory of this machine may be failing.",
@@ -136,7 +134,6 @@ class BlockFile:
                     _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
             with self._mutex:
                 self._digests[name] = digest.hexdigest()
-                self._whole.add(name)
                 self._next += front
         finally:
             if front:
@@ -174,7 +171,7 @@ class BlockFile:
         if self._fd is None:
             return
         try:
-            missing = [name for name in self.blocks if name not in self._whole]
+            missing = [name for name in self.blocks if name not in self._digests]
             if missing:
                 listed = ", ".join(map(repr, missing[:10]))
                 raise CheckpointError(
@@ -206,7 +203,7 @@ class BlockFile:
     def _ready(self) -> int | None:
         """Where the next block to be hashed ends, if it is whole."""
         with self._mutex:
-            if self._next < len(self._order) and self._order[self._next].name in self._whole:
+            if self._next < len(self._order) and self._order[self._next].name in self._digests:
                 return self._order[self._next].end
         return None
 
@@ -269,4 +266,3 @@ def _read(fd: int, into: np.ndarray, offset: int) -> None:
 
 
 _LIBC = ctypes.CDLL(None)
-_VOID = ctypes.c_void_p

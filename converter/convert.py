@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -67,13 +67,9 @@ def default_output(reference: str, to: str | Target) -> Path:
     return Path(f"{name or 'model'}-{str(to).replace(':', '-')}")
 
 
-ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
-"""Of weight files. A name with one is never that of a folder to be made."""
-
-
 def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself, a .gguf; UsageError for a file's name where a folder is made."""
-    if target.suffix not in ENDINGS:
+    """Whether OUT names the file itself, a .gguf; UsageError for a weight file's name where a folder is made."""
+    if target.suffix not in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
         return False
     if to.kind != "gguf" or target.suffix != ".gguf":
         way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
@@ -97,12 +93,12 @@ def plan_output(
     GB. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
     """
     to = parsed(to)
-    companions = token_files(folder) if folder is not None else []
+    beside = token_files(folder) if folder is not None else []
     if to.kind == "local":
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
-        return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
+        return plan(identity_leaves(spec), dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
         raise UsageError(
@@ -118,8 +114,8 @@ def plan_output(
 
     again = as_it_was(leaves, dtypes, origin.files, canonical) if max_shard_bytes is None else None
     if again is not None:
-        return Plan(again[0], {**small, **again[1]}, tuple(companions))
-    return plan(leaves, dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
+        return Plan(again[0], {**small, **again[1]}, tuple(beside))
+    return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
@@ -167,16 +163,11 @@ def plan_conversion(
             raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
         compute = parse_dtype(dtype)
         dtypes = dict.fromkeys(dtypes, compute)
-    return plan_output(
-        source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, _homes(source)
-    )
-
-
-def _homes(source: Checkpoint) -> dict[str, Path] | None:
-    """The file of every shared tensor, where there are several and every tensor lies in one."""
     spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
-    return homes if len(set(homes.values())) > 1 and all(span for _, span in spans) else None
+    if len(set(homes.values())) < 2 or not all(span for _, span in spans):
+        homes = {}
+    return plan_output(source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes)
 
 
 def companions(source: Checkpoint) -> Path | None:
@@ -302,17 +293,14 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
     """The checkpoint under another tree: the tensors that it gains are zero, those that it loses are left."""
     if spec == source.spec:
         return source
-    names, kept = ({parameter.name for parameter in each.parameters()} for each in (source.spec, spec))
-    gained = [parameter for parameter in spec.parameters() if parameter.name not in names]
-    lost = sorted(names - kept)
+    shapes, theirs = ({parameter.name: parameter.shape for parameter in x.parameters()} for x in (source.spec, spec))
+    gained, lost = theirs.keys() - shapes.keys(), sorted(shapes.keys() - theirs.keys())
     dtype = widest([source.dtype_of(leaf) for leaf in source.leaves])
-    zeros = {parameter.name: (dtype, parameter.shape) for parameter in gained}
-    leaves = [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, (_, shape) in zeros.items()]
+    zeros = {name: Stored(None, dtype, shape) for name, shape in theirs.items() if name in gained}
+    leaves = [BoundLeaf(name, zero.shape, (name,), (zero.shape,), IDENTITY, {}) for name, zero in zeros.items()]
     notes = list(source.notes)
     if gained:
-        notes.append(
-            f"{architecture.name} has {_kinds([p.name for p in gained])}: added as zeros, which change nothing"
-        )
+        notes.append(f"{architecture.name} has {_kinds(zeros)}: added as zeros, which change nothing")
     if lost:
         notes.append(f"{architecture.name} has no {_kinds(lost)}: left out, every value of them is zero")
     rounding = differences(spec, without_rounding(spec)) != differences(source.spec, without_rounding(source.spec))
@@ -323,12 +311,12 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
         spec=spec,
         leaves=[*source.leaves, *leaves],
         notes=notes,
-        _weights=source._weights.with_more({name: Stored(None, *about) for name, about in zeros.items()}),
+        _weights=source._weights.with_more(zeros),
         _found={**source._found, **{name: name for name in zeros}},
     )
 
 
-def _kinds(names: list[str]) -> str:
+def _kinds(names: Iterable[str]) -> str:
     """Tensors of all layers told once: attention.q_proj.bias, …"""
     kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
     return ", ".join(kinds)

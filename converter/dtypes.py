@@ -53,25 +53,15 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
     if dtype == "F64":
         return np.asarray(values, order="C")
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = values.astype(np.float16 if dtype == "F16" else np.float32)
-    rounded: Array
+        narrow: Array = values.astype(np.float16 if dtype == "F16" else np.float32)
     if dtype == "BF16":
         # fp64 -> fp32 -> bf16 would round twice: make the fp32 step round to odd, so that the second one decides.
         bits = narrow.view(np.uint32)
         back = narrow.astype(np.float64)
         inexact = (back != values) & np.isfinite(back)
-        away = inexact & (np.abs(back) > np.abs(values))
-        bits = np.where(away, bits - 1, bits)
-        bits = np.where(inexact, bits | 1, bits).astype(np.uint32)
-        finite = np.isfinite(values)
-        rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        rounded = np.where(finite, rounded, np.where(np.isnan(values), 0x7FC0, bits >> 16)).astype(np.uint16)
-        overflow = finite & ((rounded & 0x7F80) == 0x7F80)
-    else:
-        rounded, overflow = narrow, np.isfinite(values) & ~np.isfinite(narrow)
-    if overflow.any():
-        raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[dtype]}")
-    return np.asarray(rounded, order="C")
+        bits = np.where(inexact & (np.abs(back) > np.abs(values)), bits - 1, bits)
+        narrow = _to_bf16(np.where(inexact, bits | 1, bits).astype(np.uint32).view(np.float32))
+    return _in_range(np.asarray(narrow, order="C"), dtype, not_finite(values, "F64"))
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
@@ -90,23 +80,25 @@ def cast(array: Array, dtype: str, target: str) -> Array:
     if target == "F64":
         with np.errstate(invalid="ignore"):
             return single.astype(np.float64)
-    if target == "F16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            narrow: Array = single.astype(np.float16)
-        overflow = np.isinf(narrow) & np.isfinite(single)
-    else:
-        bits = np.ascontiguousarray(single).view(np.uint32)
-        narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        if (odd := not_finite(single, "F32")) or not_finite(narrow, "BF16"):
-            special = ~np.isfinite(single)
-            overflow = ((narrow & 0x7F80) == 0x7F80) & ~special
-            if odd:  # the sum may carry a NaN's payload over into a number
-                narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
-                narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
-        else:
-            overflow = np.zeros((), bool)
-    if overflow.any():
-        raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[target]}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = single.astype(np.float16) if target == "F16" else _to_bf16(single)
+    return _in_range(narrow, target, not_finite(single, "F32"))
+
+
+def _to_bf16(single: Array) -> Array:
+    """fp32 as bf16, rounded to nearest even."""
+    bits = np.asarray(single, order="C").view(np.uint32)
+    narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if not_finite(single, "F32"):  # the sum may carry a NaN's payload over into a number
+        narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
+        narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
+    return narrow
+
+
+def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
+    """A rounded array; CheckpointError where more of its values are not finite than the `odd` ones before."""
+    if lost := not_finite(narrow, dtype) - odd:
+        raise CheckpointError(f"{lost} values do not fit {HF_NAMES[dtype]}")
     return narrow
 
 

@@ -26,7 +26,7 @@ from .files import open_own, read_small, sha256_file, write_all
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
-JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `Journal`)
+JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `resume_journal`)
 
 _MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
 _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written
@@ -57,12 +57,6 @@ class _Entry(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: Place
     tensors: dict[str, TensorRecord] = {}
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
-    record = manifest_of(folder)
-    return "gptkit" in record and isinstance(record.get("files"), dict)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -181,93 +175,69 @@ def _hash_of_range(fd: int, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-_MAX_JOURNAL = 1 << 30  # bytes: it is read whole
-
 _log = logging.getLogger(__name__)
+_noting = threading.Lock()
 
 
-class Journal:
-    """The finished files of a partial folder, a line of checksum and JSON each behind one with the key; the first that
-    does not hold ends it. No line is trusted: names are plain, and a file's bytes still have the sha256.
+def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
+    """Write a folder's journal anew in one step: its key, then a line of checksum and JSON for each finished file, of
+    which the record and the bytes are given. Raises OSError.
     """
+    lines = [_journal_line({"key": key})]
+    lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
+    path = folder / f"{JOURNAL}.new"
+    with path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), b"".join(lines), 0)
+        if finished:  # else there is nothing yet that could be lost
+            os.fsync(file.fileno())
+    path.rename(folder / JOURNAL)
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
-        self.count = 0
-        self._fd: int | None = None
-        self._end = 0
-        self._mutex = threading.Lock()
 
-    def begin(self, entries: Mapping[str, Mapping[str, object]] | None = None) -> None:
-        """Write a new journal in one step, with entries of the folder's files by name. Raises OSError."""
-        lines = [_journal_line({"key": self.key})]
-        lines += [_journal_line({"name": name, **entry}) for name, entry in (entries or {}).items()]
-        text = b"".join(lines)
-        path = self.folder / f"{JOURNAL}.new"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        write_all(self._fd, text, 0)
-        if entries:  # else there is nothing yet that could be lost
-            os.fsync(self._fd)
-        path.rename(self.folder / JOURNAL)
-        self._end, self.count = len(text), len(entries or {})
+def note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
+    """Add a finished file to the journal, on the disk when this returns; from any thread. Raises OSError."""
+    line = _journal_line({"name": name, **file_entry(record, nbytes)})
+    with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
+        write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
+        os.fsync(file.fileno())
 
-    def note(self, name: str, record: FileRecord, nbytes: int) -> None:
-        """Add a finished file, on the disk when this returns. Raises OSError."""
-        line = _journal_line({"name": name, **file_entry(record, nbytes)})
-        with self._mutex:
-            if self._fd is None:
-                raise ValueError("the journal is closed")
-            write_all(self._fd, line, self._end)
-            self._end += len(line)
-            os.fsync(self._fd)
-            self.count += 1
 
-    def resume(self) -> dict[str, FileRecord]:
-        """The files that are finished and still right; removes everything else from the folder. Raises OSError."""
-        noted = read_journal(self.folder)[1:]
-        self.count = len(noted)  # what an interruption of the hashing would still leave
-        known = {name: found for entry in noted if is_plain(name := entry.get("name")) and (found := read_entry(entry))}
-        from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
+def resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
+    """The files that are finished and still right; removes everything else from the folder. No line of the journal is
+    trusted: names are plain, and a file's bytes still have the sha256. Raises OSError.
+    """
+    noted = read_journal(folder)[1:]
+    known = {name: entry for each in noted if is_plain(name := each.get("name")) and (entry := read_entry(each))}
+    from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            right = dict(zip(known, pool.map(lambda name: self._is_right(name, *known[name]), known), strict=True))
-        for left in self.folder.iterdir():
-            if not right.get(left.name) and left.name != JOURNAL:
-                if left.is_dir() and not left.is_symlink():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
-        finished = {name: found for name, found in known.items() if right[name]}
-        self.begin({name: file_entry(*found) for name, found in finished.items()})
-        return {name: record for name, (record, _) in finished.items()}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        right = dict(zip(known, pool.map(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
+    for left in folder.iterdir():
+        if not right.get(left.name) and left.name != JOURNAL:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+    finished = {name: entry for name, entry in known.items() if right[name]}
+    begin_journal(folder, key, finished)
+    return {name: record for name, (record, _) in finished.items()}
 
-    def _is_right(self, name: str, record: FileRecord, nbytes: int) -> bool:
-        """Whether a file is the one that was noted, and nobody else has a hand on it."""
-        try:
-            with open_own(self.folder / name) as file:
-                same = os.fstat(file.fileno()).st_size == nbytes
-                return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
-        except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
-            _log.debug("%s is not taken over: %s", name, error)
-            return False
 
-    def remove(self) -> None:
-        """Take the journal out of a folder that is whole. Raises OSError."""
-        self.close()
-        (self.folder / JOURNAL).unlink()
+def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
+    """Whether a file is the one that was noted, and nobody else has a hand on it."""
+    try:
+        with open_own(path) as file:
+            same = os.fstat(file.fileno()).st_size == nbytes
+            return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
+        _log.debug("%s is not taken over: %s", path.name, error)
+        return False
 
-    def close(self) -> None:
-        with self._mutex:
-            if self._fd is not None:
-                fd, self._fd = self._fd, None
-                os.close(fd)
 
-    @staticmethod
-    def key_of(folder: Path) -> str | None:
-        """The key of a folder with a journal of this user's, else None."""
-        lines = read_journal(folder)
-        key = lines[0].get("key") if lines else None
-        return key if isinstance(key, str) else None
+def journal_key(folder: Path) -> str | None:
+    """The key of a folder with a journal of this user's, else None."""
+    lines = read_journal(folder)
+    key = lines[0].get("key") if lines else None
+    return key if isinstance(key, str) else None
 
 
 def _journal_line(entry: Mapping[str, object]) -> bytes:
@@ -279,7 +249,7 @@ def read_journal(folder: Path) -> list[dict[str, object]]:
     """The lines of a folder's journal up to the first that is torn or strange."""
     try:
         with open_own(folder / JOURNAL) as file:
-            text = file.read(_MAX_JOURNAL)
+            text = file.read(1 << 30)
     except OSError as error:
         _log.debug("no journal in %s: %s", folder, error)
         return []
@@ -289,12 +259,9 @@ def read_journal(folder: Path) -> list[dict[str, object]]:
         if hashlib.sha256(data).hexdigest().encode() != digest:
             break
         try:
-            entry = json.loads(data)
-        except (ValueError, RecursionError):
+            entries.append(msgspec.json.decode(data, type=dict[str, object]))
+        except (msgspec.DecodeError, ValueError, RecursionError):
             break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
     return entries
 
 

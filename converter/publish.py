@@ -29,11 +29,14 @@ from .manifest import (
     MANIFEST,
     SCHEMA_VERSION,
     FileRecord,
-    Journal,
+    begin_journal,
     file_entry,
-    is_ours,
     is_plain,
+    journal_key,
     manifest_of,
+    note_finished,
+    read_journal,
+    resume_journal,
     walk,
 )
 
@@ -69,7 +72,6 @@ class Staging:
         self._known: dict[str, FileRecord] = {}
         self._path: Path | None = None
         self._lock = Lock(self.target)
-        self._journal: Journal | None = None
 
     @property
     def path(self) -> Path:
@@ -124,9 +126,9 @@ class Staging:
             nbytes = seal(path / name)
             if any(tensor.end > nbytes for tensor in record.tensors.values()):
                 raise ValueError(f"{name} has {nbytes} bytes, its record places tensors beyond them")
-            if self._journal is not None and self.key is not None:
+            if self.key is not None:
                 fsync(path)
-                self._journal.note(name, record, nbytes)
+                note_finished(path, name, record, nbytes)
             self._known[name] = record
         except OSError as error:
             raise failed("write", path / name, error) from error
@@ -146,9 +148,7 @@ class Staging:
                 write_bytes(path / MANIFEST, text)
                 if seal(path / MANIFEST) != len(text):
                     raise OSError(errno.EIO, "the manifest is not what was written")
-                if self._journal is not None:
-                    self._journal.remove()
-                    self._journal = None
+                (path / JOURNAL).unlink()
             elif list(listed) != [self.target.name]:
                 raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
             for folder, _, _ in os.walk(path, topdown=False):
@@ -197,17 +197,13 @@ class Staging:
         """A folder of ours for what is replaced, on the disk before anything is put into it."""
         aside = self._sibling("old")
         aside.mkdir()
-        mark = Journal(aside, "")
         try:
-            mark.begin()
-            fsync(aside / JOURNAL)
-            fsync(aside)
-            fsync(aside.parent)
+            begin_journal(aside, "")
+            for path in (aside / JOURNAL, aside, aside.parent):
+                fsync(path)
         except BaseException:
             _remove(aside)
             raise
-        finally:
-            mark.close()
         return aside
 
     def _claim(self) -> None:
@@ -254,33 +250,29 @@ class Staging:
         elif names := {entry.name for entry in target.iterdir()}:
             if ".git" in names:
                 why = "is a git repository: --force replaces only a checkpoint's folder"
-            elif not names & {"config.json", "gptkit.json"} and not is_ours(target):
+            elif not names & {"config.json", "gptkit.json"} and not {"gptkit", "files"} <= manifest_of(target).keys():
                 why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
             raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
 
     def _open(self) -> None:
         """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""
-        self.finished, self._known, self._journal = {}, {}, None
+        self.finished, self._known = {}, {}
         for left in self._siblings("partial"):
             # A new name first: an owner that the lock did not show (on another machine, where the network file system
             # keeps locks to itself) can then not publish a folder that is being emptied.
             path = self._sibling("partial")
             left.rename(path)
-            if self.key is not None and self._path is None and Journal.key_of(path) == self.key:
+            if self.key is not None and self._path is None and journal_key(path) == self.key:
                 self._path = path
             else:
                 _remove(path)
         if self._path is None:
-            path = self._sibling("partial")
-            self._path = path
-            path.mkdir()
-            self._journal = Journal(path, self.key or "")
-            self._journal.begin()
+            self._path = self._sibling("partial")
+            self._path.mkdir()
+            begin_journal(self._path, self.key or "")
         else:
-            assert self.key is not None
-            self._journal = Journal(self._path, self.key)
-            self.finished = self._journal.resume()
+            self.finished = resume_journal(self._path, str(self.key))
 
     def _restore(self) -> None:
         """Put an old folder back that was set aside for a new one that never came. Raises OSError."""
@@ -308,18 +300,17 @@ class Staging:
                 continue
             # A Staging made it: its journal is in it, or nothing yet, or nothing any more; or it was about to be
             # published, and has our manifest, before which the journal goes.
-            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or Journal.key_of(path) is not None
+            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or journal_key(path) is not None
             if marked or (kind == "partial" and {"schema_version", "files"} <= manifest_of(path).keys()):
                 found.append(path)
         return sorted(found)
 
     def _leave(self, error: BaseException | None) -> None:
         path, self._path = self._path, None
-        if self._journal is not None:
-            self._journal.close()
         if path is not None:
-            count = 0 if self._journal is None or self.key is None else self._journal.count
-            if isinstance(error, KeyboardInterrupt) and count and (path / JOURNAL).exists():
+            interrupted = isinstance(error, KeyboardInterrupt) and self.key is not None
+            count = len(read_journal(path)[1:]) if interrupted else 0
+            if error is not None and count:
                 files = f"{count} file{'s' if count > 1 else ''}"
                 error.add_note(f"{files} of {self.target} finished so far: the same command goes on from there")
             else:

@@ -129,7 +129,7 @@ def plan(
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     groups: list[list[tuple[BoundLeaf, str]]] = []
-    if homes is not None:
+    if homes:
         by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
         for leaf, dtype in tensors:
             by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))

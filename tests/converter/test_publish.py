@@ -545,7 +545,7 @@ def test_an_interruption_while_taking_over_loses_nothing(tmp_path: Path, monkeyp
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("Journal._is_right", "write_all"):
+    for place in ("_is_right", "write_all"):
         with monkeypatch.context() as patch:
             patch.setattr(f"gptkit.converter.manifest.{place}", interrupt)
             assert interrupted(target, ["c"]) == [f"2 files of {target} finished so far: {GO_ON}"]
