@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NoReturn
-
-import msgspec
+from typing import Literal
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
 from .names import (
@@ -21,22 +19,10 @@ from .names import (
     refuse_pointer,
     untrusted,
 )
-from .safetensors import (
-    EXPLAINED,
-    MALFORMED,
-    Header,
-    TensorInfo,
-    cannot_be_read,
-    colons,
-    has_keys,
-    members_of,
-    parse_json_object,
-    read_header,
-)
+from .safetensors import Header, TensorInfo, parse_weight_map, read_header
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
-_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
 _MAX_SHARDS = 10_000
 _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
@@ -147,7 +133,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if raw is None:
         raise CheckpointError(f"{path} has {size:,} bytes: no index is that long")
-    mapping = _weight_map(path, raw)
+    mapping = parse_weight_map(str(path), raw)
     suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
     names = set(mapping.values())
     if len(names) > _MAX_SHARDS:
@@ -161,41 +147,6 @@ def read_index(path: Path) -> dict[str, str]:
         if not name.endswith(suffix):
             raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
-
-
-_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
-
-
-def _weight_map(path: Path, raw: bytes) -> dict[str, str]:
-    """The checked object, as `safetensors.parse_header` does it: typed decoding, then the keys counted."""
-    try:
-        members = members_of(raw, str(path))
-        text = members.pop("weight_map", None)
-        if text is None:
-            raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-        mapping = _WEIGHT_MAP.decode(text)
-    except MALFORMED as error:
-        _explain(path, raw, error)
-    if not mapping:
-        raise CheckpointError(f"{path} has an empty weight_map")
-    rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
-    if len(rest) > _MAX_REST:
-        raise CheckpointError(f"{path} has {len(rest):,} bytes beside its weight_map: no index has")
-    parse_json_object(rest, str(path))
-    if not has_keys(raw, colons(rest) + 1 + len(mapping)):
-        _explain(path, raw, ValueError("a key is there twice"))
-    return mapping
-
-
-def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
-    """Raise CheckpointError with what is wrong with an index that did not decode."""
-    if len(raw) <= EXPLAINED:
-        weight_map = parse_json_object(raw, str(path)).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
-    raise cannot_be_read(str(path), error)
 
 
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:

@@ -1,5 +1,4 @@
-"""manifest.json: what a published folder holds, by sha256, and whether it still does; and the journal, by which an
-interrupted run goes on.
+"""manifest.json: what a published folder holds, by sha256, and whether it still does.
 
 Of every file the manifest has the sha256, the size, and of every tensor in it the bytes it takes and a hash. So
 whatever the format, a file that changed can be told apart by tensor without being parsed: a damaged header may say
@@ -8,25 +7,21 @@ anything.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
-import shutil
 import stat
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import xxhash
 
-from .files import open_own, read_small, sha256_file, write_all
+from .files import read_small, sha256_file
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
-JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `resume_journal`)
+JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `publish`)
 
 _MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
 _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written
@@ -173,99 +168,3 @@ def _hash_of_range(fd: int, start: int, end: int) -> str:
         digest.update(chunk)
         start += len(chunk)
     return digest.hexdigest()
-
-
-_log = logging.getLogger(__name__)
-_noting = threading.Lock()
-
-
-def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
-    """Write a folder's journal anew in one step: its key, then a line of checksum and JSON for each finished file, of
-    which the record and the bytes are given. Raises OSError.
-    """
-    lines = [_journal_line({"key": key})]
-    lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
-    path = folder / f"{JOURNAL}.new"
-    with path.open("xb", buffering=0) as file:
-        write_all(file.fileno(), b"".join(lines), 0)
-        if finished:  # else there is nothing yet that could be lost
-            os.fsync(file.fileno())
-    path.rename(folder / JOURNAL)
-
-
-def note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
-    """Add a finished file to the journal, on the disk when this returns; from any thread. Raises OSError."""
-    line = _journal_line({"name": name, **file_entry(record, nbytes)})
-    with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
-        write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
-        os.fsync(file.fileno())
-
-
-def resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
-    """The files that are finished and still right; removes everything else from the folder. No line of the journal is
-    trusted: names are plain, and a file's bytes still have the sha256. Raises OSError.
-    """
-    noted = read_journal(folder)[1:]
-    known = {name: entry for each in noted if is_plain(name := each.get("name")) and (entry := read_entry(each))}
-    from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        right = dict(zip(known, pool.map(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
-    for left in folder.iterdir():
-        if not right.get(left.name) and left.name != JOURNAL:
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
-    finished = {name: entry for name, entry in known.items() if right[name]}
-    begin_journal(folder, key, finished)
-    return {name: record for name, (record, _) in finished.items()}
-
-
-def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
-    """Whether a file is the one that was noted, and nobody else has a hand on it."""
-    try:
-        with open_own(path) as file:
-            same = os.fstat(file.fileno()).st_size == nbytes
-            return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
-    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
-        _log.debug("%s is not taken over: %s", path.name, error)
-        return False
-
-
-def journal_key(folder: Path) -> str | None:
-    """The key of a folder with a journal of this user's, else None."""
-    lines = read_journal(folder)
-    key = lines[0].get("key") if lines else None
-    return key if isinstance(key, str) else None
-
-
-def _journal_line(entry: Mapping[str, object]) -> bytes:
-    text = json.dumps(entry)  # ASCII: no line break but the one behind it
-    return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
-
-
-def read_journal(folder: Path) -> list[dict[str, object]]:
-    """The lines of a folder's journal up to the first that is torn or strange."""
-    try:
-        with open_own(folder / JOURNAL) as file:
-            text = file.read(1 << 30)
-    except OSError as error:
-        _log.debug("no journal in %s: %s", folder, error)
-        return []
-    entries: list[dict[str, object]] = []
-    for line in text.split(b"\n"):
-        digest, _, data = line.partition(b" ")
-        if hashlib.sha256(data).hexdigest().encode() != digest:
-            break
-        try:
-            entries.append(msgspec.json.decode(data, type=dict[str, object]))
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            break
-    return entries
-
-
-def is_plain(name: object) -> TypeGuard[str]:
-    """Whether this names a file in the folder itself that is not one of ours."""
-    reserved = (".", "..", MANIFEST, JOURNAL, f"{JOURNAL}.new")
-    return isinstance(name, str) and bool(name) and name not in reserved and not set(name) & {"/", "\0"}

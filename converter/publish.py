@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -18,29 +19,20 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
+
+import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import failed, fsync, seal, sha256_file, write_bytes
+from .files import failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
 from .lock import Lock
-from .manifest import (
-    JOURNAL,
-    MANIFEST,
-    SCHEMA_VERSION,
-    FileRecord,
-    begin_journal,
-    file_entry,
-    is_plain,
-    journal_key,
-    manifest_of,
-    note_finished,
-    read_journal,
-    resume_journal,
-    walk,
-)
+from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
 _log = logging.getLogger(__name__)
+_noting = threading.Lock()
 
 OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
 
@@ -120,7 +112,7 @@ class Staging:
     def finish(self, name: str, record: FileRecord) -> None:
         """Put a file of the folder on the disk, and note that it needs no writing again; from any thread."""
         path = self.path
-        if not is_plain(name):
+        if not _is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
         try:
             nbytes = seal(path / name)
@@ -128,7 +120,7 @@ class Staging:
                 raise ValueError(f"{name} has {nbytes} bytes, its record places tensors beyond them")
             if self.key is not None:
                 fsync(path)
-                note_finished(path, name, record, nbytes)
+                _note_finished(path, name, record, nbytes)
             self._known[name] = record
         except OSError as error:
             raise failed("write", path / name, error) from error
@@ -263,7 +255,7 @@ class Staging:
             # keeps locks to itself) can then not publish a folder that is being emptied.
             path = self._sibling("partial")
             left.rename(path)
-            if self.key is not None and self._path is None and journal_key(path) == self.key:
+            if self.key is not None and self._path is None and _journal_key(path) == self.key:
                 self._path = path
             else:
                 _remove(path)
@@ -272,7 +264,7 @@ class Staging:
             self._path.mkdir()
             begin_journal(self._path, self.key or "")
         else:
-            self.finished = resume_journal(self._path, str(self.key))
+            self.finished = _resume_journal(self._path, str(self.key))
 
     def _restore(self) -> None:
         """Put an old folder back that was set aside for a new one that never came. Raises OSError."""
@@ -300,7 +292,7 @@ class Staging:
                 continue
             # A Staging made it: its journal is in it, or nothing yet, or nothing any more; or it was about to be
             # published, and has our manifest, before which the journal goes.
-            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or journal_key(path) is not None
+            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or _journal_key(path) is not None
             if marked or (kind == "partial" and {"schema_version", "files"} <= manifest_of(path).keys()):
                 found.append(path)
         return sorted(found)
@@ -372,3 +364,98 @@ def _remove(folder: Path) -> None:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
+
+
+# --- the journal, by which an interrupted run goes on ---
+
+
+def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
+    """Write a folder's journal anew in one step: its key, then a line of checksum and JSON for each finished file, of
+    which the record and the bytes are given. Raises OSError.
+    """
+    lines = [_journal_line({"key": key})]
+    lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
+    path = folder / f"{JOURNAL}.new"
+    with path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), b"".join(lines), 0)
+        if finished:  # else there is nothing yet that could be lost
+            os.fsync(file.fileno())
+    path.rename(folder / JOURNAL)
+
+
+def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
+    """Add a finished file to the journal, on the disk when this returns; from any thread. Raises OSError."""
+    line = _journal_line({"name": name, **file_entry(record, nbytes)})
+    with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
+        write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
+        os.fsync(file.fileno())
+
+
+def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
+    """The files that are finished and still right; removes everything else from the folder. No line of the journal is
+    trusted: names are plain, and a file's bytes still have the sha256. Raises OSError.
+    """
+    noted = read_journal(folder)[1:]
+    known = {name: entry for each in noted if _is_plain(name := each.get("name")) and (entry := read_entry(each))}
+    from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        right = dict(zip(known, pool.map(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
+    for left in folder.iterdir():
+        if not right.get(left.name) and left.name != JOURNAL:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+    finished = {name: entry for name, entry in known.items() if right[name]}
+    begin_journal(folder, key, finished)
+    return {name: record for name, (record, _) in finished.items()}
+
+
+def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
+    """Whether a file is the one that was noted, and nobody else has a hand on it."""
+    try:
+        with open_own(path) as file:
+            same = os.fstat(file.fileno()).st_size == nbytes
+            return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
+        _log.debug("%s is not taken over: %s", path.name, error)
+        return False
+
+
+def _journal_key(folder: Path) -> str | None:
+    """The key of a folder with a journal of this user's, else None."""
+    lines = read_journal(folder)
+    key = lines[0].get("key") if lines else None
+    return key if isinstance(key, str) else None
+
+
+def _journal_line(entry: Mapping[str, object]) -> bytes:
+    text = json.dumps(entry)  # ASCII: no line break but the one behind it
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
+
+
+def read_journal(folder: Path) -> list[dict[str, object]]:
+    """The lines of a folder's journal up to the first that is torn or strange."""
+    try:
+        with open_own(folder / JOURNAL) as file:
+            text = file.read(1 << 30)
+    except OSError as error:
+        _log.debug("no journal in %s: %s", folder, error)
+        return []
+    entries: list[dict[str, object]] = []
+    for line in text.split(b"\n"):
+        digest, _, data = line.partition(b" ")
+        if hashlib.sha256(data).hexdigest().encode() != digest:
+            break
+        try:
+            entries.append(msgspec.json.decode(data, type=dict[str, object]))
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            break
+    return entries
+
+
+def _is_plain(name: object) -> TypeGuard[str]:
+    """Whether this names a file in the folder itself that is not one of ours."""
+    reserved = (".", "..", MANIFEST, JOURNAL, f"{JOURNAL}.new")
+    return isinstance(name, str) and bool(name) and name not in reserved and not set(name) & {"/", "\0"}

@@ -32,8 +32,9 @@ some 130 bytes a tensor: 20 MB are 140,000, a model of 10^12 parameters in one f
 MAX_KEYS = 600_000  # of a JSON object and all within it; four a tensor, so that 10,000 layers have room
 MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
 _MAX_BYTES = 2**63 - 1
+_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
 _LONG_ENTRY = 2**16  # bytes; a tensor's entry has some hundred
-EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
+_EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRY = msgspec.json.Decoder(_Entry)
 _ENTRIES = msgspec.json.Decoder(list[_Entry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a decoder raises: not JSON or of other types (DecodeError), strings that are not UTF-8, nesting without end."""
 
 
@@ -150,7 +152,7 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
     what = f"the header of {where}"
     members: dict[str, msgspec.Raw] = {}
     try:
-        members = members_of(raw, what)
+        members = _members_of(raw, what)
         stated = members.pop("__metadata__", None)
         metadata = None if stated is None else _METADATA.decode(stated)
         for name, text in members.items() if len(raw) > _LONG_ENTRY else ():
@@ -158,13 +160,9 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
                 _check_entry(where, name, None)
         texts = b",".join(members.values())
         entries = _ENTRIES.decode(b"[" + texts + b"]")
-    except MALFORMED as error:
+    except _MALFORMED as error:
         _explain(where, raw, members, error)
-    keys = 4 * len(members) + (stated is not None) + len(metadata or ())
-    if not has_keys(raw, keys):
-        if len(raw) <= EXPLAINED:
-            parse_json_object(raw, what)  # says which
-        raise CheckpointError(f"{what} cannot be read: a key is there twice")
+    _refuse_twins(what, raw, 4 * len(members) + (stated is not None) + len(metadata or ()))
     data = 8 + len(raw)
     infos = []
     for name, entry in zip(members, entries, strict=True):
@@ -179,18 +177,48 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
     return infos, metadata or {}
 
 
-def members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
-    """An object's members, not decoded yet; CheckpointError for more than any has, else what is `MALFORMED`."""
+def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
+    """The weight_map of an index, checked as a header is. Raises CheckpointError."""
+    lacking = CheckpointError(f"{what} has no weight_map of tensor names to file names")
+    try:
+        members = _members_of(raw, what)
+        if (text := members.pop("weight_map", None)) is None:
+            raise lacking
+        mapping = _WEIGHT_MAP.decode(text)
+    except _MALFORMED as error:
+        if len(raw) <= _EXPLAINED:
+            weight_map = parse_json_object(raw, what).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise lacking from None
+            if not all(isinstance(name, str) for name in weight_map.values()):
+                raise CheckpointError(f"{what}: its weight_map holds something that is not a file name") from None
+        raise _cannot_be_read(what, error) from None
+    if not mapping:
+        raise CheckpointError(f"{what} has an empty weight_map")
+    rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
+    if len(rest) > _MAX_REST:
+        raise CheckpointError(f"{what} has {len(rest):,} bytes beside its weight_map: no index has")
+    parse_json_object(rest, what)
+    _refuse_twins(what, raw, colons(rest) + 1 + len(mapping))
+    return mapping
+
+
+def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
+    """An object's members, not decoded yet; CheckpointError for more than any has, else what is `_MALFORMED`."""
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
     return _MEMBERS.decode(raw)
 
 
-def has_keys(raw: bytes, count: int) -> bool:
-    """Whether the valid JSON text `raw`, which gave `count` keys when decoded, has no key twice in one object: decoders
-    keep the last of two, so that fewer keys come out than there are colons outside of strings.
+def _refuse_twins(what: str, raw: bytes, count: int) -> None:
+    """Raise CheckpointError where the valid JSON text `raw`, which gave `count` keys when decoded, has a key twice in
+    one object: decoders keep the last of two, so that fewer keys come out than there are colons outside of strings.
     """
-    return raw.count(b":") == count or colons(raw) == count
+    if raw.count(b":") == count or colons(raw) == count:
+        return
+    if len(raw) <= _EXPLAINED:
+        parse_json_object(raw, what)  # says which
+    raise CheckpointError(f"{what} cannot be read: a key is there twice")
 
 
 def colons(raw: bytes) -> int:
@@ -205,7 +233,7 @@ def colons(raw: bytes) -> int:
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
     """Raise CheckpointError with what is wrong with a header that did not decode."""
     what = f"the header of {where}"
-    parsed = parse_json_object(raw, what) if len(raw) <= EXPLAINED else {}
+    parsed = parse_json_object(raw, what) if len(raw) <= _EXPLAINED else {}
     metadata = parsed.pop("__metadata__", None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
@@ -216,14 +244,14 @@ def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], 
     for name, text in members.items():
         try:
             _ENTRY.decode(text)
-        except MALFORMED:
+        except _MALFORMED:
             alone = b'{"":' + bytes(text) + b"}"
             _check_entry(where, name, parse_json_object(alone, f"{where}: tensor {_short(name)}")[""])
             break
-    raise cannot_be_read(what, error)
+    raise _cannot_be_read(what, error)
 
 
-def cannot_be_read(what: str, error: Exception) -> CheckpointError:
+def _cannot_be_read(what: str, error: Exception) -> CheckpointError:
     """The error for JSON that did not decode, to be raised by the caller."""
     if isinstance(error, RecursionError):
         return CheckpointError(f"{what} is nested too deeply")
@@ -256,7 +284,7 @@ def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
     try:
         parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=refuse)
     except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
-        raise cannot_be_read(what, error) from None
+        raise _cannot_be_read(what, error) from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} is not a JSON object")
     return parsed

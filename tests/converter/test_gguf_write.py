@@ -23,7 +23,7 @@ from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, US
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
 from gptkit.converter.lock import Lock
-from gptkit.converter.manifest import begin_journal
+from gptkit.converter.publish import begin_journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.report.checkpoints import conversion_lines

@@ -547,7 +547,7 @@ def test_an_interruption_while_taking_over_loses_nothing(tmp_path: Path, monkeyp
 
     for place in ("_is_right", "write_all"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"gptkit.converter.manifest.{place}", interrupt)
+            patch.setattr(f"gptkit.converter.publish.{place}", interrupt)
             assert interrupted(target, ["c"]) == [f"2 files of {target} finished so far: {GO_ON}"]
     with Staging(target, key="k") as staging:
         assert set(staging.finished) == {"a", "b"}
