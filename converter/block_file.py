@@ -41,9 +41,7 @@ class Block:
 
 
 class BlockFile:
-    """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero. As a context
-    manager it closes on success, else lets go of the file, which stays incomplete for its caller to remove.
-    """
+    """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
         """`blocks` stand in the order of the file; `nbytes` is its size, by default up to the last block's end."""
@@ -149,11 +147,9 @@ class BlockFile:
                 self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8).
-
-        Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
-        processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
-        tmpfs). Raises as `pieces`, and where the source ends early.
+        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8). A
+        chunk has to be read anyway to be compared and hashed, and writing it from the processor's cache takes half as
+        long as copy_file_range(2) (measured on ext4 and tmpfs). Raises as `pieces`, and where the source ends early.
         """
         with self.pieces(name) as piece:
             nbytes = self.blocks[name].nbytes

@@ -39,10 +39,9 @@ def open_checkpoint(
     integers: bool = False,
     partial: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. With `headers_only` no
-    weights are fetched from the hub. `integers` allows weights stored so. `partial` allows missing tensors, and keeps
-    those without a place under their own names unless `allow_extra`. Raises InvalidInput, with all that does not fit;
-    Offline.
+    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. `headers_only` fetches no
+    weights; `integers` allows weights stored so; `partial` allows missing tensors and keeps those without a place,
+    unless `allow_extra`. Raises InvalidInput, with all that does not fit; Offline.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None and found.source is not None

@@ -31,9 +31,7 @@ _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHON
 
 
 class Confined:
-    """A worker, as the parent sees it, which ends with this object, or after so many seconds where they are given.
-    Raises OSError where no process can be started.
-    """
+    """A worker, as the parent sees it; it ends with this object, or after so many seconds. Raises OSError."""
 
     def __init__(self, worker: str, seconds: float | None = None) -> None:
         import subprocess  # here and below, because the worker has to begin quickly

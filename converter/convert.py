@@ -260,9 +260,7 @@ def convert(
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
-    """The nearest tree of the family it is to be written as ("auto": the first that has one), and which that is; else
-    CannotExpress.
-    """
+    """The nearest tree of the family it is to be written as ("auto": the first that has one), and which that is."""
     if to.family is None:
         return source, to
     families = families_of(to.family, source.origin.family)

@@ -78,9 +78,7 @@ def team() -> Alone:
 
 
 def together(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that converts, through `team()`, one that a team can call: each process with the same arguments.
-    It ends alike in all of them: with an exception in the one that failed and `Elsewhere` in the others.
-    """
+    """Let a team call a function that converts by `team()`; in all but the one that failed it raises `Elsewhere`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

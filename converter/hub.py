@@ -179,9 +179,7 @@ class Repository:
         return True
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
-        """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
-        (None: the default branch).
-        """
+        """The whole file in the cache, at the commit or another revision (None: the default branch), if it is there."""
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 

@@ -49,9 +49,7 @@ class WeightFiles:
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """The weights of a checkpoint's folder (`names`: its files) or of one file, by headers alone. Raises UntrustedInput
-    for pickles and paths that lead out, CheckpointError for damage.
-    """
+    """The weights of a checkpoint's folder (`names`: its files) or one file. Raises UntrustedInput, CheckpointError."""
     try:
         found = listing(path) if names is None else names
     except FileNotFoundError:

@@ -21,9 +21,7 @@ _PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with a
 
 
 class Lock:
-    """At most one writer a target: flock on a sibling `.<name>.lock`, which goes with its holder, who may take it
-    again. After a kill -9 the file stays for the next run to take.
-    """
+    """At most one writer a target: flock on a sibling `.<name>.lock`, which the next run takes after a kill -9."""
 
     def __init__(self, target: Path) -> None:
         self.target = target

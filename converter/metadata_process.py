@@ -47,9 +47,7 @@ NAMES = {**KNOWN, **{(path, name): type(name, (Stand,), {}) for path, names in C
 
 
 def answer(path: str) -> Any:
-    """The tensors, each [name, element type, shape, chunks], a chunk being [offsets, sizes, file, its first byte, its
-    bytes]; and the names of what is there beside tensors. Raises RefusedError, OSError.
-    """
+    """The tensors, each [name, element type, shape, chunks], and the names of what is beside. Raises RefusedError."""
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         if size > MAX_BYTES:

@@ -19,12 +19,8 @@ from .tree import Origin, Quantised
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree.
-
-    origin: its family, with the text of a config.json that says it, where there is one. path: the local file or folder
-    that it was read from, None for presets and for what was read on the hub. revision: the hub's commit.
-    notes: for a person. texts: small files that a weight file holds inside, by name. assumed: notes of sizes that a
-    config.json leaves to transformers.
+    """A tree. path: what it was read from, None for presets and the hub. revision: the hub's commit. texts: small files
+    that a weight file holds inside. assumed: notes of sizes that a config.json leaves to transformers.
     """
 
     spec: ModelSpec
@@ -44,9 +40,7 @@ class Outline:
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference (see `converter.resolve`). `allow_pickle` reads one without a description beside it
-    (nanoGPT's); `companions` has a repository's tokenizer files too. Raises InvalidInput, UntrustedInput, Offline.
-    """
+    """The tree behind a reference. `allow_pickle`: also nanoGPT's; `companions`: fetch a repository's tokenizer too."""
     found = identify(reference)
     if found.preset is not None:
         config = found.preset.config

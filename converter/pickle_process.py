@@ -216,8 +216,7 @@ class Part:
 
 class Reader(pickle.Unpickler):
     """Plain data of a pickle, and places for tensors: an archive's in `places`; a stream's `storages` get them later.
-    `names` may stand in it. It is the one in C: quick, and for confined processes alone, since one opcode can take any
-    memory.
+    It is the one in C, for confined processes alone: one opcode can take any memory. `names` may stand in it.
     """
 
     def __init__(
@@ -361,9 +360,7 @@ STREAM_VERSION = 1001
 
 
 def stream(file: BinaryIO, size: int) -> Any:
-    """What such a stream holds: pickles of a number, a version, the machine, the content and the storages' keys, then
-    each storage behind the number of its elements.
-    """
+    """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
     file.seek(0)
     part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
     _allow(min(size, MAX_PICKLE))

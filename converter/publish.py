@@ -40,14 +40,10 @@ OLD = "old"  # what a folder that is replaced is called where two folders cannot
 class Staging:
     """A context manager that makes the folder `target` out of what is written into `.path`, at `commit()`, not before.
 
-    `force` lets an existing checkpoint folder (one that holds config.json or gptkit.json, or is empty) be replaced in
-    one step. `key` names the work: with one, a run takes over what an interrupted run of that key has finished;
-    without, nothing is ever taken over. Leaving the `with` block without a commit removes what was written; after an
-    interruption (KeyboardInterrupt, and a signal turned into one) with a key the finished files stay, and a note on the
-    exception says so.
-
-    Entering raises UsageError for a target that exists (or may not be replaced) and for a parent that is missing or
-    read-only, GptkitError where another process writes the target or the folder cannot be made.
+    `force` lets an existing checkpoint folder be replaced in one step. `key` names the work: a run takes over what an
+    interrupted run of that key has finished. Leaving the block without a commit removes what was written, but after an
+    interruption with a key, which says in a note that the finished files stay. Entering raises UsageError for a target
+    that may not be made, GptkitError where another process writes it or the folder cannot be made.
 
     Attributes:
         single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
@@ -370,9 +366,7 @@ def _size(nbytes: int) -> str:
 
 
 def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
-    """Write a folder's journal anew in one step: its key, then a line of checksum and JSON for each finished file, of
-    which the record and the bytes are given. Raises OSError.
-    """
+    """Write a folder's journal in one step: its key, then a line of checksum and JSON a finished file."""
     lines = [_journal_line({"key": key})]
     lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
     path = folder / f"{JOURNAL}.new"

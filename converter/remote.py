@@ -84,9 +84,7 @@ class _Remote:
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
-        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter, the size of the whole and its etag. An
-        answer of 200 is the file from its beginning, and is left when enough of it has come.
-        """
+        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter; the size of the whole; its etag."""
         repository, name = self._repository, self._name
         asked = {"Range": f"bytes={begin}-{end - 1}"}
         url = hf_hub_url(repository.repo, name, revision=repository.commit)
@@ -156,10 +154,8 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
 def read_gguf(
     repo: str, revision: str | None, file: str, *, offline: bool = False
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
-    """The tree of a GGUF file in a repository: (spec, origin, commit, notes). What its header leaves to two tensors'
-    values (whether the head repeats the embedding) is told from a few kilobytes of each, which a note says.
-
-    Raises InvalidInput: no such repository or file, or no header that can be read. Offline.
+    """The tree of a GGUF file in a repository: (spec, origin, commit, notes). Whether its head repeats the embedding is
+    told from a few kilobytes of each, which a note says. Raises InvalidInput, Offline.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():

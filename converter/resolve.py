@@ -46,13 +46,10 @@ _HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]
 class Reference:
     """What a reference is: the text as it was given, and its kind.
 
-    path: the local folder or file; None for what is on the hub until `resolve` has fetched it. format: what lies there,
-    a Hugging Face folder or file ("hf"), gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`.
-    source: what says the tree of it, config.json, gptkit.json, a .json file, or the other format's file or folder.
-    names: the names of a folder's files; None for a file. preset: the model that is known by this name. repo, revision,
-    file: where it is on the hub; the revision is the one that was asked for, None for the default branch, and the
-    commit once the reference is resolved. notes: what a person should know. repository: what was resolved on the hub,
-    to ask more of.
+    path: the local folder or file, once `resolve` has fetched it. format: what lies there, Hugging Face's ("hf"),
+    gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`. source: the file or folder that says the
+    tree. names: of a folder's files. repo, revision, file: where it is on the hub; the revision is the commit once it
+    is resolved. notes: for a person. repository: what was resolved on the hub, to ask more of.
     """
 
     text: str
@@ -80,9 +77,7 @@ class Reference:
 
 
 def identify(reference: str | Path | Reference) -> Reference:
-    """What a reference is, from its text and the local files alone; one that is identified comes back as it is. Raises
-    InvalidInput for one that means nothing or cannot be read.
-    """
+    """What a reference is, from its text and the local files alone. Raises InvalidInput for one that means nothing."""
     if isinstance(reference, Reference):
         return reference
     text = str(reference)
@@ -140,9 +135,7 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of a reference or local path: (spec, origin, unknown config fields). Raises InvalidInput, UnknownFamily,
-    and UntrustedInput for a pickle, of which nothing can be told.
-    """
+    """The tree of a reference or path: (spec, origin, unknown config fields). Raises InvalidInput, UntrustedInput."""
     found = located(where) if isinstance(where, Path) else where
     assert found.path is not None and found.source is not None
     if found.other is not None:
@@ -152,9 +145,7 @@ def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def quantised(found: Reference, origin: Origin) -> tuple[str, str | None] | None:
-    """How the weights of what was identified stand for numbers (`architectures.config.quantisation`), None where they
-    are the numbers: gptkit writes no others.
-    """
+    """How the weights stand for numbers (`architectures.config.quantisation`), None where they are the numbers."""
     return None if found.is_own else quantisation(origin.config)
 
 
@@ -170,12 +161,10 @@ def resolve(
 ) -> Reference:
     """A reference with its files here, of which those that the cache lacks are fetched.
 
-    `weights=False` is content with config.json, and with `companions` the tokenizer's files beside it. `allow_pickle`
-    also fetches .bin weights, from a repository without safetensors. `cache` is the hub cache's folder (None: the hub
-    library's own). `check` gets a repository's folder, identified, when config.json is in it and no weight yet: what it
-    raises costs no download. Raises InvalidInput as `identify`, and for a repository, revision or file that is not
-    there or not for this user; Offline where the network is needed and missing or forbidden (`offline`,
-    HF_HUB_OFFLINE=1), or breaks off; GptkitError where the cache's disk is too small.
+    `weights=False` is content with config.json, and with `companions` the tokenizer's files. `allow_pickle` also
+    fetches .bin weights, where there are no others. `check` gets the repository's folder before any weight is fetched:
+    what it raises costs no download. Raises InvalidInput; Offline where the network is needed and missing, forbidden or
+    breaks off; GptkitError where the cache's disk is too small.
     """
     found = identify(reference)
     if found.path is not None:

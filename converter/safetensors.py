@@ -39,10 +39,7 @@ _EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type: its name in the format, its size, and the numpy dtype that carries its bits unchanged.
-
-    `carrier` is None for the packed types (4 and 6 bits), which numpy cannot address: they can be listed, not read.
-    """
+    """An element type, and the numpy dtype that carries its bits; None for packed ones (4 and 6 bits)."""
 
     name: str
     bits: int
@@ -211,9 +208,7 @@ def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_twins(what: str, raw: bytes, count: int) -> None:
-    """Raise CheckpointError where the valid JSON text `raw`, which gave `count` keys when decoded, has a key twice in
-    one object: decoders keep the last of two, so that fewer keys come out than there are colons outside of strings.
-    """
+    """Raise CheckpointError where valid JSON that gave `count` keys has more colons: decoders dropped a twin."""
     if raw.count(b":") == count or colons(raw) == count:
         return
     if len(raw) <= _EXPLAINED:

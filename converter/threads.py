@@ -27,10 +27,7 @@ def worth(parameters: int, free: int) -> int:
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores that nobody else computes on, 1 at least: of those that are `available` to this process, within its
-    control group's `quota` (None for all), where of the machine's `cores` as many are taken as the `load` has
-    processes.
-    """
+    """The cores of those `available`, within the group's `quota`, that the machine's `load` leaves; 1 at least."""
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))
 

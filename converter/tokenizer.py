@@ -127,13 +127,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once.
-
-    With a `prompt` they are what follows its text: in one decoding of prompt and ids, so that the continuation keeps
-    the space it begins with.
-
-    What later ids could still change is held back: bytes of an unfinished character, and byte tokens like <0xE4> until
-    another token follows, for a run of them is decoded as one. (tokenizers' own DecodeStream never gives it.)
+    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once; behind a
+    `prompt` what follows its text, with the space it begins with. What later ids could still change is held back: bytes
+    of an unfinished character, and byte tokens like <0xE4> until another token follows. (tokenizers' DecodeStream gives
+    none.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
@@ -179,9 +176,7 @@ def _after(given: str, text: str) -> str:
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint's folder, or of the `texts` inside its weight file; None where there is none.
-    Raises InvalidInput, which names the file.
-    """
+    """The tokenizer of a folder, or of `texts` in its weight file; None without one. Raises InvalidInput."""
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
         text = texts[path.name]

@@ -213,9 +213,8 @@ def transfer(
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
     """Write the plan's files into a staging folder, but for those that an earlier run of the same work has finished.
-    `only` names the shards to write, where others write the rest and the small files; `stop`, set from outside, ends it
-    soon; `progress` gets the bytes of each tensor that is done. Raises CheckpointError, GptkitError; UsageError:
-    `max_memory` is too little; StoppedError.
+    `only` names the shards to write, where others write the rest; `stop`, set from outside, ends it. Raises
+    CheckpointError, GptkitError; UsageError: `max_memory` is too little; StoppedError.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)

@@ -52,9 +52,7 @@ class Quantised(InvalidInput):
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that gptkit.json, config.json or one by itself says of a `folder` or weight file `path`: (spec, origin,
-    unknown config fields). Raises InvalidInput, UnknownFamily.
-    """
+    """The tree that `file` says of a `folder` or weight file: (spec, origin, unknown fields). Raises InvalidInput."""
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
@@ -161,14 +159,9 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 def write_spec(
     spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
-    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
-    The file is there whole or not at all.
-
-    `origin` says where the tree came from, and in its history how it came about; by default it never had a family.
-    `dtype`, by torch's name, is what it is to be computed in. `force` replaces a file that is there.
-
-    Raises UsageError: the name does not end in .json, or is one that means something else beside weights; the file
-    exists already, or its folder does not. GptkitError: it cannot be written.
+    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model; it
+    is there whole or not at all. `origin` says where the tree came from; `dtype`, by torch's name, is what it is to be
+    computed in; `force` replaces a file. Raises UsageError: a name that means something else, or is taken; GptkitError.
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

@@ -124,7 +124,7 @@ def plan(
     homes: Mapping[str, Path] | None = None,
 ) -> Plan:
     """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
-    else dealt out as transformers does (split_state_dict_into_shards_factory). Several tensors in one get the widest
+    else as transformers deals them out (split_state_dict_into_shards_factory). Several tensors in one get the widest
     dtype.
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]

@@ -44,9 +44,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Request:
-    """What a format is asked to write; `asked` is --dtype in the user's words (q8_0), `companions` lie beside the
-    source.
-    """
+    """What a format is asked to write; `asked` is --dtype in the user's words, `companions` lie beside the source."""
 
     source: Checkpoint
     asked: str | None

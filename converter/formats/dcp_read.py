@@ -156,9 +156,7 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
 
 
 def chunked(tensors: Mapping[str, Chunked]) -> Weights:
-    """Tensors by name, each in one chunk, which is read where it lies, or in several, which are put together. Raises
-    CheckpointError for a chunk that claims more than its file has.
-    """
+    """Tensors by name, read where they lie or put together. CheckpointError: a chunk claims more than is there."""
     parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
     weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})
     weights.check()

@@ -132,9 +132,7 @@ def open_header(path: Path) -> Header:
 def parse_header(
     where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
-    """Check the header in a file's bytes; of one `elsewhere`, `buffer` is the beginning and `size` that of all. Raises
-    CheckpointError, Incomplete.
-    """
+    """Check the header in a file's bytes, of a file `elsewhere` its beginning. Raises CheckpointError, Incomplete."""
     where = str(where)
     size = len(buffer) if size is None else size
     if buffer[: len(POINTER)] == POINTER:

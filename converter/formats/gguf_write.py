@@ -42,10 +42,7 @@ BLOCK = TYPES[CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> Plan:
-    """One GGUF file, and the companions of the source beside it; what the file does not say goes to the source's notes.
-    Raises CannotExpress; InvalidInput: the tokenizer's files are broken; UsageError: a dtype that no GGUF is written
-    in.
-    """
+    """One GGUF file with the source's companions beside it; what it cannot say goes to the source's notes."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
     dtypes = request.source.shared_dtypes()
