@@ -178,10 +178,8 @@ def _match(
             shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
         if dtype not in (FLOATS + INTEGERS if integers else FLOATS):
             typed.append(f"{own} is {dtype}")
-    if shaped:
-        problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
-    if typed:
-        problems.append(f"{len(typed)} weights are not floating point: {_some(typed)}")
+    for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
+        problems += [f"{len(names)} {what}: {_some(names)}"] if names else []
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'

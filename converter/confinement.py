@@ -1,7 +1,7 @@
 """Processes of their own for what others wrote: with little memory and time, that write no file and start no other.
 
 Read by both sides. The parent (`Confined`) starts this file as a plain script, isolated: it limits itself and gives
-every question to the `answer` of a neighbour (`pickle_process`, `metadata_process`, `tokenizer_process`), which imports
+every question to the `answer` of a neighbour (`pickle_process`, `tokenizer_process`), which imports
 nothing but the standard library and its neighbours. What is hostile in a file then takes down such a process at the
 most, and what a library has to say of it goes nowhere. A message is eight bytes of length and JSON; an answer is
 {"answer": …}, or {"error": …} with the worker's `reason`.
@@ -22,7 +22,7 @@ from typing import IO, Any
 
 MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of it
 
-Costs = tuple[int, int, float, float]
+_Costs = tuple[int, int, float, float]
 """Memory for any file or text and for each of its bytes, then seconds of processor time the same."""
 
 _LENGTH = struct.Struct("<Q")
@@ -58,7 +58,7 @@ class Confined:
         assert self._process.stdin is not None and self._process.stdout is not None
         data = None
         try:
-            send(self._process.stdin, json.dumps(question).encode())
+            _send(self._process.stdin, json.dumps(question).encode())
             data = receive(self._process.stdout)
         except (OSError, ValueError):
             pass
@@ -81,7 +81,7 @@ def _end(process: Any, timer: Any) -> None:
     process.wait()
 
 
-def send(pipe: IO[bytes], data: bytes) -> None:
+def _send(pipe: IO[bytes], data: bytes) -> None:
     """Write a message. Raises OSError."""
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
@@ -97,7 +97,7 @@ def receive(pipe: IO[bytes]) -> bytes | None:
     return data if len(data) == length else None
 
 
-def allow(nbytes: int, most: Costs) -> None:
+def allow(nbytes: int, most: _Costs) -> None:
     """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time."""
     memory, per_byte, seconds, seconds_per_byte = most
     with suppress(OSError, ValueError):  # where there is no /proc there is no such limit either
@@ -134,7 +134,7 @@ def main() -> None:
             data = json.dumps({"answer": worker.answer(json.loads(question))}).encode()
         except BaseException as error:  # Rust code panics with a class of its own
             data = json.dumps({"error": worker.reason(error)}).encode()
-        send(answers, data)
+        _send(answers, data)
 
 
 if __name__ == "__main__":

@@ -157,12 +157,9 @@ def plan_conversion(
         assert fmt.plan is not None
         beside = () if folder is None else tuple(token_files(folder))
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
-    dtypes, compute = source.shared_dtypes(), source.dtype
-    if dtype is not None:
-        if dtype.lower() == "q8_0":
-            raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
-        compute = parse_dtype(dtype)
-        dtypes = dict.fromkeys(dtypes, compute)
+    if dtype is not None and dtype.lower() == "q8_0":
+        raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+    dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)
     spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
     if len(set(homes.values())) < 2 or not all(span for _, span in spans):

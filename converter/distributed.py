@@ -58,7 +58,7 @@ def leads() -> bool:
     return not _several() or os.environ["RANK"] == "0"
 
 
-class Alone:
+class _Alone:
     """A conversion in this process alone."""
 
     def staging(self, target: Path, force: bool) -> Staging:
@@ -68,11 +68,11 @@ class Alone:
         return transfer(plan, source, staging, **options)
 
 
-_team = Alone()
+_team = _Alone()
 _joined = 0
 
 
-def team() -> Alone:
+def team() -> _Alone:
     """Who the conversion at hand is done with."""
     return _team
 
@@ -86,7 +86,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
         if not _several():
             return function(*args, **kwargs)
         group, rank, size = _meet()
-        mates = Guest(group, rank, size) if rank else Host(group, rank, size)
+        mates = _Guest(group, rank, size) if rank else _Host(group, rank, size)
         _team = mates
         try:
             result = function(*args, **kwargs)
@@ -94,7 +94,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
             mates.leave(error)
             raise
         finally:
-            _team = Alone()
+            _team = _Alone()
         mates.leave(None)
         return result
 
@@ -136,7 +136,7 @@ def _meet() -> tuple[Any, int, int]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class _Verdict:
     """What ended the run: a rank, its exit code and words. kind: "failed", "interrupted", "lost" without any."""
 
     rank: int
@@ -145,7 +145,7 @@ class Verdict:
     kind: str = "failed"
 
     @classmethod
-    def on(cls, rank: int, error: BaseException | None) -> Verdict:
+    def on(cls, rank: int, error: BaseException | None) -> _Verdict:
         """What an error of that rank means; None: its connection is closed."""
         if error is None:
             reason = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
@@ -161,12 +161,17 @@ class _Interrupted(KeyboardInterrupt):
     """In the host, inside of its staging: somebody was interrupted or killed, and what is finished is to be kept."""
 
 
-class Team(Alone):
-    """What host and guests have in common. A message is a word and what belongs to it."""
+class _Team(_Alone):
+    """What host and guests have in common. A message is a word and what belongs to it: "lost" of a closed connection.
+    They `hear` it, with `changed` held, and `leave` at the end, with what ended the run where another process did.
+    """
+
+    hear: Callable[[int, str, Any], None]
+    leave: Callable[[BaseException | None], None]
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self.verdict: Verdict | None = None
+        self.verdict: _Verdict | None = None
         self.ended = False
         self.stop = threading.Event()
         self.changed = threading.Condition()
@@ -175,14 +180,6 @@ class Team(Alone):
         self.threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in others]
         for thread in self.threads:
             thread.start()
-
-    def leave(self, error: BaseException | None) -> None:
-        """End the run, or wait for its end. Raises what ended it, where another process did."""
-        raise NotImplementedError
-
-    def hear(self, rank: int, word: str, about: Any) -> None:
-        """Take a message, with `changed` held; the word "lost" stands for a connection that is closed."""
-        raise NotImplementedError
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
         """Send a message; to a rank that is gone none, which its thread knows."""
@@ -229,7 +226,7 @@ class Team(Alone):
         self.check()
         return done
 
-    def part(self, verdict: Verdict | None, error: BaseException | None) -> None:
+    def part(self, verdict: _Verdict | None, error: BaseException | None) -> None:
         """Take leave of the group; where somebody does not answer, see that his thread does not spoil our end. Then
         raise what ended the run, unless that is this process's own `error`.
         """
@@ -259,12 +256,12 @@ def _digest(plan: Plan, source: Checkpoint) -> str:
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 
-class Host(Team):
+class _Host(_Team):
     """Rank 0: makes the folder, hears of every file, publishes."""
 
     def __init__(self, *about: Any) -> None:
         self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
-        self.quiet: dict[int, Transferred | Verdict | None] = {}  # what the ranks said that write nothing any more
+        self.quiet: dict[int, Transferred | _Verdict | None] = {}  # what the ranks said that write nothing any more
         super().__init__(*about)
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
@@ -312,10 +309,10 @@ class Host(Team):
         """After an error: stop everybody, and wait until nobody writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
-                self._settle(Verdict.on(0, error))
+                self._settle(_Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, verdict: _Verdict) -> None:
         """The first failure counts; but an interruption is what torchrun does to the rest when one is lost."""
         first = self.verdict is None
         if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
@@ -328,24 +325,24 @@ class Host(Team):
         if word == "lost":
             self.quiet.setdefault(rank, None)
             if not self.ended:
-                self._settle(Verdict.on(rank, None))
+                self._settle(_Verdict.on(rank, None))
         elif word == "quiet":
             self.quiet.setdefault(rank, about)
-            if isinstance(about, Verdict):
+            if isinstance(about, _Verdict):
                 self._settle(about)
         else:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
             try:
                 self.finish(*about)
             except (GptkitError, OSError, RuntimeError, ValueError) as error:
                 if not self.stop.is_set():  # else the folder may be gone already
-                    self._settle(Verdict.on(0, error))
+                    self._settle(_Verdict.on(0, error))
 
     def tell(self, word: str, about: Any = None) -> None:
         for rank in self.sending:
             self.say(rank, word, about)
 
 
-class Guest(Team):
+class _Guest(_Team):
     """Any other rank: writes its share into the host's folder."""
 
     offer: tuple[str, list[str], str] | None = None
@@ -372,7 +369,7 @@ class Guest(Team):
 
     def leave(self, error: BaseException | None) -> None:
         own = error is not None and not isinstance(error, Elsewhere)
-        self.say(0, "quiet", Verdict.on(self.rank, error) if own else None)
+        self.say(0, "quiet", _Verdict.on(self.rank, error) if own else None)
         self.wait(lambda: self.ended, ANSWER if error is not None else None)
         self.part(self.verdict, error)
 
@@ -381,14 +378,14 @@ class Guest(Team):
             self.offer = about
             return
         if word != "stop":
-            self.ended, self.verdict = True, about if word == "end" else Verdict.on(rank, None)
+            self.ended, self.verdict = True, about if word == "end" else _Verdict.on(rank, None)
         self.stop.set()
 
 
 class _Shared(Staging):
     """The host's folder, as a guest sees it: only files are put into it."""
 
-    def __init__(self, guest: Guest, target: Path, force: bool) -> None:
+    def __init__(self, guest: _Guest, target: Path, force: bool) -> None:
         super().__init__(target, force)
         self._guest = guest
 

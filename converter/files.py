@@ -31,11 +31,8 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Create `path` (mode by the umask) holding `data`. Raises GptkitError where that fails or the file exists."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_all(fd, data, 0)
-        finally:
-            os.close(fd)
+        with path.open("xb", buffering=0) as file:
+            write_all(file.fileno(), data, 0)
     except OSError as error:
         raise failed("write", path, error) from error
 

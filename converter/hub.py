@@ -22,15 +22,8 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
-from huggingface_hub import (
-    constants,
-    errors,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-    utils,
-)
+from huggingface_hub import constants, errors, hf_hub_url, try_to_load_from_cache, utils
+from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_download
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
@@ -68,17 +61,13 @@ class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-class _Lfs(msgspec.Struct):
-    sha256: str | None = None
-
-
 class File(msgspec.Struct):
     """What a repository's listing says of a file, of which no more is read."""
 
     rfilename: str = ""
     size: int | None = None
     blobId: str | None = None  # noqa: N815, its name there
-    lfs: _Lfs | None = None
+    lfs: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -96,7 +85,6 @@ class Repository:
     commit: str
     online: bool
     files: Mapping[str, File] | None = None
-    cache: Path | None = None
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
 
@@ -104,9 +92,9 @@ class Repository:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
     @classmethod
-    def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
+    def open(cls, repo: str, revision: str | None, *, offline: bool = False) -> Repository:
         """Settle the commit: the hub's where it can be asked, else the cache's, which a note says."""
-        asked = cls(repo, revision, "", online=not offline, cache=cache)
+        asked = cls(repo, revision, "", online=not offline)
         if offline:
             return asked.as_cached()
         try:
@@ -132,7 +120,7 @@ class Repository:
         # The cache names a snapshot's folder by its commit.
         commit, files = config.parent.name, {path.name: File() for path in config.parent.iterdir()}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
-        return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
+        return Repository(self.repo, self.revision, commit, False, files, [*notes], why)
 
     def list_files(self) -> None:
         """Ask once for the names of all files; where the hub does not tell, `has` asks for each by itself."""
@@ -199,7 +187,7 @@ class Repository:
             warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
                 options: dict[str, Any] = {"force_download": broken, "tqdm_class": _counting(self, name)}
-                path = Path(hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, **options))
+                path = Path(hf_hub_download(self.repo, name, revision=self.commit, **options))
             except errors.EntryNotFoundError as error:
                 if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
@@ -215,11 +203,11 @@ class Repository:
                 "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
             )
 
-    def config(self) -> Path:
-        """The local config.json. Raises NoConfig."""
+    def folder(self) -> Path:
+        """The local folder, with config.json in it. Raises NoConfig."""
         if (path := self.fetch(CONFIG)) is None:
             raise NoConfig(self)
-        return path
+        return path.parent
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
         """The weight files, an index before its shards, as transformers and `index.weight_files` choose them."""
@@ -261,11 +249,11 @@ class Repository:
         for name in names:
             size, file = self.size(name), self.files.get(name, File())
             # A commit that changed another file: the bytes are there, under the blob's name.
-            blob = (file.blobId if file.lfs is None else file.lfs.sha256) or ""
+            blob = str(file.blobId if file.lfs is None else file.lfs.get("sha256"))
             shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()
             if size is not None and not shared and self.cached(name) is None:
                 needed += size
-        folder = Path(self.cache or constants.HF_HUB_CACHE)
+        folder = Path(constants.HF_HUB_CACHE)
         where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
         try:
             free = shutil.disk_usage(where).free
@@ -285,7 +273,7 @@ class Repository:
         if config is not None and config.parent.name == self.commit:
             return
         with suppress(GptkitError), typed_errors(self):
-            hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
+            hf_hub_download(self.repo, CONFIG, revision=self.revision)
 
     def settle(self, name: str = CONFIG) -> None:
         """Settle the commit, by a file that is there."""
@@ -306,7 +294,7 @@ class Repository:
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
         try:
-            found = try_to_load_from_cache(self.repo, name, self.cache, self.commit if revision == "" else revision)
+            found = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
             raise InvalidInput(f"{self}: {error}") from error
         return Path(found) if isinstance(found, str) else None
@@ -337,8 +325,7 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
     """Let the library read no long answer that is a refusal: it would have all of it in memory."""
 
     def refuse(response: Any) -> None:
-        length = response.headers.get("Content-Length", "")
-        long = length.isdecimal() and int(length) >= _MAX_REFUSAL
+        long = (stated_length(response) or 0) >= _MAX_REFUSAL
         if response.status_code >= 400 and long and response.request.method != "HEAD":
             raise _refused(repository, response.status_code)
 
@@ -365,25 +352,25 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         retry_on_exceptions=(),
     ) as response:
         if response.status_code != 416:
-            length = response.headers.get("Content-Length", "")
-            if response.status_code >= 400 and not (length.isdecimal() and int(length) < _MAX_REFUSAL):
+            length = stated_length(response)
+            if response.status_code >= 400 and (length is None or length >= _MAX_REFUSAL):
                 raise _refused(repository, response.status_code)  # the library would read it all
             library.hf_raise_for_status(response)
         yield response
 
 
+def stated_length(response: Any) -> int | None:
+    """The bytes that an answer says it has."""
+    length = response.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
+
+
 def gather(
-    repository: Repository,
-    *,
-    weights: bool,
-    companions: bool,
-    allow_pickle: bool,
-    check: Callable[[Path], object] | None = None,
+    repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
 ) -> Path:
     """Have what is wanted of a repository, config first; `check` gets its folder before any weight is fetched."""
-    folder = repository.config().parent
-    if check is not None:
-        check(folder)
+    folder = repository.folder()
+    check(folder)
     if weights or companions:
         repository.list_files()
     # Where nothing is listed, they are asked for one by one.

@@ -1,4 +1,5 @@
-"""What torch.save wrote, read without torch and without running any of it: a worker of `confinement`.
+"""What torch.save wrote, a distributed checkpoint's `.metadata` too, read without torch and without running any of it:
+a worker of `confinement`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
 them, in which the storages follow the pickle. Not by torch.load(weights_only=True, mmap=True), which takes two seconds
@@ -63,7 +64,7 @@ class RefusedError(Exception):
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
-def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
+def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
     """Every member's first byte and length; all of them stored as they are, one after the other."""
     file.seek(0)
     beginning = file.read(4)
@@ -110,7 +111,7 @@ class Known(NamedTuple):
 
     def __call__(self, *args: Any) -> Any:
         if self.name == "OrderedDict":
-            return Table(*args[:1])
+            return _Table(*args[:1])
         if self.name in ("Size", "set"):
             return list(args[0]) if args else []
         if self.name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
@@ -120,18 +121,18 @@ class Known(NamedTuple):
         if self.name in PARAMETERS:
             return args[0]
         if self.name in (*NOT_PLAIN, "device", "_get_layout"):
-            return Other(self.name)
+            return _Other(self.name)
         raise RefusedError(f"it calls {self.name!r:.80}")
 
 
-class Table(dict[Any, Any]):
+class _Table(dict[Any, Any]):
     """An OrderedDict. What is set on it as an attribute (a state_dict's `_metadata`) is let go."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
-class Other(NamedTuple):
+class _Other(NamedTuple):
     """Something that is neither plain data nor a plain tensor."""
 
     name: str
@@ -190,7 +191,7 @@ KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, eleme
 KNOWN |= {("torch", name): Known("dtype", element) for name, element in ELEMENTS.items()}
 
 
-class Part:
+class _Part:
     """Bytes `start` to `end` (exclusive) of an open file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
@@ -214,7 +215,7 @@ class Part:
         return data
 
 
-class Reader(pickle.Unpickler):
+class _Reader(pickle.Unpickler):
     """Plain data of a pickle, and places for tensors: an archive's in `places`; a stream's `storages` get them later.
     It is the one in C, for confined processes alone: one opcode can take any memory. `names` may stand in it.
     """
@@ -243,7 +244,7 @@ class Reader(pickle.Unpickler):
         name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER and self._places is not None else key
         if not isinstance(kind, Known) or not kind.element or type(count) is not int:
             raise RefusedError("it holds a storage in a way that is not known")
-        nbytes = count * bytes_of(kind.element)
+        nbytes = count * _bytes_of(kind.element)
         if self._places is None:
             if not isinstance(name, str) or not 0 <= count < MAX_INTEGER:
                 raise RefusedError("it holds a storage in a way that is not known")
@@ -262,12 +263,12 @@ class Reader(pickle.Unpickler):
         raise RefusedError(f"it asks for extension {code}")
 
 
-def bytes_of(element: str) -> int:
+def _bytes_of(element: str) -> int:
     """Of an element type, which is named by its bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
-def load(reader: Reader) -> Any:
+def load(reader: _Reader) -> Any:
     """What the reader's pickle holds. Raises RefusedError."""
     try:
         return reader.load()
@@ -277,16 +278,18 @@ def load(reader: Reader) -> Any:
         raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
-def answer(question: tuple[str, int, int | None]) -> Any:
-    """The plain JSON values of a file (see above), or of its bytes from `start` on where `nbytes` is not None."""
+def answer(question: str | tuple[str, int, int | None]) -> Any:
+    """The plain JSON values of a file (see above), or of its bytes from `start` on; of a path alone, as `metadata`."""
+    if isinstance(question, str):
+        return _metadata(question)
     path, start, nbytes = question
     allow(0, COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         if nbytes is None and file.read(1) == pickle.PROTO:
-            return Plain().of(stream(file, size), 0)
+            return _Plain().of(_stream(file, size), 0)
         size = size if nbytes is None else nbytes
-        return Plain().of(_archived(Part(file, start, start + size), size), 0)
+        return _Plain().of(_archived(_Part(file, start, start + size), size), 0)
 
 
 def reason(error: BaseException) -> str:
@@ -307,9 +310,9 @@ def _allow(nbytes: int) -> None:
     allow(nbytes, COSTS)
 
 
-def _archived(file: Part, size: int) -> Any:
+def _archived(file: _Part, size: int) -> Any:
     """What an archive of `size` bytes holds. Raises RefusedError."""
-    places = members(file, size)
+    places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
@@ -322,10 +325,10 @@ def _archived(file: Part, size: int) -> Any:
     start, nbytes = places[pickles[0]]
     _allow(nbytes)
     file.seek(start)
-    return load(Reader(io.BytesIO(file.read(nbytes)), prefix, places))
+    return load(_Reader(io.BytesIO(file.read(nbytes)), prefix, places))
 
 
-class Plain:
+class _Plain:
     """Values on their way to JSON, no more of them than `MAX_VALUES`: one object may stand in a pickle many times."""
 
     def __init__(self) -> None:
@@ -342,7 +345,7 @@ class Plain:
             return value if abs(value) < MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
-        if isinstance(value, Known | Other):
+        if isinstance(value, Known | _Other):
             return {"other": value.name}
         if isinstance(value, Tensor):
             self._values -= 2 * len(value.shape)
@@ -359,19 +362,19 @@ MAGIC = 0x1950A86A20F9469CFC6C
 STREAM_VERSION = 1001
 
 
-def stream(file: BinaryIO, size: int) -> Any:
+def _stream(file: BinaryIO, size: int) -> Any:
     """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
     file.seek(0)
     part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
     _allow(min(size, MAX_PICKLE))
-    if load(Reader(part)) != MAGIC or load(Reader(part)) != STREAM_VERSION:
+    if load(_Reader(part)) != MAGIC or load(_Reader(part)) != STREAM_VERSION:
         raise RefusedError("is a pickle, and not one that torch.save writes")
-    machine = load(Reader(part))
+    machine = load(_Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise RefusedError("was written on a big-endian machine")
-    reader = Reader(part)
+    reader = _Reader(part)
     value = load(reader)
-    keys = load(Reader(part))
+    keys = load(_Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise RefusedError("has no list of its storages")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
@@ -383,7 +386,117 @@ def stream(file: BinaryIO, size: int) -> Any:
         storage.start = file.tell()
         if len(head) < 8 or storage.start + storage.nbytes > size:
             raise RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
-        if struct.unpack("<q", head)[0] * bytes_of(storage.element) != storage.nbytes:
+        if struct.unpack("<q", head)[0] * _bytes_of(storage.element) != storage.nbytes:
             raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value
+
+
+# --- the metadata of a distributed checkpoint: torch's own objects, of which names, numbers and places are taken ---
+
+MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each take a third of it
+METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
+
+
+class _Stand:
+    """What stands for an object of one of torch's classes: the state it was pickled with."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
+}  # fmt: skip
+NAMES = {**KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in CLASSES.items() for name in names}}
+"""Every name that may stand in .metadata, and what stands for it here."""
+
+
+def _metadata(path: str) -> list[list[Any]]:
+    """The tensors in `.metadata`, each [name, element type, shape, chunks], a chunk being [offsets, sizes, file, its
+    first byte, its bytes]; and the names of what is beside them. Raises RefusedError, OSError.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_METADATA:
+            raise RefusedError(f"has more than {MAX_METADATA:,} bytes")
+        allow(size, METADATA_COSTS)
+        content = load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
+    try:
+        return _entries(content)
+    except RefusedError as error:
+        raise RefusedError(f": {error}") from error
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, _Stand) and type(value).__name__ == name
+
+
+def _entries(_metadata: Any) -> list[list[Any]]:
+    if not _is(_metadata, "Metadata"):
+        raise RefusedError("it holds no metadata of torch.distributed.checkpoint")
+    entries, places = _metadata.get("state_dict_metadata"), _metadata.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise RefusedError("its tensors or their places are missing")
+    at: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, place in places.items():
+        if not _is(index, "MetadataIndex") or not _is(place, "_StorageInfo"):
+            raise RefusedError("the place of something is not told as torch tells it")
+        name, offset = index.get("fqn"), index.get("offset")
+        if isinstance(name, str) and offset is not None:
+            at[name, tuple(_sizes(offset))] = place
+    tensors: list[Any] = []
+    others: list[Any] = []
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise RefusedError("a name is not text")
+        if _is(entry, "BytesStorageMetadata"):
+            others.append(name)
+            continue
+        if not _is(entry, "TensorStorageMetadata"):
+            raise RefusedError(f"{name!r:.80} is neither a tensor nor an object")
+        properties, boxes = entry.get("properties"), entry.get("chunks")
+        state = properties.state if _is(properties, "TensorProperties") else None
+        kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else 0
+        if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
+            raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
+        chunks = [_chunk(name, box, at) for box in boxes]
+        tensors.append([name, kind.element, _sizes(entry.get("size")), chunks])
+    return [tensors, others]
+
+
+def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> list[Any]:
+    if not _is(box, "ChunkStorageMetadata"):
+        raise RefusedError(f"{name!r:.80} has a chunk that is none")
+    offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+    place = at.get((name, tuple(offsets)))
+    if place is None:
+        raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {offsets} lies")
+    if transforms := place.get("transform_descriptors"):
+        raise RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
+    file, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
+    if not isinstance(file, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise RefusedError("the place of a chunk is no place")
+    return [offsets, sizes, file, start, nbytes]
+
+
+def _sizes(value: Any) -> list[int]:
+    sizes = list(value) if isinstance(value, list | tuple) and len(value) <= MAX_DIMS else [-1]
+    if any(type(number) is not int or not 0 <= number < MAX_INTEGER for number in sizes):
+        raise RefusedError("sizes that are no sizes")
+    return sizes

@@ -60,35 +60,24 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
     """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else."""
-    for answer in answers(files):
-        if isinstance(answer, CheckpointError):
-            raise answer
-        yield answer
-
-
-def answers(files: Sequence[Path]) -> Iterator[Any]:
-    """As `unpickled`, with a CheckpointError in the place of a file that cannot be read, and not raised."""
     for path in files:
         refuse_pointer(path)
     process = Unpickler()
     for path in files:
-        try:
-            yield process.ask(path, str(path), (str(path.absolute()), 0, None))
-        except CheckpointError as error:
-            yield error
+        yield process.ask(path, str(path), (str(path.absolute()), 0, None))
 
 
 class Unpickler:
     """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked."""
 
-    def __init__(self, worker: str = "pickle_process", parts: int = 0) -> None:
-        self._worker, self._seconds = worker, TIMEOUT + PART * parts
+    def __init__(self, parts: int = 0) -> None:
+        self._seconds = TIMEOUT + PART * parts
         self._process: Confined | None = None
 
     def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
         """What it answers of a file, tensors as `Stored` in it. Raises CheckpointError, which begins with `where`."""
         try:
-            self._process = self._process or Confined(self._worker, self._seconds)
+            self._process = self._process or Confined("pickle_process", self._seconds)
         except OSError as error:
             raise CheckpointError(f"cannot start a process that unpickles {path}: {error}") from error
         answer = self._process.ask(question, partial(_value, path))

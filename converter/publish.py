@@ -208,7 +208,11 @@ class Staging:
         try:
             self._lock.acquire()
             try:
-                self._restore()
+                # An old folder comes back that was set aside for a new one that never came; files go in one step.
+                for left in self._siblings("old") if self.single is None else ():
+                    if (left / OLD).is_dir() and not os.path.lexists(self.target):
+                        (left / OLD).rename(self.target)
+                    _remove(left)
                 # Before any sweep: a run that forgot --force must not cost what it could go on from.
                 self._check_target()
             except BaseException:
@@ -261,15 +265,6 @@ class Staging:
             begin_journal(self._path, self.key or "")
         else:
             self.finished = _resume_journal(self._path, str(self.key))
-
-    def _restore(self) -> None:
-        """Put an old folder back that was set aside for a new one that never came. Raises OSError."""
-        if self.single is not None:  # which is replaced in one step anywhere
-            return
-        for left in self._siblings("old"):
-            if (left / OLD).is_dir() and not os.path.lexists(self.target):
-                (left / OLD).rename(self.target)
-            _remove(left)
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")

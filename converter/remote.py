@@ -18,7 +18,7 @@ from ..errors import CheckpointError, InvalidInput, Offline
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Incomplete
 from .formats.gguf_header import parse_header as parse_gguf_header
-from .hub import WAY_ON, Repository, offline_by_environment, streamed, typed_errors
+from .hub import WAY_ON, Repository, offline_by_environment, stated_length, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
 from .names import ADAPTER_CONFIG, INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
@@ -31,7 +31,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
     """Every tensor of a repository, by range requests where the cache has no file; None where it has only pickles."""
-    folder = repository.config().parent
+    folder = repository.folder()
     repository.list_files()
     names = repository.weight_names(allow_pickle)
     if names[-1].endswith(".bin"):
@@ -52,8 +52,8 @@ class _Remote:
     def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
         self._repository, self._name, self._otherwise = repository, name, otherwise
         self.where = f"hf://{repository}/{name}"
-        self.data, self.size, self._etag = b"", 0, None
-        self.sampled = False
+        self.data, self.size, self.sampled = b"", 0, False
+        self._etag: str | None = None
 
     def upto(self, end: int) -> None:
         """Have the first `end` bytes, or all that there are. Raises InvalidInput, Offline."""
@@ -71,8 +71,7 @@ class _Remote:
             raise Offline(f"{self.where} changed while it was read", "Run the same again.")
         self.data, self.size, self._etag = self.data + data, size, etag
         if len(self.data) < min(end, size):
-            message = f"{self.where}: the connection broke off after {len(self.data)} bytes"
-            raise Offline(message, "Run the same again.")
+            raise Offline(f"{self.where}: the connection broke off after {len(self.data)} bytes", "Run the same again.")
 
     def sample(self, start: int, end: int) -> bytes:
         """Bytes from further on."""
@@ -99,8 +98,7 @@ class _Remote:
             no_hub = "The address in HF_ENDPOINT is no hub."
             if headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise InvalidInput(f"{repository}: the server compresses {name}", no_hub)
-            length = headers.get("Content-Length", "")
-            size, skip, wanted = int(length) if length.isdecimal() else None, begin, end
+            size, skip, wanted = stated_length(response), begin, end
             if response.status_code == 206:
                 given = _RANGE.fullmatch(headers.get("Content-Range", ""))
                 if given is None or int(given[1]) != begin or not begin <= int(given[2]) < end:

@@ -106,21 +106,21 @@ def identify(reference: str | Path | Reference) -> Reference:
     name, revision = _parse(text)
     repo = repo_of(name) or name
     if "/" not in repo and not text.startswith("hf://"):
-        _refuse_typo(name)
+        # A name that resembles a preset's: the hub has few without an organisation, and none of a family here.
+        if find(name) is not None:
+            raise _config_alone(name)
+        if near := nearest(name):
+            hint = f"did you mean {', '.join(near[:4])}? A hub repository is written org/name."
+            raise InvalidInput(f"no preset, file or folder is called {name!r}", hint)
     return Reference(text, "hub", repo=repo, revision=revision)
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
     """What lies at a local path. Raises OSError where it cannot be read, InvalidInput as `identify`."""
     names = listing(path)
-    form, source = _format(path, names)
-    return Reference(str(path) if text is None else text, kind, path, form, source, names)
-
-
-def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
-    """The format of what lies at a path, and the file or folder that says its tree."""
+    found = partial(Reference, str(path) if text is None else text, kind, path, names=names)
     if names is None and path.suffix == ".json":
-        return "local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path
+        return found("local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path)
     folder = path if names is not None else path.parent
     own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
     # The one kind of folder that has a config.json beside is torch's distributed one.
@@ -128,10 +128,9 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
     others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else tuple(FORMATS)
     for name in others:
         finds = format_named(name).finds
-        found = None if finds is None else finds(path, names)
-        if found is not None:
-            return name, found
-    return ("local", folder / LOCAL_CONFIG) if own else ("hf", folder / CONFIG)
+        if finds is not None and (source := finds(path, names)) is not None:
+            return found(name, source)
+    return found("local", folder / LOCAL_CONFIG) if own else found("hf", folder / CONFIG)
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
@@ -156,7 +155,6 @@ def resolve(
     weights: bool = True,
     companions: bool | None = None,
     allow_pickle: bool = False,
-    cache: Path | None = None,
     check: Callable[[Reference], object] | None = None,
 ) -> Reference:
     """A reference with its files here, of which those that the cache lacks are fetched.
@@ -175,16 +173,13 @@ def resolve(
         raise _config_alone(found.text)
     from .hub import NoModel, Repository, gather, offline_by_environment
 
-    def checked(folder: Path) -> None:
-        if check is not None:
-            check(located(folder, found.text, "hub"))
+    def have(repository: Repository) -> Path:
+        beside = weights if companions is None else companions
+        looked = (lambda folder: None) if check is None else (lambda folder: check(located(folder, found.text, "hub")))
+        return gather(repository, looked, weights=weights, companions=beside, allow_pickle=allow_pickle)
 
-    beside = weights if companions is None else companions
-    have = partial(gather, weights=weights, companions=beside, allow_pickle=allow_pickle, check=checked)
     try:
-        repository = Repository.open(
-            found.repo, found.revision, offline=offline or offline_by_environment(), cache=cache
-        )
+        repository = Repository.open(found.repo, found.revision, offline=offline or offline_by_environment())
     except (Offline, NoModel) as error:
         name = found.text.partition("@")[0]
         if "/" not in found.repo and not name.startswith("hf://"):
@@ -240,15 +235,6 @@ def _refuse_path(name: str, error: Offline) -> None:
             f"no such file or folder: {name}",
             f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}.",
         ) from error
-
-
-def _refuse_typo(name: str) -> None:
-    """Refuse a name that resembles a preset's: the hub has few without an organisation, and none of a family here."""
-    if find(name) is not None:
-        raise _config_alone(name)
-    if near := nearest(name):
-        hint = f"did you mean {', '.join(near[:4])}? A hub repository is written org/name."
-        raise InvalidInput(f"no preset, file or folder is called {name!r}", hint)
 
 
 def _config_alone(name: str) -> InvalidInput:

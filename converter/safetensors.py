@@ -38,7 +38,7 @@ _EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
+class _Dtype:
     """An element type, and the numpy dtype that carries its bits; None for packed ones (4 and 6 bits)."""
 
     name: str
@@ -54,8 +54,8 @@ class Dtype:
 
 
 # In the order of the library's own enum: save_file writes the types of this table from its end to its start.
-DTYPES: dict[str, Dtype] = {
-    name: Dtype(name, bits, None if carrier is None else np.dtype(carrier))
+DTYPES: dict[str, _Dtype] = {
+    name: _Dtype(name, bits, None if carrier is None else np.dtype(carrier))
     for name, bits, carrier in (
         ("BOOL", 8, "?"), ("F4", 4, None), ("F6_E2M3", 6, None), ("F6_E3M2", 6, None), ("U8", 8, "u1"), ("I8", 8, "i1"),
         ("F8_E5M2", 8, "u1"), ("F8_E4M3", 8, "u1"), ("F8_E8M0", 8, "u1"), ("F8_E4M3FNUZ", 8, "u1"),

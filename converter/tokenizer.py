@@ -57,15 +57,11 @@ class Tokenizer:
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
         self._process = Confined("tokenizer_process")
-        asked: dict[str, Any] = {
-            "libraries": [str(Path(each).absolute()) for each in sys.path if each],
-            "bytes": nbytes,
-        }
+        libraries = [str(Path(each).absolute()) for each in sys.path if each]
+        asked: dict[str, Any] = {"libraries": libraries, "bytes": nbytes, "file": str(path.absolute())}
         if folder is not None:
             asked["older"] = str(folder.absolute())
-        elif text is None:
-            asked["file"] = str(path.absolute())
-        else:
+        elif text is not None:
             try:
                 asked["text"] = text.decode()
             except UnicodeDecodeError as error:
@@ -104,8 +100,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        ids: list[int] = self._ask("encode", text, special)
-        return ids
+        return list(self._ask("encode", text, special))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
@@ -122,8 +117,7 @@ class Tokenizer:
 
     def ids(self, tokens: Iterable[str]) -> list[int | None]:
         """The id of each of these tokens, None where there is none so written."""
-        found: list[int | None] = self._ask("token_to_id", list(tokens))
-        return found
+        return list(self._ask("token_to_id", list(tokens)))
 
 
 class StreamDecoder:

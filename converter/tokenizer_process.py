@@ -60,7 +60,7 @@ def _load(question: dict[str, Any]) -> Any:
 
         allow(question["bytes"], LOADING)
         kind = tokenizers.Tokenizer
-        backend = kind.from_file(question["file"]) if "file" in question else kind.from_str(question["text"])
+        backend = kind.from_str(question["text"]) if "text" in question else kind.from_file(question["file"])
     backend.no_truncation()
     backend.no_padding()
     return backend

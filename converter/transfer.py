@@ -68,7 +68,7 @@ class Scheduler:
             finally:  # Ctrl-C in this thread included
                 self._failed.set()
         errors = [error for future in running if (error := future.exception()) is not None]
-        errors.sort(key=lambda error: isinstance(error, StoppedError))
+        errors.sort(key=lambda error: isinstance(error, StoppedError))  # the cause first
         try:
             if errors:
                 raise errors[0]
@@ -127,7 +127,7 @@ ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
 
 
 @dataclass(frozen=True)
-class Job:
+class _Job:
     """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes."""
 
     sources: tuple[BoundLeaf, ...]
@@ -153,7 +153,7 @@ class Transferred:
             getattr(self, name).update(getattr(other, name))
 
 
-def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
+def jobs_of(plan: Plan, source: Checkpoint) -> list[_Job]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
@@ -167,7 +167,7 @@ def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
     return jobs
 
 
-def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> Job:
+def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
     copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
@@ -176,7 +176,7 @@ def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tupl
         memory += 4 * min(ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
-    return Job(tuple(leaves), tuple(outputs), copied, memory)
+    return _Job(tuple(leaves), tuple(outputs), copied, memory)
 
 
 def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
@@ -189,7 +189,7 @@ def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
     return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
 
 
-def memory_of(jobs: Sequence[Job], max_memory: int | None = None) -> int:
+def memory_of(jobs: Sequence[_Job], max_memory: int | None = None) -> int:
     """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
@@ -268,11 +268,8 @@ class _Carrier:
         for fd in self.sources.values():
             os.close(fd)
 
-    def _carry(self, job: Job) -> None:
-        if job.copied:
-            self._copy(job)
-        else:
-            self._rewrite(job)
+    def _carry(self, job: _Job) -> None:
+        (self._copy if job.copied else self._rewrite)(job)
         for shard, output in job.outputs:
             if shard.name not in self.writers:
                 continue
@@ -292,7 +289,7 @@ class _Carrier:
         with self.lock:
             self.done.files[shard.name] = file.record
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: _Job) -> None:
         (shard, output), bad = job.outputs[0], 0
         span = self.source.span(job.sources[0])
         assert span is not None
@@ -303,9 +300,9 @@ class _Carrier:
             self.scheduler.check()
 
         self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(span[0]), span[1], look)
-        self._note(output, bad, Rounding(), Quantisation())
+        self._note(output, bad)
 
-    def _rewrite(self, job: Job) -> None:
+    def _rewrite(self, job: _Job) -> None:
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
             if shard.name in self.writers:
@@ -348,7 +345,7 @@ class _Carrier:
                     self.crcs[file.path.name, name] = crc
         self._note(output, bad, cost, loss)
 
-    def _note(self, output: Output, bad: int, cost: Rounding, loss: Quantisation) -> None:
+    def _note(self, output: Output, bad: int, cost: Rounding = Rounding(), loss: Quantisation = Quantisation()) -> None:  # noqa: B008
         name = output.leaf.checkpoint
         with self.lock:
             if bad:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import pairwise
@@ -48,13 +48,11 @@ class Vocabulary:
     data: dict[str, Any]
     files: Mapping[str, bytes]
     config: str | None = None
-    _pieces: dict[str, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        model = self.data["model"]
-        vocab = model["vocab"]
-        pieces = {each[0]: i for i, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-        object.__setattr__(self, "_pieces", pieces)
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        vocab = self.data["model"]["vocab"]
+        return {each[0]: i for i, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
 
     @property
     def kind(self) -> str:
@@ -158,8 +156,8 @@ class Vocabulary:
         for name, data in self._settings().items():
             renumbered = renumber(data, table)
             if name == SETTINGS and isinstance(data.get("added_tokens_decoder"), dict):
-                old = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
-                renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in old.items() if i in table}
+                by_id = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
+                renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in by_id.items() if i in table}
             if renumbered != data:
                 files[name] = json_bytes(renumbered)
         for name in ("vocab.json", "added_tokens.json"):

@@ -22,6 +22,7 @@ from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
 from ..display import Shown
 from ..errors import CheckpointError
+from .dtypes import parse_dtype
 from .index import WeightFiles
 from .safetensors import DTYPES
 from .tree import Origin
@@ -159,8 +160,8 @@ class Weights:
             return True
         rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
         ours, theirs = self.read(name), self.read(other)
-        pairs = ((ours[i : i + rows], theirs[i : i + rows]) for i in range(0, len(ours), rows))
-        return all(np.array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in pair)) for pair in pairs)
+        parts = [slice(start, start + rows) for start in range(0, len(ours), rows)]
+        return all(ours[part].tobytes() == theirs[part].tobytes() for part in parts)
 
     def _mapped(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -293,9 +294,10 @@ class Checkpoint(Shown):
         """Shared name -> the leaf that holds it."""
         return {name: leaf for leaf in self.leaves for name in leaf.shared}
 
-    def shared_dtypes(self) -> dict[str, str]:
-        """Every shared tensor's stored dtype."""
-        return {name: self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
+    def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
+        """Every shared tensor's dtype: its stored one, or the one that is asked for, in the user's words."""
+        all_of_them = None if asked is None else parse_dtype(asked)
+        return {name: all_of_them or self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
 
 
 def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:

@@ -111,10 +111,8 @@ def plan(request: Request) -> Plan:
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
-    dtypes, compute = request.source.shared_dtypes(), request.source.dtype
-    if request.asked is not None:
-        compute = parse_dtype(request.asked)
-        dtypes = dict.fromkeys(dtypes, compute)
+    dtypes = request.source.shared_dtypes(request.asked)
+    compute = request.source.dtype if request.asked is None else parse_dtype(request.asked)
     to = "local" if request.source.origin.family is None else "hf"
     spec, origin = request.source.spec, replace(request.source.origin, files={})
     like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.source.texts)

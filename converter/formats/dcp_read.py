@@ -33,33 +33,33 @@ AGAIN = "Fetch or save it again, with all its files."
 SHARDING = "DCP_SHARDING_INFO"
 
 
-class Chunk(NamedTuple):
+class _Chunk(NamedTuple):
     """A box of a tensor: where it begins, and what is stored of it; before `located`, all of its archive's bytes."""
 
     offsets: tuple[int, ...]
     stored: Stored
 
 
-class Chunked(NamedTuple):
+class _Chunked(NamedTuple):
     """A tensor: its dtype by safetensors' name, its shape, and boxes that fill it."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[_Chunk, ...]
 
 
-def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
+def metadata(folder: Path) -> tuple[dict[str, _Chunked], list[str]]:
     """The tensors of a folder by name, their chunks still to be `located`, and the names of what is beside them."""
     path = folder / ".metadata"
-    entries, others = Unpickler("metadata_process").ask(path, str(path), str(path.absolute()), "data")
+    entries, others = Unpickler().ask(path, str(path), str(path.absolute()), "data")
     sizes: dict[str, int] = {}  # of the files that were looked at
-    tensors: dict[str, Chunked] = {}
+    tensors: dict[str, _Chunked] = {}
     for name, dtype, shape, boxes in entries:
         chunks = [
-            Chunk(tuple(offsets), Stored(_checked(folder, file, at + nbytes, sizes), dtype, tuple(whole), at, nbytes))
+            _Chunk(tuple(offsets), Stored(_checked(folder, file, at + nbytes, sizes), dtype, tuple(whole), at, nbytes))
             for offsets, whole, file, at, nbytes in boxes
         ]
-        tensors[name] = Chunked(dtype, tuple(shape), _filling(f"{path}: {name!r:.80}", tuple(shape), chunks, HINT))
+        tensors[name] = _Chunked(dtype, tuple(shape), _filling(f"{path}: {name!r:.80}", tuple(shape), chunks, HINT))
     return tensors, others
 
 
@@ -79,7 +79,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
     return path
 
 
-def _filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
+def _filling(where: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], hint: str) -> tuple[_Chunk, ...]:
     """The chunks, but for empty ones. Raises CheckpointError unless each element is in exactly one of them."""
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > MAX_CHUNKS:
@@ -103,7 +103,7 @@ def _filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: 
     return tuple(full)
 
 
-def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
+def located(tensors: Mapping[str, _Chunked]) -> dict[str, _Chunked]:
     """The tensors with every chunk's archive looked into. Raises CheckpointError for one that holds anything else."""
     process = Unpickler(parts=sum(len(tensor.chunks) for tensor in tensors.values()))
     return {
@@ -112,7 +112,7 @@ def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
     }
 
 
-def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
+def _located(name: str, chunk: _Chunk, process: Unpickler) -> _Chunk:
     stored = chunk.stored
     assert stored.path is not None
     where = f"{stored.path}: {name!r:.80}, at byte {stored.start:,},"
@@ -125,12 +125,12 @@ def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
             f"the metadata says {stored.dtype} of shape {list(stored.shape)}",
             HINT,
         )
-    return Chunk(chunk.offsets, replace(inside, start=stored.start + inside.start))
+    return _Chunk(chunk.offsets, replace(inside, start=stored.start + inside.start))
 
 
-def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
+def hugging_face(files: Sequence[Path]) -> dict[str, _Chunked]:
     """The tensors of sharded safetensors files. Raises CheckpointError."""
-    boxes: dict[str, list[Chunk]] = {}
+    boxes: dict[str, list[_Chunk]] = {}
     for path in files:
         header = read_header(path)
         text = header.metadata.get(SHARDING)
@@ -145,17 +145,17 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "another dtype, or other dimensions, than in another file"
                 raise CheckpointError(f"{path}: {name!r:.80}: {what}", HINT)
-            others.append(Chunk(tuple(offsets), Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
-    tensors: dict[str, Chunked] = {}
+            others.append(_Chunk(tuple(offsets), Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
+    tensors: dict[str, _Chunked] = {}
     for name, chunks in boxes.items():
         ends = [[o + s for o, s in zip(offsets, stored.shape, strict=True)] for offsets, stored in chunks]
         shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
         full = _filling(f"{files[0].parent}: {name!r:.80}", shape, chunks, AGAIN)
-        tensors[name] = Chunked(chunks[0].stored.dtype, shape, full)
+        tensors[name] = _Chunked(chunks[0].stored.dtype, shape, full)
     return tensors
 
 
-def chunked(tensors: Mapping[str, Chunked]) -> Weights:
+def chunked(tensors: Mapping[str, _Chunked]) -> Weights:
     """Tensors by name, read where they lie or put together. CheckpointError: a chunk claims more than is there."""
     parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
     weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})

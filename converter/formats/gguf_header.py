@@ -39,7 +39,7 @@ SMALL = 2**16  # so many numbers of arrays are read at once, further ones when t
 
 PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
 
-Buffer = bytes | mmap.mmap
+_Buffer = bytes | mmap.mmap
 
 _START, _U64 = struct.Struct("<4sIQQ"), struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
@@ -47,7 +47,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
+class _GgufTensor:
     """Where a tensor lies: bytes `start` to `end` (exclusive) of the file. `shape` is numpy's, the innermost last."""
 
     name: str
@@ -85,8 +85,8 @@ class Header:
 
     where: str
     metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
-    buffer: Buffer
+    tensors: dict[str, _GgufTensor]
+    buffer: _Buffer
     elsewhere: Callable[[int, int], bytes] | None = None
 
     def read(self, start: int, end: int) -> bytes:
@@ -130,7 +130,7 @@ def open_header(path: Path) -> Header:
 
 
 def parse_header(
-    where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
+    where: Path | str, buffer: _Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
     """Check the header in a file's bytes, of a file `elsewhere` its beginning. Raises CheckpointError, Incomplete."""
     where = str(where)
@@ -158,7 +158,7 @@ def parse_header(
 class _Cursor:
     """A place in the header that only moves on within the file."""
 
-    def __init__(self, where: str, buffer: Buffer, size: int, at: int) -> None:
+    def __init__(self, where: str, buffer: _Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
         self.strings, self.text, self.small = MAX_STRINGS, MAX_TEXT, SMALL
 
@@ -246,7 +246,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
     return Array(kind, count, start) if cursor.small < 0 else _numbers(cursor.where, cursor.buffer, kind, count, start)
 
 
-def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> list[Any]:
+def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> list[Any]:
     values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", buffer, start)
     if kind != _BOOL:
         return list(values)
@@ -256,7 +256,7 @@ def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> l
     return [value == 1 for value in values]
 
 
-def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+def _tensor(cursor: _Cursor, alignment: int) -> _GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
     name = cursor.string("a tensor's name", MAX_NAME)
     where = f"{cursor.where}: tensor {name!r:.60}"
@@ -274,12 +274,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
     if offset % alignment:
         raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
-    return GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
+    return _GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
 
 
-def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
+def _place(where: str, infos: list[_GgufTensor], end: int, alignment: int, size: int) -> dict[str, _GgufTensor]:
     """The tensors by name, at their places in the file, which they fill from the end of the header without holes."""
-    found: dict[str, GgufTensor] = {}
+    found: dict[str, _GgufTensor] = {}
     data = at = -(-end // alignment) * alignment
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
@@ -293,7 +293,7 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
                 f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found",
                 "Fetch or copy this file again.",
             )
-        found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
+        found[info.name] = _GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):
         raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")

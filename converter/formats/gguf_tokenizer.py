@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -49,7 +50,7 @@ def split(pattern: str) -> Step:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def byte_level(use_regex: bool) -> Step:
+def _byte_level(use_regex: bool) -> Step:
     """Bytes as printable characters, after GPT-2's own pattern or without it."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
@@ -58,7 +59,7 @@ ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for ind
 
 
 def _split_first(pattern: str) -> tuple[Step, ...]:
-    return (split(pattern), byte_level(False))
+    return (split(pattern), _byte_level(False))
 
 
 def _letters(numbers: str) -> tuple[Step, ...]:
@@ -66,22 +67,22 @@ def _letters(numbers: str) -> tuple[Step, ...]:
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
 
-_GPT2 = (byte_level(True),)
+_GPT2 = (_byte_level(True),)
 _LLAMA3 = _letters(r"\p{N}{1,3}")
 _QWEN2 = _letters(r"\p{N}")
-_DIGITS = (ONE_DIGIT, byte_level(True))
+_DIGITS = (ONE_DIGIT, _byte_level(True))
 _BLOOM = _split_first(r" ?[^(\s|[.,!?…。，、।۔،])]+")
 _TEKKEN = _split_first(rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}")
 _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
-_THREE_DIGITS = (byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
+_THREE_DIGITS = (_byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
 _FALCON = ({"type": "Punctuation", "behavior": "Contiguous"}, *_THREE_DIGITS)
 _DEEPSEEK_CODER = (
     *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
     ONE_DIGIT,
-    byte_level(False),
+    _byte_level(False),
 )
 # What llama.cpp does with a file that names nothing.
 _DEFAULT = (split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS)
@@ -135,7 +136,7 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
         raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
 
 
-class Texts(Mapping[str, bytes]):
+class Texts(UserDict[str, bytes]):
     """The files that a GGUF's tokenizer is in Hugging Face's terms, made when one is asked for; `rows` of the token
     table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
     """
@@ -143,17 +144,8 @@ class Texts(Mapping[str, bytes]):
     def __init__(self, header: Header, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
         self._header, self._rows, self._context, self._special = header, rows, context, special
 
-    def __getitem__(self, name: str) -> bytes:
-        return self._files[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def data(self) -> dict[str, bytes]:  # type: ignore[override]
         files: dict[str, Any] = {}
         if not without_tokenizer(self._header):
             files["tokenizer.json"] = self._tokenizer()

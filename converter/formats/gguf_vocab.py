@@ -70,8 +70,9 @@ class Vocabulary:
             self.texts[index] = text if special or not space else text.replace(space, " ")
             self.scores[index] = ADDED_SCORE
 
-    def list_tokens(self, scored: bool = True) -> None:
+    def list_tokens(self, model: str, pre: str = "default") -> None:
         """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
+        self.say(model=model, pre=pre)
         beyond = sum(index >= self.rows for index in self.texts)
         if beyond:
             self.notes.append(f"{beyond} tokens beyond the {self.rows:,} rows of the embedding are left out")
@@ -82,13 +83,10 @@ class Vocabulary:
                 f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
             )
         self.say(tokens=texts)
-        if scored:
+        if model != "gpt2":
             self.say(scores=[self.scores.get(index, ADDED_SCORE) for index in range(self.rows)])
-        self.say(
-            token_type=[
-                UNUSED if index not in self.texts else self.types.get(index, NORMAL) for index in range(self.rows)
-            ]
-        )
+        types = self.types | dict.fromkeys(set(range(self.rows)) - self.texts.keys(), UNUSED)
+        self.say(token_type=[types.get(index, NORMAL) for index in range(self.rows)])
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
@@ -176,7 +174,6 @@ def _byte_level(
     found.texts = {index: text for text, index in model["vocab"].items()}
     found.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
-    found.say(model="gpt2", pre=name or "default")
     if name is None:
         found.notes.append(
             "llama.cpp has no name for the way in which tokenizer.json splits text: the file says 'default', and "
@@ -187,7 +184,7 @@ def _byte_level(
     if normalizers:
         kinds = ", ".join(step["type"] for step in normalizers)
         found.notes.append(f"llama.cpp does not normalize text ({kinds}): what is not normalized tokenizes otherwise")
-    found.list_tokens(scored=False)
+    found.list_tokens("gpt2", name or "default")
     # Spaces within a merge (from files that were never byte-level) are written as GPT-2 writes them.
     found.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
 
@@ -213,7 +210,6 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
     found.add_tokens(added)
     if model.get("unk_token") in vocab:
         found.types[vocab[model["unk_token"]]] = UNKNOWN
-    found.say(model="llama", pre="default")
     normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
     other = sum(
         any(
@@ -227,7 +223,7 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
             f"llama.cpp merges into {other:,} of the tokens from pairs that tokenizer.json does not merge: "
             "it may tokenize otherwise"
         )
-    found.list_tokens()
+    found.list_tokens("llama")
 
 
 def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
@@ -237,10 +233,9 @@ def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
     found.add_tokens(added)
     if model.get("unk_id") is not None:
         found.types[model["unk_id"]] = UNKNOWN
-    found.say(model="t5", pre="default")
     if model.get("byte_fallback"):
         found.notes.append("llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there")
-    found.list_tokens()
+    found.list_tokens("t5")
 
 
 def _space_prefix(found: Vocabulary, steps: list[Step], normalizers: list[Step]) -> None:
@@ -343,8 +338,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
             found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
         except (KeyError, ValueError) as error:
             raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
-    found.say(model=kind, pre="default")
-    found.list_tokens()
+    found.list_tokens(kind)
     found.say(add_space_prefix=prefixed)
     if kind == "t5":
         found.say(remove_extra_whitespaces=merged)

@@ -127,16 +127,15 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
 
 def plan(request: Request, activation: Activation = "gelu") -> Plan:
     """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU."""
-    from ..dtypes import parse_dtype, widest
+    from ..dtypes import widest
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard
 
     arguments, leaves = expressed(request.source.spec, activation)
     # As model.py lists them: the embeddings, the blocks, the last norm.
     leaves.sort(key=lambda leaf: leaf.checkpoint.startswith("transformer.ln_f."))
-    asked = None if request.asked is None else parse_dtype(request.asked)
-    dtypes = request.source.shared_dtypes()
-    tensors = [(leaf, asked or widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
+    dtypes = request.source.shared_dtypes(request.asked)
+    tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
     archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(
