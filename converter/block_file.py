@@ -110,10 +110,8 @@ class BlockFile:
                     _read(fd, found, at)
                 addresses = (ctypes.c_void_p(array.ctypes.data) for array in (found, chunk))
                 if _LIBC.memcmp(*addresses, ctypes.c_size_t(found.nbytes)):
-                    raise GptkitError(
-                        f"{self.path} does not hold what was written to it, from byte {at} on",
-                        "The disk or the memory of this machine may be failing.",
-                    )
+                    hint = "The disk or the memory of this machine may be failing."
+                    raise GptkitError(f"{self.path} does not hold what was written to it, from byte {at} on", hint)
                 digest.update(found.data)
                 if front:
                     self._see(found)

@@ -92,10 +92,8 @@ def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
     if method is not None:
         words, way = method
         what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
-        raise Quantised(
-            f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones",
-            f"{what}. params, compare and show need no weights.",
-        )
+        message = f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones"
+        raise Quantised(message, f"{what}. params, compare and show need no weights.")
     return spec, origin, unknown
 
 
@@ -121,10 +119,8 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
-        raise InvalidInput(
-            f"{found.path} is a tree by itself: there are no weights to it",
-            f"gptkit load --random {found.path} gives it random ones.",
-        )
+        hint = f"gptkit load --random {found.path} gives it random ones."
+        raise InvalidInput(f"{found.path} is a tree by itself: there are no weights to it", hint)
     spec, origin, unknown = _usable(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"

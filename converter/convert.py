@@ -101,9 +101,8 @@ def plan_output(
         return plan(identity_leaves(spec), dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
-        raise UsageError(
-            "this tree never had a family", "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
-        )
+        hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
+        raise UsageError("this tree never had a family", hint)
     architecture = named(family)
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}

@@ -128,10 +128,8 @@ def _meet() -> tuple[Any, int, int]:
             store = c10d.PrefixStore(f"gptkit/{_joined}", store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=FOREVER)
     except (RuntimeError, ValueError, OSError) as error:
-        raise GptkitError(
-            f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}",
-            "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.",
-        ) from error
+        message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
+        raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -359,10 +357,8 @@ class _Guest(_Team):
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
         if self.opened()[2] != _digest(plan, source):
-            raise GptkitError(
-                f"rank {self.rank} and rank 0 plan different files from {source.reference}",
-                "Give every process the same checkpoint, options and version of gptkit.",
-            )
+            hint = "Give every process the same checkpoint, options and version of gptkit."
+            raise GptkitError(f"rank {self.rank} and rank 0 plan different files from {source.reference}", hint)
         done = self.carry(plan, source, staging, {**options, "progress": None})
         self.say(0, "quiet", done)
         return done
@@ -395,10 +391,8 @@ class _Shared(Staging):
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
-            raise GptkitError(
-                f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}",
-                "Write to a file system that all machines share.",
-            )
+            message = f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}"
+            raise GptkitError(message, "Write to a file system that all machines share.")
         self.finished = {name: FileRecord("") for name in finished}
         yield
 

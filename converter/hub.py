@@ -144,10 +144,8 @@ class Repository:
             for chunk in response.iter_raw():
                 answer += chunk
                 if len(answer) > _MAX_ANSWER:
-                    raise InvalidInput(
-                        f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes",
-                        "The address in HF_ENDPOINT is no hub.",
-                    )
+                    message = f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes"
+                    raise InvalidInput(message, "The address in HF_ENDPOINT is no hub.")
         try:
             return msgspec.json.decode(answer, type=_Answer).siblings
         except msgspec.DecodeError as error:
@@ -198,10 +196,8 @@ class Repository:
     def require_commit(self, name: str, commit: str) -> None:
         """Raise InvalidInput where a file came from another commit than it was asked for at."""
         if commit != self.commit:
-            raise InvalidInput(
-                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}",
-                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
-            )
+            message = f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}"
+            raise InvalidInput(message, "Try again; if it persists, the server at HF_ENDPOINT is at fault.")
 
     def folder(self) -> Path:
         """The local folder, with config.json in it. Raises NoConfig."""
@@ -260,10 +256,8 @@ class Repository:
         except OSError:
             return
         if needed > free:
-            raise GptkitError(
-                f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left",
-                "Make room, or set HF_HOME to a folder on another disk.",
-            )
+            hint = "Make room, or set HF_HOME to a folder on another disk."
+            raise GptkitError(f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left", hint)
 
     def record(self) -> None:
         """Let the cache know, once all is there, which commit the branch stands for, so that it answers offline."""
@@ -311,10 +305,8 @@ def _counting(repository: Repository, name: str) -> Any:
         def update(self, n: float | None = 1) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
-                raise InvalidInput(
-                    f"{repository}: {name} has more than {most:,} bytes, which is none of a model's",
-                    "The address in HF_ENDPOINT is no hub, or the repository no model.",
-                )
+                message = f"{repository}: {name} has more than {most:,} bytes, which is none of a model's"
+                raise InvalidInput(message, "The address in HF_ENDPOINT is no hub, or the repository no model.")
             return super().update(n)
 
     return Counting
@@ -407,10 +399,8 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
     except GptkitError:
         raise
     except errors.GatedRepoError as error:
-        raise InvalidInput(
-            f"{repo} is gated: its authors grant access on request",
-            f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`.",
-        ) from error
+        hint = f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`."
+        raise InvalidInput(f"{repo} is gated: its authors grant access on request", hint) from error
     except errors.RevisionNotFoundError as error:
         hint = "Give a branch, a tag or a full commit, as in org/name@main."
         raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error

@@ -75,17 +75,13 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
         return _sharded(folder, names, read_index(folder / INDEX))
     others = [name for name in names if name.endswith(".safetensors")]
     if others == [ADAPTER_WEIGHTS]:
-        raise CheckpointError(
-            f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's",
-            f"gptkit swap BASE OUT --merge-lora {folder}",
-        )
+        message = f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's"
+        raise CheckpointError(message, f"gptkit swap BASE OUT --merge-lora {folder}")
     if len(others) == 1:
         return single(folder / others[0], read_header(folder / others[0]))
     if others:
-        raise CheckpointError(
-            f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}",
-            "Name one of them, or add the index.",
-        )
+        message = f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}"
+        raise CheckpointError(message, "Name one of them, or add the index.")
     if PICKLE_SINGLE in names:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)
     if PICKLE_INDEX in names:
@@ -138,10 +134,8 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
     for name in names:
         if not is_plain(name):
-            raise UntrustedInput(
-                f"{path} names a file outside of its folder: {name[:80]!r}",
-                "Do not use this checkpoint: no tool writes that.",
-            )
+            hint = "Do not use this checkpoint: no tool writes that."
+            raise UntrustedInput(f"{path} names a file outside of its folder: {name[:80]!r}", hint)
         if not name.endswith(suffix):
             raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
@@ -150,9 +144,8 @@ def read_index(path: Path) -> dict[str, str]:
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:
     missing = [name for name in shards if name not in names]
     if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}", "Fetch them again."
-        )
+        message = f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}"
+        raise CheckpointError(message, "Fetch them again.")
 
 
 def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -> WeightFiles:

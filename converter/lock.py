@@ -73,9 +73,8 @@ class Lock:
         except BlockingIOError as error:
             pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
             who = f"pid {pid}" if pid.isdigit() else "it has just begun"
-            raise GptkitError(
-                f"{self.target} is being written by another gptkit ({who})", "Wait for it, or choose another name."
-            ) from error
+            hint = "Wait for it, or choose another name."
+            raise GptkitError(f"{self.target} is being written by another gptkit ({who})", hint) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
                 raise

@@ -53,9 +53,8 @@ def outline(
         return _outline(found)
     except UntrustedInput as error:
         if not allow_pickle:
-            raise UntrustedInput(
-                error.message, "--allow-pickle reads it, in a process that can do nothing else."
-            ) from None
+            hint = "--allow-pickle reads it, in a process that can do nothing else."
+            raise UntrustedInput(error.message, hint) from None
     assert found.source is not None and found.other is not None and found.other.read is not None
     opened = found.other.read(found.source, True)
     return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))

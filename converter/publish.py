@@ -100,10 +100,8 @@ class Staging:
         """Raise GptkitError unless the disk has `nbytes` free for this user: before the first byte is written."""
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
-            raise GptkitError(
-                f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free",
-                "Free some space, or write to another disk.",
-            )
+            message = f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free"
+            raise GptkitError(message, "Free some space, or write to another disk.")
 
     def finish(self, name: str, record: FileRecord) -> None:
         """Put a file of the folder on the disk, and note that it needs no writing again; from any thread."""

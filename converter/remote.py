@@ -143,9 +143,8 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     if len(found) > 1:
         at = f"@{revision}" if revision is not None else ""
         some = ", ".join(found[:6]) + (f", … ({len(found) - 6} more)" if len(found) > 6 else "")
-        raise InvalidInput(
-            f"{repo} has no config.json and {len(found)} GGUF files: {some}", f"Name one: hf://{repo}{at}/{found[0]}"
-        )
+        hint = f"Name one: hf://{repo}{at}/{found[0]}"
+        raise InvalidInput(f"{repo} has no config.json and {len(found)} GGUF files: {some}", hint)
     return found[0]
 
 
@@ -159,9 +158,8 @@ def read_gguf(
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():
         raise InvalidInput(f"not a file of a repository: {name}")
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", file):
-        raise InvalidInput(
-            f"{name} is one of several parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
-        )
+        hint = "Join them with llama.cpp's llama-gguf-split --merge."
+        raise InvalidInput(f"{name} is one of several parts of a model", hint)
     alone = offline or offline_by_environment()
     repository = Repository(repo, revision, "", not alone)
     if not alone:

@@ -184,10 +184,8 @@ def resolve(
         name = found.text.partition("@")[0]
         if "/" not in found.repo and not name.startswith("hf://"):
             asked = ", nor a model on the hub" if isinstance(error, NoModel) else ""
-            raise InvalidInput(
-                f"no preset, file or folder is called {name!r}{asked}",
-                "gptkit presets lists the presets; a hub repository is written org/name.",
-            ) from error
+            hint = "gptkit presets lists the presets; a hub repository is written org/name."
+            raise InvalidInput(f"no preset, file or folder is called {name!r}{asked}", hint) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
@@ -231,10 +229,8 @@ def _refuse_path(name: str, error: Offline) -> None:
     if slash and Path(first).is_dir():
         inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
         some = ", ".join(inside[:4]) + (", …" if len(inside) > 4 else "") if inside else "nothing"
-        raise InvalidInput(
-            f"no such file or folder: {name}",
-            f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}.",
-        ) from error
+        hint = f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}."
+        raise InvalidInput(f"no such file or folder: {name}", hint) from error
 
 
 def _config_alone(name: str) -> InvalidInput:
@@ -247,9 +243,8 @@ def _config_alone(name: str) -> InvalidInput:
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
     """Raise InvalidInput for what looks like a path and is none; `within`: what a file of a repository is called."""
     file = "" if within is None else f"; a GGUF there hf://{within}, of which params tells the tree"
-    raise InvalidInput(
-        f"no such file or folder: {text}", f"A model on the hub is named org/name or org/name@revision{file}."
-    )
+    hint = f"A model on the hub is named org/name or org/name@revision{file}."
+    raise InvalidInput(f"no such file or folder: {text}", hint)
 
 
 def _parse(text: str) -> tuple[str, str | None]:

@@ -370,10 +370,8 @@ def build_header(
         raise CheckpointError(f"a name or metadata text is not Unicode: {error}") from error
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER or text.count(b":") > MAX_KEYS:
-        raise CheckpointError(
-            f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads",
-            "Write smaller shards: --max-shard-size.",
-        )
+        message = f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads"
+        raise CheckpointError(message, "Write smaller shards: --max-shard-size.")
     data = 8 + len(text)
     infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
     return struct.pack("<Q", len(text)) + text, infos

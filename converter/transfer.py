@@ -194,10 +194,8 @@ def memory_of(jobs: Sequence[_Job], max_memory: int | None = None) -> int:
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
-        raise UsageError(
-            f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes",
-            f"Allow at least {-(-worst.memory // 2**20)} MiB.",
-        )
+        hint = f"Allow at least {-(-worst.memory // 2**20)} MiB."
+        raise UsageError(f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes", hint)
     return min(sum(job.memory for job in jobs), max_memory or max(IN_FLIGHT, worst.memory))
 
 

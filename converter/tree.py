@@ -56,18 +56,14 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
-        raise InvalidInput(
-            f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it",
-            "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
-        )
+        hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
+        raise InvalidInput(f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it", hint)
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)
     if file.name != CONFIG and "model_type" not in config:
-        raise ConfigError(
-            f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
-            "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.",
-        )
+        message = f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json"
+        raise ConfigError(message, "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.")
     with _naming(CONFIG if folder else str(file)):
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
@@ -113,10 +109,8 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
     if data.get("schema_version") != LOCAL_SCHEMA:
-        raise ConfigError(
-            f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
-            "Update gptkit, or convert the original again.",
-        )
+        message = f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}"
+        raise ConfigError(message, "Update gptkit, or convert the original again.")
     origin, history = data.get("origin"), data.get("history", [])
     if isinstance(origin, dict):
         origin = {**origin, "config_text": origin.get("config"), "history": history}

@@ -52,10 +52,8 @@ def _description(path: Path) -> Path:
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
-    raise InvalidInput(
-        f"{path} is a distributed checkpoint, which does not say what model it holds",
-        f"Put the model's {CONFIG} beside {METADATA}.",
-    )
+    hint = f"Put the model's {CONFIG} beside {METADATA}."
+    raise InvalidInput(f"{path} is a distributed checkpoint, which does not say what model it holds", hint)
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:

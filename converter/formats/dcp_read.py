@@ -73,9 +73,8 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
             raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
         sizes[name] = path.stat().st_size
     if end > sizes[name]:
-        raise CheckpointError(
-            f"{path} is truncated: {end:,} bytes expected, {sizes[name]:,} found", "Fetch or save it again."
-        )
+        hint = "Fetch or save it again."
+        raise CheckpointError(f"{path} is truncated: {end:,} bytes expected, {sizes[name]:,} found", hint)
     return path
 
 

@@ -150,9 +150,8 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
         raise InvalidInput(f"{path} holds {what}", "Name the model's own file.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise InvalidInput(
-            f"{path} is one of {parts!r:.20} parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
-        )
+        hint = "Join them with llama.cpp's llama-gguf-split --merge."
+        raise InvalidInput(f"{path} is one of {parts!r:.20} parts of a model", hint)
     try:
         return gguf_architecture(header.metadata.get("general.architecture"))
     except InvalidInput as error:

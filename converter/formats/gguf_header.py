@@ -166,10 +166,8 @@ class _Cursor:
         """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
         at = self.at
         if length > self.size - at:
-            raise CheckpointError(
-                f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found",
-                "Fetch or copy this file again.",
-            )
+            message = f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found"
+            raise CheckpointError(message, "Fetch or copy this file again.")
         if at + length > len(self.buffer):
             raise Incomplete(at + length)
         self.at = at + length
@@ -289,10 +287,8 @@ def _place(where: str, infos: list[_GgufTensor], end: int, alignment: int, size:
             what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
             raise CheckpointError(f"{where}: tensor {info.name!r:.60} {what} (byte {start}, {at} expected)")
         if end > size:
-            raise CheckpointError(
-                f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found",
-                "Fetch or copy this file again.",
-            )
+            message = f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found"
+            raise CheckpointError(message, "Fetch or copy this file again.")
         found[info.name] = _GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):

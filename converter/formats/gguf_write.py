@@ -84,9 +84,8 @@ def _parse(asked: str | None) -> str | None:
     try:
         kind = parse_dtype(asked)
     except UsageError as error:
-        raise UsageError(
-            error.message, f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
-        ) from error
+        hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
+        raise UsageError(error.message, hint) from error
     if kind not in FILE_TYPES:
         raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
     return kind
@@ -127,9 +126,8 @@ def q8_0(name: str) -> Encode:
         # A block's scale is a 127th of its largest value, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
-            raise CheckpointError(
-                f"{name}: values do not fit Q8_0", "Choose a dtype with more range: bfloat16, float32."
-            )
+            hint = "Choose a dtype with more range: bfloat16, float32."
+            raise CheckpointError(f"{name}: values do not fit Q8_0", hint)
         # Below this 1 / scale is infinite, and what C makes of that is its own affair: zeros on x86, and here.
         tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
         if tiny.any():

@@ -97,9 +97,8 @@ def plan(request: Request, version: int = 0) -> Plan:
     if request.asked is not None and parse_dtype(request.asked) != "F32":
         raise UsageError(f"llama2.c's files hold float32, not {request.asked}", "Leave --dtype out.")
     if wide and request.asked is None:
-        raise UsageError(
-            f"llama2.c's files hold float32, and {wide[0]} is float64", "Pass --dtype float32 to round it."
-        )
+        hint = "Pass --dtype float32 to round it."
+        raise UsageError(f"llama2.c's files hold float32, and {wide[0]} is float64", hint)
     sizes, bound = expressed(request.source.spec)
     leaves = {leaf.checkpoint: leaf for leaf in bound}
     vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
@@ -169,9 +168,8 @@ class _Header:
         size = path.stat().st_size
         if size != nbytes:
             what = "is truncated" if size < nbytes else "has trailing bytes"
-            raise CheckpointError(
-                f"{path} {what}: {nbytes} bytes expected, {size} found", "Fetch or copy this file again."
-            )
+            hint = "Fetch or copy this file again."
+            raise CheckpointError(f"{path} {what}: {nbytes} bytes expected, {size} found", hint)
 
     def places(self) -> Iterator[tuple[str, Shape, int, int]]:
         return places(self.sizes, self.version, self.start, self.group)
