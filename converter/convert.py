@@ -224,14 +224,8 @@ def convert(
         staging.single = begins
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
-        source = open_checkpoint(
-            found,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
-            headers_only=dry_run,
-            integers=dtype is not None,
-        )
+        opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+        source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, **opening)
         source, form = adapted(source, form)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
@@ -246,12 +240,8 @@ def convert(
                 on_plan(conversion)
             options = {"workers": workers, "max_memory": max_memory, "progress": progress}
             done = team().transfer(planned, source, staging, **options)
-            manifest = {
-                "gptkit": __version__,
-                "format": str(form),
-                "source": {"reference": source.origin.reference, "revision": source.revision},
-            }
-            staging.commit(manifest, files=done.files)
+            origin = {"reference": source.origin.reference, "revision": source.revision}
+            staging.commit({"gptkit": __version__, "format": str(form), "source": origin}, files=done.files)
     return replace(conversion, transferred=done)
 
 
@@ -300,14 +290,8 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
     rounding = differences(spec, without_rounding(spec)) != differences(source.spec, without_rounding(source.spec))
     if rounding:
         notes.append(f"the same function, rounded as {architecture.name} rounds: the last bits of logits may differ")
-    return replace(
-        source,
-        spec=spec,
-        leaves=[*source.leaves, *leaves],
-        notes=notes,
-        _weights=source._weights.with_more(zeros),
-        _found={**source._found, **{name: name for name in zeros}},
-    )
+    weights, names = source._weights.with_more(zeros), {**source._found, **{name: name for name in zeros}}
+    return replace(source, spec=spec, leaves=[*source.leaves, *leaves], notes=notes, _weights=weights, _found=names)
 
 
 def _kinds(names: Iterable[str]) -> str:

@@ -436,11 +436,7 @@ def _refused(repository: Repository, status: int, text: str = "", told: str | No
     # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:
-        return NoModel(
-            f"there is no model {repository.repo} on the hub, or it is private",
-            "Check the name; for a private model log in with `hf auth login`.",
-        )
-    return InvalidInput(
-        f"{repository}: the hub refused ({status} {' '.join((told or '').split()):.200})".replace(" )", ")"),
-        "Check the name and your token (`hf auth whoami`).",
-    )
+        hint = "Check the name; for a private model log in with `hf auth login`."
+        return NoModel(f"there is no model {repository.repo} on the hub, or it is private", hint)
+    why = f"{status} {' '.join((told or '').split()):.200}".strip()
+    return InvalidInput(f"{repository}: the hub refused ({why})", "Check the name and your token (`hf auth whoami`).")

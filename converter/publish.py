@@ -226,11 +226,8 @@ class Staging:
             return
         if target.is_symlink() or not (target.is_dir() if single is None else target.is_file()):
             kind = "a folder" if target.is_dir() else "a file" if single is None else "no plain file"
-            raise UsageError(
-                f"{target} exists and is {'a symbolic link' if target.is_symlink() else kind},"
-                f" not a {'folder' if single is None else 'file'}",
-                "Choose another name for the output.",
-            )
+            kind, wanted = "a symbolic link" if target.is_symlink() else kind, "folder" if single is None else "file"
+            raise UsageError(f"{target} exists and is {kind}, not a {wanted}", "Choose another name for the output.")
         if not self.force:
             raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
         why = None

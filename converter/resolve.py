@@ -198,13 +198,8 @@ def resolve(
             folder = have(repository)
         except (Offline, InvalidInput):
             raise error from None
-    return replace(
-        located(folder, found.text, "hub"),
-        repo=found.repo,
-        revision=repository.commit,
-        notes=tuple(repository.notes),
-        repository=repository,
-    )
+    here, notes = located(folder, found.text, "hub"), tuple(repository.notes)
+    return replace(here, repo=found.repo, revision=repository.commit, notes=notes, repository=repository)
 
 
 def _here(text: str) -> Reference | None:
@@ -234,10 +229,8 @@ def _refuse_path(name: str, error: Offline) -> None:
 
 
 def _config_alone(name: str) -> InvalidInput:
-    return InvalidInput(
-        f"the preset {name} is a config alone: its weights were not published",
-        f"gptkit load --random {name} draws some; params, compare and show need none.",
-    )
+    hint = f"gptkit load --random {name} draws some; params, compare and show need none."
+    return InvalidInput(f"the preset {name} is a config alone: its weights were not published", hint)
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:

@@ -136,6 +136,11 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
         raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
 
 
+def splits(token: str) -> list[tuple[str, str]]:
+    """A token in two parts, in every way."""
+    return [(token[:at], token[at:]) for at in range(1, len(token))]
+
+
 class Texts(UserDict[str, bytes]):
     """The files that a GGUF's tokenizer is in Hugging Face's terms, made when one is asked for; `rows` of the token
     table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
@@ -346,7 +351,7 @@ def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]
     """Every pair of tokens that make one, by the highest score, ties as transformers' generate_merges has them."""
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):
-        for left, right in ((token[:at], token[at:]) for at in range(1, len(token))):
+        for left, right in splits(token):
             if left in vocab and right in vocab:
                 rank = (-scores[index], -len(left), -len(right), order, vocab[left], vocab[right])
                 ranked.append((rank, (left, right)))

@@ -36,6 +36,7 @@ from .gguf_tokenizer import (
     WORDS_FIRST,
     Step,
     check_lengths,
+    splits,
 )
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
@@ -211,14 +212,7 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
     if model.get("unk_token") in vocab:
         found.types[vocab[model["unk_token"]]] = UNKNOWN
     normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
-    other = sum(
-        any(
-            text[:at] in normal and text[at:] in normal and (text[:at], text[at:]) not in known
-            for at in range(1, len(text))
-        )
-        for text in normal
-    )
-    if other:
+    if other := sum(any({*pair} <= normal and pair not in known for pair in splits(text)) for text in normal):
         found.notes.append(
             f"llama.cpp merges into {other:,} of the tokens from pairs that tokenizer.json does not merge: "
             "it may tokenize otherwise"
