@@ -2,13 +2,11 @@
 
     torchrun --nproc-per-node 2 -m gptkit convert MODEL OUT
 
-Every process opens the checkpoint and plans by itself, which costs headers only. The first (rank 0, the host) makes the
-partial folder and the small files, and tells the others (guests) where it is; whoever finishes a file says so with its
-hashes, and the host alone publishes.
-
-One process that fails ends all of them, with its exit code. Between the host and each guest a thread always waits for
-the next message (torch's object lists over gloo, TCP), so that a process that is killed is known by its closed
-connection, which neither torch's store nor its elastic agent tells to a process.
+Every process plans by itself, which costs headers only. The first (rank 0, the host) makes the partial folder and the
+small files and tells the others (guests) where it is; whoever finishes a file says so with its hashes, and the host
+alone publishes. One process that fails ends all, with its exit code: a thread always waits for the next message
+(torch's object lists over gloo), so that a process that is killed is known by its closed connection, which neither
+torch's store nor its elastic agent tells.
 """
 
 from __future__ import annotations

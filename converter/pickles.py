@@ -1,9 +1,8 @@
 """Weights in torch's pickled files (pytorch_model.bin, ckpt.pt), read only where the caller said that they are trusted.
 
-A pickle runs code, lies about sizes, and can take any memory on the way. So it is read in a process of its own
-(`pickle_process`), with a memory limit, that runs nothing of it and hands back names, dtypes, shapes and places;
-nothing of that is believed here before it is held against the file. torch.save stores tensors as they are: they are
-read from where they lie, memory-mapped, without torch, and copied by the kernel where they are contiguous.
+A process of its own (`pickle_process`) says their names, dtypes, shapes and places, of which nothing is believed before
+it is held against the file. Tensors are read from where they lie, memory-mapped, without torch, and copied by the
+kernel where they are contiguous.
 """
 
 from __future__ import annotations

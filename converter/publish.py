@@ -1,10 +1,9 @@
 """A folder that appears complete or not at all.
 
 Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
-makes it the target. Whatever stops the process before that leaves the target as it was: absent, or the old one
-complete. Who holds the target's lock knows that every partial folder of it is an orphan: one of the same work is taken
-over, with what its journal says is finished and still has its sha256; any other is swept. A target that is one file (a
-GGUF) is made in such a folder too, without a manifest.
+makes it the target, which until then stays as it was. Who holds the target's lock knows that every partial folder of it
+is an orphan: one of the same work is taken over, with what its journal says is finished and still has its sha256; any
+other is swept. A target that is one file (a GGUF) is made in such a folder too, without a manifest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A tokenizer that we did not write, loaded and run: a worker of `confinement`, which `tokenizer` asks.
 
 A tokenizer's file is a program of a kind: regular expressions that take ages, normalizers that double a text again and
-again, tables that the library's Rust code panics over. Before each question this process limits its time and memory by
-the size of what it is given, and where that does not do, it dies.
+again, tables that the library's code panics over. Time and memory go by the size of what this process is given.
 """
 
 from __future__ import annotations

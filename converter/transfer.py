@@ -1,8 +1,7 @@
 """Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
 
 What is stored in the target as it was in the source goes over as bytes; everything else is read through its layouts as
-a view of the mapped file and written a few rows at a time. Jobs run in the source's order, a worker a core, no more at
-once than the memory allowed for them holds.
+a view of the mapped file and written a few rows at a time, in the source's order, no more at once than memory allows.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 Written under the names that the family's checkpoints have, with config.json beside: a model of transformers, sharded or
 not, loads it as it is (`dcp.load(model.state_dict(), checkpoint_id=folder)`), a tied head under its second name too.
-Which tensors there are and how they are cut is planned by torch's own planner, on the meta device, and `.metadata` is
-its pickle; the tensors go their usual way (see `torch_archive`, and `dcp_read` for reading).
-
-A folder of the Hugging Face writer of torch.distributed.checkpoint, whose safetensors files hold parts of tensors, is
-read too. Whole ones are a Hugging Face folder like any other, there and back.
+What lies where is planned by torch's own planner, on the meta device; the tensors go their usual way (see
+`torch_archive`). What the Hugging Face writer of torch.distributed.checkpoint makes, safetensors files with parts of
+tensors, is read too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Where the tensors of a distributed checkpoint lie: in chunks that several processes saved, put together here.
 
-Two kinds of folder are read. torch's own has `.metadata`, a pickle of which tensor's chunk lies where in which .distcp
-file, each chunk an archive of torch.save (see `torch_archive`). Its Hugging Face writer makes safetensors files, whose
-headers say where in the whole tensor theirs belong. Either way nothing but names, numbers and places is taken from
-them: pickles are read by confined processes that know a list of names and import none, and every number is held against
-the files before anything is allocated.
-
-Not by torch.distributed.checkpoint: its reader runs what `.metadata` says, and torch's weights-only reader knows no
-pickle of its protocol (tests/converter/test_dcp.py, test_torchs_own_reader_runs_what_metadata_says).
+torch's own folder has `.metadata`, a pickle of which chunk lies where in which .distcp file, each an archive of
+torch.save; the headers of the Hugging Face writer's safetensors files say where in the whole tensor theirs belong.
+Names, numbers and places alone are taken from either, pickles being read by confined processes, and every number is
+held against the files before anything is allocated. Not by torch.distributed.checkpoint: its reader runs what
+`.metadata` says, and torch's weights-only reader knows no pickle of its protocol (tests/converter/test_dcp.py,
+test_torchs_own_reader_runs_what_metadata_says).
 """
 
 from __future__ import annotations

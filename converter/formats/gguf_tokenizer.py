@@ -1,12 +1,10 @@
 """The tokenizer in a GGUF file, written out as Hugging Face has it: tokenizer.json and the files beside it.
 
-"gpt2" is byte-level BPE by merges; how it splits text beforehand has only a name in the file, `tokenizer.ggml.pre`,
-and is compiled into llama.cpp. "llama" is SentencePiece's BPE, of which the file keeps scores: merges are made of them
-as transformers makes them of a tokenizer.model. "t5" is SentencePiece's unigram model. A name that is not known gives
-no tokenizer rather than a wrong one. The chat template is text that is passed on, and never run.
-
-Source: llama.cpp, src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py (LlamaConverter) and
-tokenization_utils_base.py (generate_merges).
+How "gpt2", byte-level BPE, splits text has only a name in the file, `tokenizer.ggml.pre`. Of "llama", SentencePiece's
+BPE, the file keeps scores: merges are made of them as transformers makes them of a tokenizer.model. "t5" is
+SentencePiece's unigram model. A name that is not known gives no tokenizer rather than a wrong one. The chat template is
+text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py
+(LlamaConverter) and tokenization_utils_base.py (generate_merges).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
 
-llama.cpp has three tokenizers that these models use, and asks a file for one by name: "gpt2" is byte-level BPE, driven
-by merges; "llama" is SentencePiece's BPE, driven by scores; "t5" is SentencePiece's unigram model. How text is split
-before byte-level BPE is compiled into llama.cpp and has a name there, `tokenizer.ggml.pre`, which is told here from
-what tokenizer.json says; a way of splitting without a name becomes "default", with a note.
-
-Source: llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
+llama.cpp is asked for a tokenizer by name: "gpt2" is byte-level BPE, driven by merges; "llama" is SentencePiece's BPE,
+driven by scores; "t5" is SentencePiece's unigram model. How text is split before byte-level BPE has a name there too,
+`tokenizer.ggml.pre`, told here from tokenizer.json; a way without a name becomes "default", with a note. Source:
+llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 A file is its metadata and the list of its tensors, then the tensors, each at a multiple of 32 bytes. All but the
 weights is known beforehand, tensors that stand for numbers of the tree (`rope_freqs.weight`) included: that is the
-header here, and the same for the same checkpoint. Names, layouts and sizes are declared in `architectures.gguf`, the
-tokenizer's part is in `gguf_vocab`. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not
-divide into its blocks, are llama.cpp's conventions (conversion/base.py).
+header here. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not divide into its blocks,
+are llama.cpp's conventions (conversion/base.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 import struct
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...architectures import BoundLeaf
+from ...architectures.config import parse_config_text
 from ...architectures.ggml import TYPES
 from ...architectures.gguf import ALWAYS_FP32, expressed
 from ...architectures.gguf_rope import LONG
@@ -226,16 +225,8 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 def _numbered(request: Request) -> dict[str, Any]:
     """Special tokens by id: config.json's, over it generation_config.json's."""
-    found = dict(request.source.origin.config or {})
-    beside = {path.name: path for path in request.companions}
-    text = request.source.texts.get("generation_config.json")
-    if text is None and "generation_config.json" in beside:
-        text = beside["generation_config.json"].read_bytes()
-    if text is not None:
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"generation_config.json is not valid JSON: {error}") from error
-        if isinstance(data, dict):
-            found |= {key: value for key, value in data.items() if value is not None}
-    return found
+    name = "generation_config.json"
+    beside = (path.read_bytes() for path in request.companions if path.name == name)
+    text = request.source.texts.get(name) or next(beside, None)
+    said = {} if text is None else parse_config_text(text, name)
+    return (request.source.origin.config or {}) | {key: value for key, value in said.items() if value is not None}
