@@ -67,16 +67,6 @@ def default_output(reference: str, to: str | Target) -> Path:
     return Path(f"{name or 'model'}-{str(to).replace(':', '-')}")
 
 
-def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself, a .gguf; UsageError for a weight file's name where a folder is made."""
-    if target.suffix not in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
-        return False
-    if to.kind != "gguf" or target.suffix != ".gguf":
-        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
-        raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", way)
-    return True
-
-
 def plan_output(
     spec: ModelSpec,
     origin: Origin,
@@ -220,8 +210,11 @@ def convert(
     found, form = identify(model), parsed(to)
     target = Path(out) if out is not None else default_output(found.text, form)
     staging = team().staging(target, force)
-    if _is_file(target, form):
+    if (target.suffix, form.kind) == (".gguf", "gguf"):
         staging.single = begins
+    elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
+        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
+        raise UsageError(f"{target} is the name of a file, and --to {form} makes a folder", way)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}

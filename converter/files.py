@@ -7,7 +7,9 @@ import hashlib
 import io
 import os
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import GptkitError
 
@@ -15,6 +17,8 @@ UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
 _CHUNK = 8 << 20
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -74,6 +78,14 @@ def read_small(path: Path, most: int) -> bytes:
         if info.st_size > most:
             raise OSError(errno.EFBIG, f"it has {info.st_size:,} bytes, more than such a file has", str(path))
         return file.read(most)
+
+
+def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """What work makes of each, in their order, by a few threads: hashing and waiting let the others run."""
+    from concurrent.futures import ThreadPoolExecutor  # here, because most commands never need it
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))
 
 
 def fsync(path: Path, flags: int = 0) -> int:

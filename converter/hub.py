@@ -42,6 +42,7 @@ _MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file, by how its name ends; of weights, what the listing says."""
+NO_HUB = "The address in HF_ENDPOINT is no hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 _AGAIN = "Files that were complete are kept: run the same again to go on from there."
 
@@ -145,13 +146,13 @@ class Repository:
                 answer += chunk
                 if len(answer) > _MAX_ANSWER:
                     message = f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes"
-                    raise InvalidInput(message, "The address in HF_ENDPOINT is no hub.")
+                    raise InvalidInput(message, NO_HUB)
         try:
             return msgspec.json.decode(answer, type=_Answer).siblings
         except msgspec.DecodeError as error:
             raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
-    def has(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
         if self.files is not None:
             return name in self.files
@@ -213,9 +214,9 @@ class Repository:
         # One file, then shards, and pickles after both.
         kinds = [(SINGLE, INDEX), (PICKLE_SINGLE, PICKLE_INDEX)]
         for single, index in kinds if allow_pickle else kinds[:1]:
-            if self.has(single):
+            if self._has(single):
                 return [single]
-            if self.has(index):
+            if self._has(index):
                 listing = self.fetch(index)
                 assert listing is not None
                 shards = sorted(set(read_index(listing).values()))

@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 import msgspec
 import xxhash
 
-from .files import read_small, sha256_file
+from .files import at_once, read_small, sha256_file
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
@@ -113,11 +113,8 @@ def check_manifest(folder: Path) -> list[str]:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         return [f"{MANIFEST} has schema version {version!r}, this gptkit knows 1 to {SCHEMA_VERSION}"]
     listed = cast("dict[str, object]", record["files"])
-    from concurrent.futures import ThreadPoolExecutor  # here, because most commands never check anything
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets the other threads run
-        found = pool.map(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
-        problems = [problem for each in found for problem in each]
+    found = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
+    problems = [problem for each in found for problem in each]
     return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in listed]
 
 

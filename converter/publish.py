@@ -26,7 +26,7 @@ from typing import TypeGuard
 import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
+from .files import at_once, failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
 from .lock import Lock
 from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
@@ -380,10 +380,7 @@ def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
     """
     noted = read_journal(folder)[1:]
     known = {name: entry for each in noted if _is_plain(name := each.get("name")) and (entry := read_entry(each))}
-    from concurrent.futures import ThreadPoolExecutor  # here, because few runs resume anything
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        right = dict(zip(known, pool.map(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
+    right = dict(zip(known, at_once(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
     for left in folder.iterdir():
         if not right.get(left.name) and left.name != JOURNAL:
             if left.is_dir() and not left.is_symlink():

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, InvalidInput, Offline
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Incomplete
 from .formats.gguf_header import parse_header as parse_gguf_header
-from .hub import WAY_ON, Repository, offline_by_environment, stated_length, streamed, typed_errors
+from .hub import NO_HUB, WAY_ON, Repository, offline_by_environment, stated_length, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
 from .names import ADAPTER_CONFIG, INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
@@ -95,16 +95,15 @@ class _Remote:
             for commit in [answer.headers.get("X-Repo-Commit") for answer in (*response.history, response)]:
                 if commit is not None:
                     repository.require_commit(name, commit)
-            no_hub = "The address in HF_ENDPOINT is no hub."
             if headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise InvalidInput(f"{repository}: the server compresses {name}", no_hub)
+                raise InvalidInput(f"{repository}: the server compresses {name}", NO_HUB)
             size, skip, wanted = stated_length(response), begin, end
             if response.status_code == 206:
                 given = _RANGE.fullmatch(headers.get("Content-Range", ""))
                 if given is None or int(given[1]) != begin or not begin <= int(given[2]) < end:
                     raise InvalidInput(
                         f"{repository}: the server was asked for bytes {begin} to {end - 1} of {name} and sends others",
-                        no_hub,
+                        NO_HUB,
                     )
                 size, skip, wanted = int(given[3]) if given[3] != "*" else None, 0, int(given[2]) + 1 - begin
             data = bytearray()
