@@ -380,6 +380,7 @@ def test_another_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     hub.repos["org/name"] = Repo(SINGLE)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "mine"))
     assert resolve("org/name").path.is_relative_to(tmp_path / "mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(Offline):
         resolve("org/name", offline=True)
 
