@@ -52,6 +52,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
     """Values rounded to nearest even, in the dtype's carrier; CheckpointError where one is beyond its range."""
     if dtype == "F64":
         return np.asarray(values, order="C")
+    odd = not_finite(values, "F64")
     with np.errstate(over="ignore", invalid="ignore"):
         narrow: Array = values.astype(np.float16 if dtype == "F16" else np.float32)
     if dtype == "BF16":
@@ -60,8 +61,8 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
         back = narrow.astype(np.float64)
         inexact = (back != values) & np.isfinite(back)
         bits = np.where(inexact & (np.abs(back) > np.abs(values)), bits - 1, bits)
-        narrow = _to_bf16(np.where(inexact, bits | 1, bits).astype(np.uint32).view(np.float32))
-    return _in_range(np.asarray(narrow, order="C"), dtype, not_finite(values, "F64"))
+        narrow = _to_bf16(np.where(inexact, bits | 1, bits).astype(np.uint32).view(np.float32), odd)
+    return _in_range(np.asarray(narrow, order="C"), dtype, odd)
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
@@ -80,16 +81,17 @@ def cast(array: Array, dtype: str, target: str) -> Array:
     if target == "F64":
         with np.errstate(invalid="ignore"):
             return single.astype(np.float64)
+    odd = not_finite(single, "F32")
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = single.astype(np.float16) if target == "F16" else _to_bf16(single)
-    return _in_range(narrow, target, not_finite(single, "F32"))
+        narrow = single.astype(np.float16) if target == "F16" else _to_bf16(single, odd)
+    return _in_range(narrow, target, odd)
 
 
-def _to_bf16(single: Array) -> Array:
-    """fp32 as bf16, rounded to nearest even."""
+def _to_bf16(single: Array, odd: int) -> Array:
+    """fp32 as bf16, rounded to nearest even; `odd`: how many are not finite."""
     bits = np.asarray(single, order="C").view(np.uint32)
     narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    if not_finite(single, "F32"):  # the sum may carry a NaN's payload over into a number
+    if odd:  # the sum may carry a NaN's payload over into a number
         narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
         narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
     return narrow

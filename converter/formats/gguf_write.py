@@ -183,22 +183,17 @@ def _string(text: str) -> bytes:
 
 def _value(value: Value) -> bytes:
     """A metadata value with its type in front."""
-    if isinstance(value, bool):
-        return struct.pack("<IB", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
+    if isinstance(value, int | float):
+        letter, code = ("B", 7) if isinstance(value, bool) else ("I", 4) if isinstance(value, int) else ("f", 6)
+        return struct.pack(f"<I{letter}", code, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, bytes):
         return struct.pack("<IIQ", 9, 0, len(value)) + value
-    head = struct.pack("<I", 9)
-    if value and isinstance(value[0], int):
-        return head + struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
-    if value and isinstance(value[0], float):
-        return head + struct.pack(f"<IQ{len(value)}f", 6, len(value), *value)
-    return head + struct.pack("<IQ", 8, len(value)) + b"".join(_string(str(text)) for text in value)
+    for kind, letter, code in ((int, "i", 5), (float, "f", 6)):
+        if value and isinstance(value[0], kind):
+            return struct.pack(f"<IIQ{len(value)}{letter}", 9, code, len(value), *value)
+    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(_string(str(text)) for text in value)
 
 
 def _name(reference: str) -> str:
