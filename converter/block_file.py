@@ -120,9 +120,8 @@ class BlockFile:
         try:
             yield piece
             if at != block.end:
-                raise CheckpointError(
-                    f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
-                )
+                message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
+                raise CheckpointError(message)
             # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
             # what fails here fails again, and is reported, in the fsync.
             if hasattr(_LIBC, "sync_file_range"):
@@ -168,9 +167,8 @@ class BlockFile:
             missing = [name for name in self.blocks if name not in self._digests]
             if missing:
                 listed = ", ".join(map(repr, missing[:10]))
-                raise CheckpointError(
-                    f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
-                )
+                message = f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
+                raise CheckpointError(message)
             with self._disk() as fd:
                 write_all(fd, ending, self._size - len(ending))
                 if os.pread(fd, len(ending), self._size - len(ending)) != ending:

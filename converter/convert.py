@@ -251,9 +251,8 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
     if found is None or found.found is None:
         nearest = min(refused, key=lambda each: each.weight)
         unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
-        raise nearest.refusal(
-            "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
-        )
+        message = "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
+        raise nearest.refusal(message)
     family = families[len(refused)]
     return _as_tree(source, found.found, family), Target("hf", family.name)
 

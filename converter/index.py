@@ -157,9 +157,8 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
         headers[name] = read_header(folder / name)
         length += len(headers[name].text)
         if length > _MAX_HEADERS:
-            raise CheckpointError(
-                f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
-            )
+            message = f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
+            raise CheckpointError(message)
     return assembled(folder, weight_map, headers)
 
 

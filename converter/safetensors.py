@@ -317,9 +317,8 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
         raise CheckpointError(f"{where}: data_offsets {_short(offsets)} are not two ascending byte positions")
     expected = _nbytes(where, dtype, shape)
     if offsets[1] - offsets[0] != expected:
-        raise CheckpointError(
-            f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
-        )
+        message = f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
+        raise CheckpointError(message)
 
 
 def _is_sizes(value: object) -> bool:

@@ -205,9 +205,8 @@ def eos_ids(
         if value is not None:
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-                raise InvalidInput(
-                    f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
-                )
+                message = f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
+                raise InvalidInput(message)
             return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out

@@ -114,9 +114,8 @@ class Header:
                 found.append(buffer[at + 8 : at + 8 + length].decode())
                 at += 8 + length
         except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
-            ) from error
+            message = f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
+            raise CheckpointError(message) from error
         return found
 
 

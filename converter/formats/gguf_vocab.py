@@ -78,9 +78,8 @@ class Vocabulary:
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            raise CannotExpress(
-                f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
-            )
+            message = f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
+            raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":
             self.say(scores=[self.scores.get(index, ADDED_SCORE) for index in range(self.rows)])
