@@ -54,21 +54,7 @@ _HOMES = {
     "verify": ".parity.verify",
 }
 
-__all__ = [
-    "__version__",
-    "compare",
-    "convert",
-    "diff",
-    "generate",
-    "load",
-    "open_checkpoint",
-    "params",
-    "progress",
-    "recommend",
-    "save",
-    "swap",
-    "verify",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def _table(value: Shown) -> str:

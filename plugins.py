@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -42,16 +42,10 @@ def _import(name: str) -> None:
 @cache
 def _installed() -> tuple[str, ...]:
     """The modules of entry points. Who reads these takes 20 ms to import, and waits until one names the group."""
-    if not any(GROUP.encode() in path.read_bytes() for path in _entry_points()):
+    folders = [folder for folder in map(Path, dict.fromkeys(sys.path)) if folder.is_dir()]
+    files = (path for folder in folders for path in folder.glob("*.*-info/entry_points.txt"))
+    if not any(GROUP.encode() in path.read_bytes() for path in files):
         return ()
     from importlib.metadata import entry_points
 
     return tuple(dict.fromkeys(each.value for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)))
-
-
-def _entry_points() -> Iterator[Path]:
-    """The files of installed packages that hold their entry points."""
-    for folder in map(Path, dict.fromkeys(sys.path)):
-        if folder.is_dir():
-            for suffix in (".dist-info", ".egg-info"):
-                yield from folder.glob(f"*{suffix}/entry_points.txt")

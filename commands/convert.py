@@ -148,7 +148,7 @@ def convert(
 @command("gptkit check gpt2-local")
 def check(folder: Path = argument("FOLDER", "A folder that gptkit wrote."), quiet: bool = QUIET) -> None:
     """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
-    from ..converter.publish import MANIFEST, check_manifest
+    from ..converter.manifest import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
 
     if folder.is_file():

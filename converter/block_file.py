@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 
 from ..errors import CheckpointError, GptkitError
-from .publish import FileRecord, TensorRecord, write_all
+from .files import write_all
+from .manifest import FileRecord, TensorRecord
 
-CHUNK = 1 << 19
-"""Bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps."""
+CHUNK = 1 << 19  # bytes read back and hashed at a time: few enough to stay in the processor's cache between the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,10 @@ class Block:
 
 
 class BlockFile:
-    """Writes one new file. After the last block `close()` finishes its hash and fsyncs it; `record` then describes it.
-    What no block covers (padding) is zero.
-
-    As a context manager it closes on success; after an exception it only lets go of the file, which stays incomplete
-    for its caller to remove (Staging does).
-    """
+    """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
-        """`blocks` in the order of the file; `nbytes` the file's size, by default up to the last block's end. Raises
-        GptkitError where the file exists or cannot be written.
-        """
+        """`blocks` stand in the order of the file; `nbytes` is its size, by default up to the last block's end."""
         self.path = path
         self.blocks = {block.name: block for block in blocks}
         self._size = nbytes if nbytes is not None else max([len(header), *(block.end for block in blocks)])
@@ -59,7 +52,6 @@ class BlockFile:
         nothing = xxhash.xxh3_128().hexdigest()
         self._digests: dict[str, str] = {block.name: nothing for block in blocks if not block.nbytes}
         self._begun: set[str] = set()
-        self._whole: set[str] = set(self._digests)
         self._mutex = threading.Lock()
         self._hashing = threading.Lock()
         self._hash = hashlib.sha256(header)
@@ -94,10 +86,7 @@ class BlockFile:
 
     @contextlib.contextmanager
     def pieces(self, name: str) -> Iterator[Callable[[Any], None]]:
-        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come. Raises
-        CheckpointError for a block that was not declared, was begun before, or is not filled exactly; GptkitError where
-        the disk refuses.
-        """
+        """Gives a function that takes the block's bytes piece after piece; on leaving, all must have come."""
         block = self.blocks.get(name)
         if block is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was not declared")
@@ -119,13 +108,10 @@ class BlockFile:
                 with self._disk() as fd:
                     write_all(fd, chunk.data, at)
                     _read(fd, found, at)
-                if _LIBC.memcmp(
-                    *(each.ctypes.data_as(_VOID) for each in (found, chunk)), ctypes.c_size_t(found.nbytes)
-                ):
-                    raise GptkitError(
-                        f"{self.path} does not hold what was written to it, from byte {at} on",
-                        "The disk or the memory of this machine may be failing.",
-                    )
+                addresses = (ctypes.c_void_p(array.ctypes.data) for array in (found, chunk))
+                if _LIBC.memcmp(*addresses, ctypes.c_size_t(found.nbytes)):
+                    hint = "The disk or the memory of this machine may be failing."
+                    raise GptkitError(f"{self.path} does not hold what was written to it, from byte {at} on", hint)
                 digest.update(found.data)
                 if front:
                     self._see(found)
@@ -134,9 +120,8 @@ class BlockFile:
         try:
             yield piece
             if at != block.end:
-                raise CheckpointError(
-                    f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
-                )
+                message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
+                raise CheckpointError(message)
             # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
             # what fails here fails again, and is reported, in the fsync.
             if hasattr(_LIBC, "sync_file_range"):
@@ -144,7 +129,6 @@ class BlockFile:
                     _LIBC.sync_file_range(fd, ctypes.c_int64(block.start), ctypes.c_int64(block.nbytes), 2)
             with self._mutex:
                 self._digests[name] = digest.hexdigest()
-                self._whole.add(name)
                 self._next += front
         finally:
             if front:
@@ -160,11 +144,9 @@ class BlockFile:
                 self._hashing.release()
 
     def copy(self, name: str, source: int, start: int, look: Callable[[np.ndarray], None] = lambda chunk: None) -> None:
-        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8).
-
-        Not with copy_file_range(2): to be compared and hashed a chunk has to be read anyway, and once it lies in the
-        processor's cache, writing it from there takes half as long as the kernel's own copy (measured on ext4 and
-        tmpfs). Raises as `pieces`, and where the source ends early.
+        """Fill a block with the bytes from `start` on of the open file `source`; `look` sees every chunk (uint8). A
+        chunk has to be read anyway to be compared and hashed, and writing it from the processor's cache takes half as
+        long as copy_file_range(2) (measured on ext4 and tmpfs). Raises as `pieces`, and where the source ends early.
         """
         with self.pieces(name) as piece:
             nbytes = self.blocks[name].nbytes
@@ -178,18 +160,15 @@ class BlockFile:
                 look(chunk)
 
     def close(self, ending: bytes = b"") -> None:
-        """Check that every block was written, write what ends the file, finish the hash, fsync. Raises CheckpointError,
-        GptkitError.
-        """
+        """Check that every block was written, write what ends the file, finish the hash, fsync."""
         if self._fd is None:
             return
         try:
-            missing = [name for name in self.blocks if name not in self._whole]
+            missing = [name for name in self.blocks if name not in self._digests]
             if missing:
                 listed = ", ".join(map(repr, missing[:10]))
-                raise CheckpointError(
-                    f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
-                )
+                message = f"{self.path}: {len(missing)} of {len(self.blocks)} tensors were not written: {listed}"
+                raise CheckpointError(message)
             with self._disk() as fd:
                 write_all(fd, ending, self._size - len(ending))
                 if os.pread(fd, len(ending), self._size - len(ending)) != ending:
@@ -202,9 +181,7 @@ class BlockFile:
             self.release()
 
     def _at_front(self, block: Block) -> bool:
-        """Whether all before this block is hashed, and the block can be hashed as it is written: then the hash is this
-        thread's until the block is whole.
-        """
+        """Whether the block can be hashed as it is written: then the hash is this thread's until the block is whole."""
         if not block.nbytes or not self._hashing.acquire(blocking=False):
             return False
         with self._mutex:
@@ -218,7 +195,7 @@ class BlockFile:
     def _ready(self) -> int | None:
         """Where the next block to be hashed ends, if it is whole."""
         with self._mutex:
-            if self._next < len(self._order) and self._order[self._next].name in self._whole:
+            if self._next < len(self._order) and self._order[self._next].name in self._digests:
                 return self._order[self._next].end
         return None
 
@@ -281,4 +258,3 @@ def _read(fd: int, into: np.ndarray, offset: int) -> None:
 
 
 _LIBC = ctypes.CDLL(None)
-_VOID = ctypes.c_void_p

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
@@ -25,10 +23,10 @@ from .index import WeightFiles, weight_files
 from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
-from .tensors import Checkpoint as Checkpoint
-from .tensors import identity_leaves as identity_leaves
 from .tree import Origin, Quantised
+from .weights import Checkpoint as Checkpoint
 from .weights import Weights
+from .weights import identity_leaves as identity_leaves
 
 
 def open_checkpoint(
@@ -41,24 +39,14 @@ def open_checkpoint(
     integers: bool = False,
     partial: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers.
-
-    With `headers_only` the weights of a hub repository are not fetched, and nothing can be read from the checkpoint.
-    With `integers` weights may be stored as integers too. With `partial` tensors may be missing, and those without a
-    place in the model are there under their own names unless `allow_extra` leaves them out: for whoever compares files,
-    not for whoever runs a model.
-
-    Raises InvalidInput for files or a config that are broken, a family that is unknown, and tensors that are missing,
-    extra (unless `allow_extra`, or both with `partial`), mis-shaped or not floating point, all of which are listed;
-    Offline where it is not here and there is no network.
+    """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. `headers_only` fetches no
+    weights; `integers` allows weights stored so; `partial` allows missing tensors and keeps those without a place,
+    unless `allow_extra`. Raises InvalidInput, with all that does not fit; Offline.
     """
     found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
     assert found.path is not None and found.source is not None
-    if found.other is None:
-        opened = _read(found, remote, allow_pickle)
-    else:
-        assert found.other.read is not None
-        opened = found.other.read(found.source, allow_pickle)
+    read = None if found.other is None else found.other.read
+    opened = _read(found, remote, allow_pickle) if read is None else read(found.source, allow_pickle)
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -98,18 +86,14 @@ def weight_headers_of(reference: str | Reference, *, offline: bool = False, allo
 
 
 def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree, as `read_spec` tells it. Raises InvalidInput also for weights that are quantised: before gigabytes are
-    fetched.
-    """
+    """The tree, as `read_spec` tells it; weights that are quantised are refused before gigabytes are fetched."""
     spec, origin, unknown = read_spec(found)
     method = quantised(found, origin)
     if method is not None:
         words, way = method
         what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
-        raise Quantised(
-            f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones",
-            f"{what}. params, compare and show need no weights.",
-        )
+        message = f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones"
+        raise Quantised(message, f"{what}. params, compare and show need no weights.")
     return spec, origin, unknown
 
 
@@ -135,10 +119,8 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
-        raise InvalidInput(
-            f"{found.path} is a tree by itself: there are no weights to it",
-            f"gptkit load --random {found.path} gives it random ones.",
-        )
+        hint = f"gptkit load --random {found.path} gives it random ones."
+        raise InvalidInput(f"{found.path} is a tree by itself: there are no weights to it", hint)
     spec, origin, unknown = _usable(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"
@@ -156,11 +138,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
 
 
 def _match(
-    checkpoint: Checkpoint,
-    architecture: Architecture | None,
-    allow_extra: bool,
-    integers: bool = False,
-    partial: bool = False,
+    checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool, integers: bool, partial: bool
 ) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
@@ -196,10 +174,8 @@ def _match(
             shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
         if dtype not in (FLOATS + INTEGERS if integers else FLOATS):
             typed.append(f"{own} is {dtype}")
-    if shaped:
-        problems.append(f"{len(shaped)} tensors have another shape: {_some(shaped)}")
-    if typed:
-        problems.append(f"{len(typed)} weights are not floating point: {_some(typed)}")
+    for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
+        problems += [f"{len(names)} {what}: {_some(names)}"] if names else []
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
@@ -250,18 +226,10 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
 def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
     """Whether a tied head that was stored all the same has the embedding's bytes."""
     weights, stored = checkpoint._weights, checkpoint._found[embedding]
-    if weights.info[stored] != weights.info[name]:
-        return False
     dtype, shape = weights.info[name]
     if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
-        return True
-    a, b = weights.read(stored), weights.read(name)
-    rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
-
-    def same(x: np.ndarray, y: np.ndarray) -> bool:  # so that NaN equals NaN and -0 is not 0
-        return np.array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
-
-    return all(same(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+        return weights.info[stored] == (dtype, shape)
+    return weights.same(stored, name)
 
 
 def _some(names: list[str]) -> str:

@@ -1,27 +1,110 @@
 """Processes of their own for what others wrote: with little memory and time, that write no file and start no other.
 
-Read by both sides. The parent starts this file as a plain script, isolated (`command`): it limits itself and then runs
-`serve` of a neighbour, `pickle_process` or `tokenizer_process`, which import nothing but the standard library and this
-file. What is hostile in a file then takes down such a process at the most, and what a library has to say of it goes
-nowhere.
+Read by both sides. The parent (`Confined`) starts this file as a plain script, isolated: it limits itself and gives
+every question to the `answer` of a neighbour (`pickle_process`, `tokenizer_process`), which imports
+nothing but the standard library and its neighbours. What is hostile in a file then takes down such a process at the
+most, and what a library has to say of it goes nowhere. A message is eight bytes of length and JSON; an answer is
+{"answer": …}, or {"error": …} with the worker's `reason`.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import struct
 import sys
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
-MEMORY = 256 * 2**20
-"""Bytes of address space for a small file; the interpreter takes a tenth of it."""
+MEMORY = 256 * 2**20  # bytes of address space for a small file; the interpreter takes a tenth of it
+
+_Costs = tuple[int, int, float, float]
+"""Memory for any file or text and for each of its bytes, then seconds of processor time the same."""
+
+_LENGTH = struct.Struct("<Q")
+_CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+"""One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share."""
 
 
-def command(worker: str) -> list[str]:
-    """What starts a worker. Nothing is imported from anywhere but the standard library, and it is quick."""
-    return [sys.executable, "-I", "-S", str(Path(__file__).absolute()), worker]
+class Confined:
+    """A worker, as the parent sees it; it ends with this object, or after so many seconds. Raises OSError."""
+
+    def __init__(self, worker: str, seconds: float | None = None) -> None:
+        import subprocess  # here and below, because the worker has to begin quickly
+        import weakref
+        from threading import Timer
+
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-I", "-S", str(Path(__file__).absolute()), worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=os.sep,
+            env={**os.environ, **_CALM},
+            start_new_session=True,  # a terminal's Ctrl-C is for us to answer
+        )
+        timer = Timer(seconds or 0, self._process.kill)
+        timer.daemon = True
+        if seconds is not None:
+            timer.start()
+        self.end = weakref.finalize(self, _end, self._process, timer)
+
+    def ask(self, question: Any, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any] | None:
+        """The answer to a question, its objects as the `hook` makes them; None where it has died, now or before."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        data = None
+        try:
+            _send(self._process.stdin, json.dumps(question).encode())
+            data = receive(self._process.stdout)
+        except (OSError, ValueError):
+            pass
+        except BaseException:  # an interrupt: what is still to come would be taken for the next answer
+            self.end()
+            raise
+        if data is None:
+            self.end()
+            return None
+        answer: dict[str, Any] = json.loads(data, object_hook=hook)
+        return answer
+
+
+def _end(process: Any, timer: Any) -> None:
+    timer.cancel()
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # what was still to be written
+            pipe.close()
+    process.wait()
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    """Write a message. Raises OSError."""
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> bytes | None:
+    """Read a message; None at the end, or where the other side died within one. Raises OSError."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = pipe.read(length)
+    return data if len(data) == length else None
+
+
+def allow(nbytes: int, most: _Costs) -> None:
+    """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time."""
+    memory, per_byte, seconds, seconds_per_byte = most
+    with suppress(OSError, ValueError):  # where there is no /proc there is no such limit either
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + memory + nbytes * per_byte)
+    used = os.times()
+    _limit("RLIMIT_CPU", int(used.user + used.system + seconds + nbytes * seconds_per_byte) + 1)
 
 
 def _limit(name: str, soft: int) -> None:
@@ -33,32 +116,25 @@ def _limit(name: str, soft: int) -> None:
         resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1] if soft else 0))
 
 
-def limit_memory(nbytes: int) -> None:
-    """Let this process have no more address space than that."""
-    _limit("RLIMIT_AS", nbytes)
-
-
-def limit_time(seconds: float) -> None:
-    """Let this process take so much more processor time, rounded up; it is killed then."""
-    used = os.times()
-    _limit("RLIMIT_CPU", int(used.user + used.system + seconds) + 1)
-
-
-def _confine() -> None:
-    """No core dumps, no files written, no other processes, little memory."""
+def main() -> None:
+    """Confine this process, and be the worker that the command line names, which answers every question on stdin."""
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
-    limit_memory(MEMORY)
-
-
-def main() -> None:
-    """Confine this process, and be the worker that the command line names."""
-    _confine()
+    _limit("RLIMIT_AS", MEMORY)
     # Neighbours by their own names, and not this folder on the path, where some are called as other libraries are.
     package = types.ModuleType("confined")
     package.__path__ = [os.path.dirname(__file__)]  # noqa: PTH120, as few imports as can be
     sys.modules[package.__name__] = package
-    importlib.import_module(f"{package.__name__}.{sys.argv[1]}").serve()
+    worker = importlib.import_module(f"{package.__name__}.{sys.argv[1]}")
+    # What libraries print is no answer.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while (question := receive(sys.stdin.buffer)) is not None:
+        try:
+            data = json.dumps({"answer": worker.answer(json.loads(question))}).encode()
+        except BaseException as error:  # Rust code panics with a class of its own
+            data = json.dumps({"error": worker.reason(error)}).encode()
+        _send(answers, data)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..architectures import Architecture, named
+import numpy as np
+
+from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.base import TOKEN_IDS
-from ..components import ModelSpec
+from ..architectures.layout import IDENTITY
+from ..architectures.obstacles import OWN_FORMAT, first_of, never
+from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
 from ..errors import UsageError
 from ..version import __version__
-from .adapt import adapted
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
-from .dtypes import HF_NAMES, parse_dtype, widest
+from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
 from .formats.gguf import begins
 from .names import CONFIG, LOCAL_CONFIG, json_bytes
@@ -29,15 +33,13 @@ from .targets import target as parsed
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
+from .weights import Stored
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, plan
 
 
 @dataclass(frozen=True)
 class Conversion(Shown):
-    """What a conversion did, or would do.
-
-    plan: the files. memory: bytes of tensors that it holds at once. transferred: None for a dry run.
-    """
+    """What a conversion did, or would do. memory: bytes of tensors at once; transferred: None for a dry run."""
 
     source: Checkpoint
     target: Path
@@ -65,22 +67,6 @@ def default_output(reference: str, to: str | Target) -> Path:
     return Path(f"{name or 'model'}-{str(to).replace(':', '-')}")
 
 
-ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
-"""Of weight files. A name with one is never that of a folder to be made."""
-
-
-def _is_file(target: Path, to: Target) -> bool:
-    """Whether OUT names the file itself: a .gguf, which holds all that there is to a model. Raises UsageError: the name
-    is a file's, and the format has files beside (a tokenizer.bin, a config.json).
-    """
-    if target.suffix not in ENDINGS:
-        return False
-    if to.kind != "gguf" or target.suffix != ".gguf":
-        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
-        raise UsageError(f"{target} is the name of a file, and --to {to} makes a folder", way)
-    return True
-
-
 def plan_output(
     spec: ModelSpec,
     origin: Origin,
@@ -92,25 +78,21 @@ def plan_output(
     texts: Mapping[str, bytes] | None = None,
     homes: Mapping[str, Path] | None = None,
 ) -> Plan:
-    """The plan for a tree in the format `to` ("local", "hf" or "hf:FAMILY").
-
-    `dtypes` by shared name, `compute_dtype` what it is to be run in, `folder` where tokenizer files lie, `texts` such
-    files by name and content, `max_shard_bytes` by default as the original was sharded (for "local" as `homes` says,
-    the file that each tensor comes from), or else 5 GB. Raises CannotExpress: the family has no place for some
-    components. UsageError: `to` is no known format, or "hf" for a tree that never had a family.
+    """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
+    tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
+    GB. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
     """
     to = parsed(to)
-    companions = token_files(folder) if folder is not None else []
+    beside = token_files(folder) if folder is not None else []
     if to.kind == "local":
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
-        return plan(identity_leaves(spec), dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
+        return plan(identity_leaves(spec), dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
-        raise UsageError(
-            "this tree never had a family", "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
-        )
+        hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
+        raise UsageError("this tree never had a family", hint)
     architecture = named(family)
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
@@ -121,8 +103,8 @@ def plan_output(
 
     again = as_it_was(leaves, dtypes, origin.files, canonical) if max_shard_bytes is None else None
     if again is not None:
-        return Plan(again[0], {**small, **again[1]}, tuple(companions))
-    return plan(leaves, dtypes, small, companions, max_shard_bytes or DEFAULT_SHARD_BYTES)
+        return Plan(again[0], {**small, **again[1]}, tuple(beside))
+    return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
@@ -137,9 +119,7 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
-    """The original config.json byte for byte where it still describes the tree and its dtype, else a new one, which
-    names the dtype that the tensors are stored in.
-    """
+    """The original config.json where it still describes the tree and its dtype, else one that names what is stored."""
     original = origin.config
     config: dict[str, Any] | None = architecture.export_config(spec, original)
     if config is None and origin.config_text is not None:
@@ -159,35 +139,21 @@ def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stor
 def plan_conversion(
     source: Checkpoint, to: str | Target, dtype: str | None = None, max_shard_bytes: int | None = None
 ) -> Plan:
-    """The plan for an opened checkpoint in the format `to`, every tensor as `dtype` (see `convert`) or as it is. Raises
-    as `plan_output`.
-    """
+    """The plan for a checkpoint, every tensor as `dtype` (see `convert`) or as it is; raises as `plan_output`."""
     to, folder = parsed(to), companions(source)
     if to.kind in FORMATS:
         fmt = format_named(to.kind)
         assert fmt.plan is not None
         beside = () if folder is None else tuple(token_files(folder))
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
-    dtypes, compute = source.shared_dtypes(), source.dtype
-    if dtype is not None:
-        if dtype.lower() == "q8_0":
-            raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
-        compute = parse_dtype(dtype)
-        dtypes = dict.fromkeys(dtypes, compute)
-    return plan_output(
-        source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, _homes(source)
-    )
-
-
-def _homes(source: Checkpoint) -> dict[str, Path] | None:
-    """The file of every shared tensor, where there are several and every tensor lies in one."""
-    homes = {}
-    for leaf in source.leaves:
-        span = source.span(leaf)
-        if span is None:
-            return None
-        homes.update(dict.fromkeys(leaf.shared, span[0]))
-    return homes if len(set(homes.values())) > 1 else None
+    if dtype is not None and dtype.lower() == "q8_0":
+        raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+    dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)
+    spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
+    homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
+    if len(set(homes.values())) < 2 or not all(span for _, span in spans):
+        homes = {}
+    return plan_output(source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes)
 
 
 def companions(source: Checkpoint) -> Path | None:
@@ -244,18 +210,15 @@ def convert(
     found, form = identify(model), parsed(to)
     target = Path(out) if out is not None else default_output(found.text, form)
     staging = team().staging(target, force)
-    if _is_file(target, form):
+    if (target.suffix, form.kind) == (".gguf", "gguf"):
         staging.single = begins
+    elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
+        way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
+        raise UsageError(f"{target} is the name of a file, and --to {form} makes a folder", way)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
-        source = open_checkpoint(
-            found,
-            offline=offline,
-            allow_pickle=allow_pickle,
-            allow_extra=allow_extra,
-            headers_only=dry_run,
-            integers=dtype is not None,
-        )
+        opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
+        source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, **opening)
         source, form = adapted(source, form)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
@@ -270,10 +233,60 @@ def convert(
                 on_plan(conversion)
             options = {"workers": workers, "max_memory": max_memory, "progress": progress}
             done = team().transfer(planned, source, staging, **options)
-            manifest = {
-                "gptkit": __version__,
-                "format": str(form),
-                "source": {"reference": source.origin.reference, "revision": source.revision},
-            }
-            staging.commit(manifest, files=done.files)
+            origin = {"reference": source.origin.reference, "revision": source.revision}
+            staging.commit({"gptkit": __version__, "format": str(form), "source": origin}, files=done.files)
     return replace(conversion, transferred=done)
+
+
+def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
+    """The nearest tree of the family it is to be written as ("auto": the first that has one), and which that is."""
+    if to.family is None:
+        return source, to
+    families = families_of(to.family, source.origin.family)
+
+    def zero(name: str) -> bool:
+        return not np.any(to_float64(*source.tensor(name)))
+
+    found, refused = first_of(families, source.spec, cache(zero) if source.fetched else never)
+    if found is None or found.found is None:
+        nearest = min(refused, key=lambda each: each.weight)
+        unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
+        message = "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
+        raise nearest.refusal(message)
+    family = families[len(refused)]
+    return _as_tree(source, found.found, family), Target("hf", family.name)
+
+
+def families_of(family: str | None, origin: str | None) -> list[Architecture]:
+    """The family of that name; for none, and for "auto", all of them, the one that a checkpoint came from first."""
+    if family not in (None, "auto"):
+        return [named(str(family))]
+    first = [] if origin is None else [named(origin)]
+    return first + [each for each in ARCHITECTURES.values() if each.name != origin]
+
+
+def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) -> Checkpoint:
+    """The checkpoint under another tree: the tensors that it gains are zero, those that it loses are left."""
+    if spec == source.spec:
+        return source
+    shapes, theirs = ({parameter.name: parameter.shape for parameter in x.parameters()} for x in (source.spec, spec))
+    gained, lost = theirs.keys() - shapes.keys(), sorted(shapes.keys() - theirs.keys())
+    dtype = widest([source.dtype_of(leaf) for leaf in source.leaves])
+    zeros = {name: Stored(None, dtype, shape) for name, shape in theirs.items() if name in gained}
+    leaves = [BoundLeaf(name, zero.shape, (name,), (zero.shape,), IDENTITY, {}) for name, zero in zeros.items()]
+    notes = list(source.notes)
+    if gained:
+        notes.append(f"{architecture.name} has {_kinds(zeros)}: added as zeros, which change nothing")
+    if lost:
+        notes.append(f"{architecture.name} has no {_kinds(lost)}: left out, every value of them is zero")
+    rounding = differences(spec, without_rounding(spec)) != differences(source.spec, without_rounding(source.spec))
+    if rounding:
+        notes.append(f"the same function, rounded as {architecture.name} rounds: the last bits of logits may differ")
+    weights, names = source._weights.with_more(zeros), {**source._found, **{name: name for name in zeros}}
+    return replace(source, spec=spec, leaves=[*source.leaves, *leaves], notes=notes, _weights=weights, _found=names)
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Tensors of all layers told once: attention.q_proj.bias, …"""
+    kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in names)
+    return ", ".join(kinds)

@@ -2,13 +2,11 @@
 
     torchrun --nproc-per-node 2 -m gptkit convert MODEL OUT
 
-Every process opens the checkpoint and plans by itself, which costs headers only. The first (rank 0, the host) makes the
-partial folder and the small files, and tells the others (guests) where it is; whoever finishes a file says so with its
-hashes, and the host alone publishes.
-
-One process that fails ends all of them, with its exit code. Between the host and each guest a thread always waits for
-the next message (torch's object lists over gloo, TCP), so that a process that is killed is known by its closed
-connection, which neither torch's store nor its elastic agent tells to a process.
+Every process plans by itself, which costs headers only. The first (rank 0, the host) makes the partial folder and the
+small files and tells the others (guests) where it is; whoever finishes a file says so with its hashes, and the host
+alone publishes. One process that fails ends all, with its exit code: a thread always waits for the next message
+(torch's object lists over gloo), so that a process that is killed is known by its closed connection, which neither
+torch's store nor its elastic agent tells.
 """
 
 from __future__ import annotations
@@ -32,17 +30,14 @@ from .checkpoint import Checkpoint
 from .files import seal
 from .manifest import FileRecord
 from .publish import Staging
-from .scheduler import StoppedError
 from .threads import available_cores
-from .transfer import Transferred, transfer
+from .transfer import StoppedError, Transferred, transfer
 from .write import Plan, Shard, prepare
 
 FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
-MEETING = timedelta(minutes=5)
-"""How long the processes wait for one another at the beginning."""
-ANSWER = timedelta(seconds=30)
-"""How long a process that is there takes to stop its work, or to take its leave."""
+MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
+ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,7 +56,7 @@ def leads() -> bool:
     return not _several() or os.environ["RANK"] == "0"
 
 
-class Alone:
+class _Alone:
     """A conversion in this process alone."""
 
     def staging(self, target: Path, force: bool) -> Staging:
@@ -71,19 +66,17 @@ class Alone:
         return transfer(plan, source, staging, **options)
 
 
-_team = Alone()
+_team = _Alone()
 _joined = 0
 
 
-def team() -> Alone:
+def team() -> _Alone:
     """Who the conversion at hand is done with."""
     return _team
 
 
 def together(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that converts, through `team()`, one that a team can call: each process with the same arguments.
-    It ends alike in all of them: with an exception in the one that failed and `Elsewhere` in the others.
-    """
+    """Let a team call a function that converts by `team()`; in all but the one that failed it raises `Elsewhere`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,7 +84,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
         if not _several():
             return function(*args, **kwargs)
         group, rank, size = _meet()
-        mates = Guest(group, rank, size) if rank else Host(group, rank, size)
+        mates = _Guest(group, rank, size) if rank else _Host(group, rank, size)
         _team = mates
         try:
             result = function(*args, **kwargs)
@@ -99,7 +92,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
             mates.leave(error)
             raise
         finally:
-            _team = Alone()
+            _team = _Alone()
         mates.leave(None)
         return result
 
@@ -133,49 +126,48 @@ def _meet() -> tuple[Any, int, int]:
             store = c10d.PrefixStore(f"gptkit/{_joined}", store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=FOREVER)
     except (RuntimeError, ValueError, OSError) as error:
-        raise GptkitError(
-            f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}",
-            "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.",
-        ) from error
+        message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
+        raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What ended the run: the rank that failed, its exit code and its words.
-
-    kind: "failed"; "interrupted", after which finished files are kept; "lost": it ended without a word.
-    """
+class _Verdict:
+    """What ended the run: a rank, its exit code and words. kind: "failed", "interrupted", "lost" without any."""
 
     rank: int
     code: int
     message: str
     kind: str = "failed"
 
-
-def _verdict(rank: int, error: BaseException) -> Verdict:
-    if isinstance(error, GptkitError):
-        return Verdict(rank, error.exit_code, str(error))
-    if isinstance(error, KeyboardInterrupt):
-        return Verdict(rank, 130, "interrupted", "interrupted")
-    return Verdict(rank, 1, f"{type(error).__name__}: {error}")
-
-
-def _loss(rank: int) -> Verdict:
-    message = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
-    return Verdict(rank, 1, message, "lost")
+    @classmethod
+    def on(cls, rank: int, error: BaseException | None) -> _Verdict:
+        """What an error of that rank means; None: its connection is closed."""
+        if error is None:
+            reason = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
+            return cls(rank, 1, reason, "lost")
+        if isinstance(error, KeyboardInterrupt):
+            return cls(rank, 130, "interrupted", "interrupted")
+        if isinstance(error, GptkitError):
+            return cls(rank, error.exit_code, str(error))
+        return cls(rank, 1, f"{type(error).__name__}: {error}")
 
 
 class _Interrupted(KeyboardInterrupt):
     """In the host, inside of its staging: somebody was interrupted or killed, and what is finished is to be kept."""
 
 
-class Team(Alone):
-    """What host and guests have in common. A message is a word and what belongs to it."""
+class _Team(_Alone):
+    """What host and guests have in common. A message is a word and what belongs to it: "lost" of a closed connection.
+    They `hear` it, with `changed` held, and `leave` at the end, with what ended the run where another process did.
+    """
+
+    hear: Callable[[int, str, Any], None]
+    leave: Callable[[BaseException | None], None]
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self.verdict: Verdict | None = None
+        self.verdict: _Verdict | None = None
         self.ended = False
         self.stop = threading.Event()
         self.changed = threading.Condition()
@@ -184,16 +176,6 @@ class Team(Alone):
         self.threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in others]
         for thread in self.threads:
             thread.start()
-
-    def leave(self, error: BaseException | None) -> None:
-        """End the run, or wait for its end. Raises what ended it, where another process did."""
-        raise NotImplementedError
-
-    def hear(self, rank: int, word: str, about: Any) -> None:
-        """Take a message, with `changed` held, in the thread of the rank that it comes from; the word "lost" stands for
-        a connection that is closed.
-        """
-        raise NotImplementedError
 
     def say(self, rank: int, word: str, about: Any = None) -> None:
         """Send a message; to a rank that is gone none, which its thread knows."""
@@ -205,19 +187,15 @@ class Team(Alone):
     def _listen(self, rank: int) -> None:
         import torch.distributed as dist
 
-        word = ""
-        try:
-            while word != "end":
-                message: list[Any] = [None, None]
+        message: list[Any] = [None, None]
+        while message[0] not in ("end", "lost"):
+            try:
                 dist.recv_object_list(message, group=self.group, group_src=rank)
-                word = message[0]
-                with self.changed:
-                    self.hear(rank, *message)
-                    self.changed.notify_all()
-        except Exception as error:  # of gloo's, for the most part: the connection is closed
-            _log.debug("rank %d: %s", rank, error)
+            except Exception as error:  # of gloo's, for the most part: the connection is closed
+                _log.debug("rank %d: %s", rank, error)
+                message = ["lost", None]
             with self.changed:
-                self.hear(rank, "lost", None)
+                self.hear(rank, *message)
                 self.changed.notify_all()
 
     def wait(self, until: Callable[[], object], limit: timedelta | None = None) -> None:
@@ -228,6 +206,7 @@ class Team(Alone):
                 self.changed.wait(0.5)
 
     def check(self) -> None:
+        """Raise Elsewhere where the run has failed."""
         if self.stop.is_set():
             raise Elsewhere("another process of this run failed")
 
@@ -237,14 +216,13 @@ class Team(Alone):
         options["workers"] = options.get("workers") or max(1, available_cores() // here)
         share = deal_out([each for each in plan.shards if each.name not in staging.finished], self.size)[self.rank]
         only = frozenset(share if self.rank else [*share, *staging.finished])
-        try:
+        done = Transferred()
+        with suppress(StoppedError):
             done = transfer(plan, source, staging, only=only, stop=self.stop, **options)
-        except StoppedError as error:
-            raise Elsewhere("another process of this run failed") from error
         self.check()
         return done
 
-    def part(self, verdict: Verdict | None, error: BaseException | None) -> None:
+    def part(self, verdict: _Verdict | None, error: BaseException | None) -> None:
         """Take leave of the group; where somebody does not answer, see that his thread does not spoil our end. Then
         raise what ended the run, unless that is this process's own `error`.
         """
@@ -274,13 +252,13 @@ def _digest(plan: Plan, source: Checkpoint) -> str:
     return plan.digest(source.revision, [path.stat().st_size for path in source.files])
 
 
-class Host(Team):
+class _Host(_Team):
     """Rank 0: makes the folder, hears of every file, publishes."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, *about: Any) -> None:
         self.finish: Callable[[str, FileRecord], None] = lambda name, record: None
-        self.quiet: dict[int, Transferred | Verdict | None] = {}  # what the ranks said that write nothing any more
-        super().__init__(group, rank, size)
+        self.quiet: dict[int, Transferred | _Verdict | None] = {}  # what the ranks said that write nothing any more
+        super().__init__(*about)
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
         progress: Callable[[int], None] = options.pop("progress", None) or (lambda nbytes: None)
@@ -327,10 +305,10 @@ class Host(Team):
         """After an error: stop everybody, and wait until nobody writes any more."""
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
-                self._settle(_verdict(0, error))
+                self._settle(_Verdict.on(0, error))
         self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, verdict: _Verdict) -> None:
         """The first failure counts; but an interruption is what torchrun does to the rest when one is lost."""
         first = self.verdict is None
         if self.verdict is None or (self.verdict.kind == "interrupted" and verdict.kind != "interrupted"):
@@ -343,71 +321,65 @@ class Host(Team):
         if word == "lost":
             self.quiet.setdefault(rank, None)
             if not self.ended:
-                self._settle(_loss(rank))
+                self._settle(_Verdict.on(rank, None))
         elif word == "quiet":
             self.quiet.setdefault(rank, about)
-            if isinstance(about, Verdict):
+            if isinstance(about, _Verdict):
                 self._settle(about)
         else:  # a guest has put a file on the disk: it is noted, so that an interrupted run can go on from there
             try:
                 self.finish(*about)
             except (GptkitError, OSError, RuntimeError, ValueError) as error:
                 if not self.stop.is_set():  # else the folder may be gone already
-                    self._settle(_verdict(0, error))
+                    self._settle(_Verdict.on(0, error))
 
     def tell(self, word: str, about: Any = None) -> None:
         for rank in self.sending:
             self.say(rank, word, about)
 
 
-class Guest(Team):
+class _Guest(_Team):
     """Any other rank: writes its share into the host's folder."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.offer: tuple[str, list[str], str] | None = None
-        super().__init__(group, rank, size)
+    offer: tuple[str, list[str], str] | None = None
 
     def staging(self, target: Path, force: bool) -> Staging:
         return _Shared(self, target, force)
 
     def opened(self) -> tuple[str, list[str], str]:
-        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work. Raises
-        Elsewhere where it never will.
-        """
-        self.wait(lambda: self.offer or self.stop.is_set() or self.ended)
-        if self.offer is None or self.stop.is_set():
-            raise Elsewhere("another process of this run failed")
+        """What the host offers once it has a folder: its path, the files finished in it, the digest of the work."""
+        self.wait(lambda: self.offer or self.stop.is_set())
+        self.check()
+        assert self.offer is not None
         return self.offer
 
     def transfer(self, plan: Plan, source: Checkpoint, staging: Staging, **options: Any) -> Transferred:
         if self.opened()[2] != _digest(plan, source):
-            raise GptkitError(
-                f"rank {self.rank} and rank 0 plan different files from {source.reference}",
-                "Give every process the same checkpoint, options and version of gptkit.",
-            )
+            hint = "Give every process the same checkpoint, options and version of gptkit."
+            raise GptkitError(f"rank {self.rank} and rank 0 plan different files from {source.reference}", hint)
         done = self.carry(plan, source, staging, {**options, "progress": None})
         self.say(0, "quiet", done)
         return done
 
     def leave(self, error: BaseException | None) -> None:
-        failed = error is not None and not isinstance(error, Elsewhere)
-        self.say(0, "quiet", _verdict(self.rank, error) if error is not None and failed else None)
+        own = error is not None and not isinstance(error, Elsewhere)
+        self.say(0, "quiet", _Verdict.on(self.rank, error) if own else None)
         self.wait(lambda: self.ended, ANSWER if error is not None else None)
         self.part(self.verdict, error)
 
     def hear(self, rank: int, word: str, about: Any) -> None:
         if word == "open":
             self.offer = about
-        elif word in ("end", "lost"):
-            self.ended, self.verdict = True, about if word == "end" else _loss(rank)
-        if word == "stop" or self.verdict is not None:
-            self.stop.set()
+            return
+        if word != "stop":
+            self.ended, self.verdict = True, about if word == "end" else _Verdict.on(rank, None)
+        self.stop.set()
 
 
 class _Shared(Staging):
     """The host's folder, as a guest sees it: only files are put into it."""
 
-    def __init__(self, guest: Guest, target: Path, force: bool) -> None:
+    def __init__(self, guest: _Guest, target: Path, force: bool) -> None:
         super().__init__(target, force)
         self._guest = guest
 
@@ -417,10 +389,8 @@ class _Shared(Staging):
         path, finished, _ = self._guest.opened()
         self._path = Path(path)
         if not self._path.is_dir():
-            raise GptkitError(
-                f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}",
-                "Write to a file system that all machines share.",
-            )
+            message = f"rank {self._guest.rank} does not see the folder that rank 0 writes into: {self._path}"
+            raise GptkitError(message, "Write to a file system that all machines share.")
         self.finished = {name: FileRecord("") for name in finished}
         yield
 

@@ -24,9 +24,7 @@ Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
-    """The name in safetensors of a dtype given as torch's or its short form (bf16, float32, fp16, …). Raises
-    UsageError: it is none of the four.
-    """
+    """safetensors' name of a dtype given as torch's or its short form (bf16, fp16, …); UsageError for any other."""
     short = {"bf16": "BF16", "f16": "F16", "fp16": "F16", "f32": "F32", "fp32": "F32", "f64": "F64", "fp64": "F64"}
     known = {**short, **{torch_name: ours for ours, torch_name in HF_NAMES.items()}}
     key = name.lower().removeprefix("torch.")
@@ -51,37 +49,24 @@ def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
-    """Values rounded to nearest even in `dtype`, in its carrier dtype. Raises CheckpointError: a finite value is beyond
-    the dtype's range.
-    """
+    """Values rounded to nearest even, in the dtype's carrier; CheckpointError where one is beyond its range."""
     if dtype == "F64":
         return np.asarray(values, order="C")
+    odd = not_finite(values, "F64")
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = values.astype(np.float16 if dtype == "F16" else np.float32)
-    rounded: Array
+        narrow: Array = values.astype(np.float16 if dtype == "F16" else np.float32)
     if dtype == "BF16":
         # fp64 -> fp32 -> bf16 would round twice: make the fp32 step round to odd, so that the second one decides.
         bits = narrow.view(np.uint32)
         back = narrow.astype(np.float64)
         inexact = (back != values) & np.isfinite(back)
-        away = inexact & (np.abs(back) > np.abs(values))
-        bits = np.where(away, bits - 1, bits)
-        bits = np.where(inexact, bits | 1, bits).astype(np.uint32)
-        finite = np.isfinite(values)
-        rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        rounded = np.where(finite, rounded, np.where(np.isnan(values), 0x7FC0, bits >> 16)).astype(np.uint16)
-        overflow = finite & ((rounded & 0x7F80) == 0x7F80)
-    else:
-        rounded, overflow = narrow, np.isfinite(values) & ~np.isfinite(narrow)
-    if overflow.any():
-        raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[dtype]}")
-    return np.asarray(rounded, order="C")
+        bits = np.where(inexact & (np.abs(back) > np.abs(values)), bits - 1, bits)
+        narrow = _to_bf16(np.where(inexact, bits | 1, bits).astype(np.uint32).view(np.float32), odd)
+    return _in_range(np.asarray(narrow, order="C"), dtype, odd)
 
 
 def cast(array: Array, dtype: str, target: str) -> Array:
-    """The array in another floating point type, both in their carrier dtypes, rounded to nearest even where narrower.
-    Raises CheckpointError: a finite value is beyond the target's range.
-    """
+    """An array as another float type, both in carriers, rounded to nearest even; CheckpointError beyond the range."""
     if dtype == target:
         return array
     if dtype in ("F64", "I32", "U32"):
@@ -96,23 +81,26 @@ def cast(array: Array, dtype: str, target: str) -> Array:
     if target == "F64":
         with np.errstate(invalid="ignore"):
             return single.astype(np.float64)
-    if target == "F16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            narrow: Array = single.astype(np.float16)
-        overflow = np.isinf(narrow) & np.isfinite(single)
-    else:
-        bits = np.ascontiguousarray(single).view(np.uint32)
-        narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-        if (odd := not_finite(single, "F32")) or not_finite(narrow, "BF16"):
-            special = ~np.isfinite(single)
-            overflow = ((narrow & 0x7F80) == 0x7F80) & ~special
-            if odd:  # the sum may carry a NaN's payload over into a number
-                narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
-                narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
-        else:
-            overflow = np.zeros((), bool)
-    if overflow.any():
-        raise CheckpointError(f"{int(overflow.sum())} values do not fit {HF_NAMES[target]}")
+    odd = not_finite(single, "F32")
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = single.astype(np.float16) if target == "F16" else _to_bf16(single, odd)
+    return _in_range(narrow, target, odd)
+
+
+def _to_bf16(single: Array, odd: int) -> Array:
+    """fp32 as bf16, rounded to nearest even; `odd`: how many are not finite."""
+    bits = np.asarray(single, order="C").view(np.uint32)
+    narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if odd:  # the sum may carry a NaN's payload over into a number
+        narrow = np.where(np.isnan(single), np.uint16(0x7FC0), narrow)
+        narrow = np.where(np.isinf(single), (bits >> 16).astype(np.uint16), narrow)
+    return narrow
+
+
+def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
+    """A rounded array; CheckpointError where more of its values are not finite than the `odd` ones before."""
+    if lost := not_finite(narrow, dtype) - odd:
+        raise CheckpointError(f"{lost} values do not fit {HF_NAMES[dtype]}")
     return narrow
 
 

@@ -7,7 +7,9 @@ import hashlib
 import io
 import os
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import GptkitError
 
@@ -15,6 +17,8 @@ UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
 _CHUNK = 8 << 20
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -31,19 +35,14 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Create `path` (mode by the umask) holding `data`. Raises GptkitError where that fails or the file exists."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_all(fd, data, 0)
-        finally:
-            os.close(fd)
+        with path.open("xb", buffering=0) as file:
+            write_all(file.fileno(), data, 0)
     except OSError as error:
         raise failed("write", path, error) from error
 
 
 def copy_file(src: Path, dst: Path) -> None:
-    """Copy the bytes of `src` into a new file `dst`, inside the kernel where it can; mode by the umask, not src's.
-    Raises GptkitError where that fails or `dst` exists.
-    """
+    """Copy a file's bytes into a new one, inside the kernel where it can; mode by the umask, not the first one's."""
     try:
         with src.open("rb", buffering=0) as source, dst.open("xb", buffering=0) as sink:
             offset = 0
@@ -70,9 +69,7 @@ def sha256_file(path: Path) -> str:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A plain file's bytes, which are at most `most`: a pipe is not waited for, and a file without end not begun.
-    Raises OSError: it cannot be read, is no plain file, or is larger.
-    """
+    """A plain file's bytes, at most `most`; OSError for a pipe, a file without end, and one that is larger."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
@@ -81,6 +78,14 @@ def read_small(path: Path, most: int) -> bytes:
         if info.st_size > most:
             raise OSError(errno.EFBIG, f"it has {info.st_size:,} bytes, more than such a file has", str(path))
         return file.read(most)
+
+
+def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """What work makes of each, in their order, by a few threads: hashing and waiting let the others run."""
+    from concurrent.futures import ThreadPoolExecutor  # here, because most commands never need it
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(work, items))
 
 
 def fsync(path: Path, flags: int = 0) -> int:
@@ -99,10 +104,7 @@ def seal(path: Path) -> int:
 
 
 def open_own(path: Path) -> io.BufferedReader:
-    """Open a plain file of this user's, under this name alone, for reading. Raises OSError for anything else.
-
-    What a link or a pipe of that name leads to is not touched.
-    """
+    """Open a plain file of this user's, under this name alone; OSError for a link or a pipe, which stay untouched."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:

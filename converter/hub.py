@@ -22,19 +22,12 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
-from huggingface_hub import (
-    constants,
-    errors,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-    utils,
-)
+from huggingface_hub import constants, errors, hf_hub_url, try_to_load_from_cache, utils
+from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_download
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
-from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE
+from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, is_plain
 from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
@@ -49,6 +42,7 @@ _MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file, by how its name ends; of weights, what the listing says."""
+NO_HUB = "The address in HF_ENDPOINT is no hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
 _AGAIN = "Files that were complete are kept: run the same again to go on from there."
 
@@ -68,23 +62,13 @@ class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-class _Lfs(msgspec.Struct):
-    sha256: str | None = None
-
-
 class File(msgspec.Struct):
     """What a repository's listing says of a file, of which no more is read."""
 
     rfilename: str = ""
     size: int | None = None
     blobId: str | None = None  # noqa: N815, its name there
-    lfs: _Lfs | None = None
-
-    @property
-    def blob(self) -> str | None:
-        """The name that it has in the cache, as far as one can be meant."""
-        name = self.blobId if self.lfs is None else self.lfs.sha256
-        return name if name is not None and _BLOB.fullmatch(name) else None
+    lfs: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -93,11 +77,8 @@ class _Answer(msgspec.Struct):
 
 @dataclass(slots=True)
 class Repository:
-    """A repository at a commit: repo and revision as they were asked for (None: the default branch).
-
-    online: whether files may be fetched. files: those at its top level; None where the hub does not list them; of an
-    offline one, what the cache has. cache: the hub cache's folder (None: the hub library's own). notes: what a person
-    should know. why_offline: what an error says of the network.
+    """A repository at a commit, as it was asked for (revision None: the default branch). online: whether files may be
+    fetched. files: at its top level, None where the hub lists none; offline, the cache's.
     """
 
     repo: str
@@ -105,7 +86,6 @@ class Repository:
     commit: str
     online: bool
     files: Mapping[str, File] | None = None
-    cache: Path | None = None
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
 
@@ -113,11 +93,9 @@ class Repository:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
     @classmethod
-    def open(cls, repo: str, revision: str | None, *, offline: bool = False, cache: Path | None = None) -> Repository:
-        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says. Raises InvalidInput
-        for what is not there or not for this user, Offline where neither can tell.
-        """
-        asked = cls(repo, revision, "", online=not offline, cache=cache)
+    def open(cls, repo: str, revision: str | None, *, offline: bool = False) -> Repository:
+        """Settle the commit: the hub's where it can be asked, else the cache's, which a note says."""
+        asked = cls(repo, revision, "", online=not offline)
         if offline:
             return asked.as_cached()
         try:
@@ -143,29 +121,23 @@ class Repository:
         # The cache names a snapshot's folder by its commit.
         commit, files = config.parent.name, {path.name: File() for path in config.parent.iterdir()}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
-        return Repository(self.repo, self.revision, commit, False, files, self.cache, [*notes], why)
+        return Repository(self.repo, self.revision, commit, False, files, [*notes], why)
 
     def list_files(self) -> None:
-        """Ask once for the names of all files; where the hub does not tell, `has` asks for each name by itself. Raises
-        Offline where it cannot be reached.
-        """
+        """Ask once for the names of all files; where the hub does not tell, `has` asks for each by itself."""
         if not self.online or self.files is not None:
             return
         try:
             # Names are somebody else's text, and become file names: only plain ones count.
-            plain = (x for x in self.siblings() if x.rfilename.isprintable() and not set(x.rfilename) & set("/\\:"))
-            found = {each.rfilename: each for each in plain}
+            files = {x.rfilename: x for x in self.siblings() if is_plain(x.rfilename)}
+            self.files = files if CONFIG in files else None
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
             _log.debug("%s cannot be listed: %r", self, error)
-            return
-        self.files = found if CONFIG in found else None
 
     def siblings(self) -> list[File]:
-        """What the hub's API says of the repository's files, read up to a size: a server may send more without an end.
-        Raises InvalidInput, Offline: it refuses, says something else, or says more than it has to.
-        """
+        """What the hub's API says of the repository's files, up to a size: a server may send more without an end."""
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
         answer = bytearray()
@@ -173,22 +145,19 @@ class Repository:
             for chunk in response.iter_raw():
                 answer += chunk
                 if len(answer) > _MAX_ANSWER:
-                    raise InvalidInput(
-                        f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes",
-                        "The address in HF_ENDPOINT is no hub.",
-                    )
+                    message = f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes"
+                    raise InvalidInput(message, NO_HUB)
         try:
             return msgspec.json.decode(answer, type=_Answer).siblings
         except msgspec.DecodeError as error:
             raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
-    def has(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
         """Whether it has a file of that name at its top level."""
         if self.files is not None:
             return name in self.files
         if self._cached(name) is not None:
             return True
-
         with typed_errors(self):
             try:
                 get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
@@ -197,9 +166,7 @@ class Repository:
         return True
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
-        """The file in the cache, if it is there as a whole; at another revision than the commit, where one is given
-        (None: the default branch).
-        """
+        """The whole file in the cache, at the commit or another revision (None: the default branch), if it is there."""
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
@@ -213,14 +180,13 @@ class Repository:
         path = self.cached(name)
         if path is not None or not self.online:
             return path
-
         # The library takes what lies in the cache for whole; here it was found too short, or is not there.
         broken = self._cached(name) is not None
         with typed_errors(self, name), _short_refusals(self), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a full disk it warns and goes on; see `require_space`
             try:
                 options: dict[str, Any] = {"force_download": broken, "tqdm_class": _counting(self, name)}
-                path = Path(hf_hub_download(self.repo, name, revision=self.commit, cache_dir=self.cache, **options))
+                path = Path(hf_hub_download(self.repo, name, revision=self.commit, **options))
             except errors.EntryNotFoundError as error:
                 if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
@@ -231,27 +197,26 @@ class Repository:
     def require_commit(self, name: str, commit: str) -> None:
         """Raise InvalidInput where a file came from another commit than it was asked for at."""
         if commit != self.commit:
-            raise InvalidInput(
-                f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}",
-                "Try again; if it persists, the server at HF_ENDPOINT is at fault.",
-            )
+            message = f"{self}: the hub was asked for {name} at commit {self.commit} and gave it at {commit}"
+            raise InvalidInput(message, "Try again; if it persists, the server at HF_ENDPOINT is at fault.")
 
-    def config(self) -> Path:
-        """The local config.json. Raises NoConfig."""
+    def folder(self) -> Path:
+        """The local folder, with config.json in it. Raises NoConfig."""
         if (path := self.fetch(CONFIG)) is None:
             raise NoConfig(self)
-        return path
+        return path.parent
 
     def weight_names(self, allow_pickle: bool = False) -> list[str]:
         """The weight files, an index before its shards, as transformers and `index.weight_files` choose them."""
         from .index import read_index  # here, because it imports numpy
 
+        lacking = Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
         # One file, then shards, and pickles after both.
         kinds = [(SINGLE, INDEX), (PICKLE_SINGLE, PICKLE_INDEX)]
         for single, index in kinds if allow_pickle else kinds[:1]:
-            if self.has(single):
+            if self._has(single):
                 return [single]
-            if self.has(index):
+            if self._has(index):
                 listing = self.fetch(index)
                 assert listing is not None
                 shards = sorted(set(read_index(listing).values()))
@@ -259,13 +224,13 @@ class Repository:
                 if missing and self.online:
                     raise CheckpointError(f"{self} lacks {missing[0]}, which its {index} names")
                 if missing:
-                    raise self._lacks_weights()
+                    raise lacking
                 return [index, *shards]
         others = [name for name in self.files or () if name.endswith(".safetensors")]
         if len(others) == 1:
             return others
         if not self.online:
-            raise self._lacks_weights()
+            raise lacking
         hint = "gptkit reads safetensors; look for a converted copy" + (
             "." if allow_pickle else ", or pass --allow-pickle for .bin files that you trust."
         )
@@ -279,40 +244,34 @@ class Repository:
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            size, blob = self.size(name), self.files.get(name, File()).blob
+            size, file = self.size(name), self.files.get(name, File())
             # A commit that changed another file: the bytes are there, under the blob's name.
-            shared = blobs is not None and blob is not None and (blobs / blob).exists()
+            blob = str(file.blobId if file.lfs is None else file.lfs.get("sha256"))
+            shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()
             if size is not None and not shared and self.cached(name) is None:
                 needed += size
-        folder = Path(self.cache or constants.HF_HUB_CACHE)
+        folder = Path(constants.HF_HUB_CACHE)
         where = next((each for each in (folder, *folder.parents) if each.is_dir()), folder)
         try:
             free = shutil.disk_usage(where).free
         except OSError:
             return
         if needed > free:
-            raise GptkitError(
-                f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left",
-                "Make room, or set HF_HOME to a folder on another disk.",
-            )
+            hint = "Make room, or set HF_HOME to a folder on another disk."
+            raise GptkitError(f"{self} needs {needed:,} bytes in the hub's cache, and {folder} has {free:,} left", hint)
 
     def record(self) -> None:
-        """Let the cache know which commit the branch stands for, so that it answers offline.
-
-        Last, when everything is there: until then, what it had before is still what works offline.
-        """
+        """Let the cache know, once all is there, which commit the branch stands for, so that it answers offline."""
         if not self.online or self.revision == self.commit:
             return
         config = self._cached(CONFIG, self.revision)
         if config is not None and config.parent.name == self.commit:
             return
         with suppress(GptkitError), typed_errors(self):
-            hf_hub_download(self.repo, CONFIG, revision=self.revision, cache_dir=self.cache)
+            hf_hub_download(self.repo, CONFIG, revision=self.revision)
 
     def settle(self, name: str = CONFIG) -> None:
-        """Settle the commit, by a file that is there. Raises InvalidInput where it is not there, Offline where the hub
-        cannot be reached.
-        """
+        """Settle the commit, by a file that is there."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
@@ -330,13 +289,10 @@ class Repository:
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
         """The file as the cache has it, at the commit unless told otherwise (None: the default branch)."""
         try:
-            found = try_to_load_from_cache(self.repo, name, self.cache, self.commit if revision == "" else revision)
+            found = try_to_load_from_cache(self.repo, name, revision=self.commit if revision == "" else revision)
         except (OSError, ValueError) as error:  # a name the library refuses, a cache that cannot be read
             raise InvalidInput(f"{self}: {error}") from error
         return Path(found) if isinstance(found, str) else None
-
-    def _lacks_weights(self) -> Offline:
-        return Offline(f"the weights of {self} are not in the local cache, and {self.why_offline}", WAY_ON)
 
 
 def _counting(repository: Repository, name: str) -> Any:
@@ -350,10 +306,8 @@ def _counting(repository: Repository, name: str) -> Any:
         def update(self, n: float | None = 1) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
-                raise InvalidInput(
-                    f"{repository}: {name} has more than {most:,} bytes, which is none of a model's",
-                    "The address in HF_ENDPOINT is no hub, or the repository no model.",
-                )
+                message = f"{repository}: {name} has more than {most:,} bytes, which is none of a model's"
+                raise InvalidInput(message, "The address in HF_ENDPOINT is no hub, or the repository no model.")
             return super().update(n)
 
     return Counting
@@ -364,12 +318,10 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
     """Let the library read no long answer that is a refusal: it would have all of it in memory."""
 
     def refuse(response: Any) -> None:
-        length = response.headers.get("Content-Length", "")
-        long = length.isdecimal() and int(length) >= _MAX_REFUSAL
+        long = (stated_length(response) or 0) >= _MAX_REFUSAL
         if response.status_code >= 400 and long and response.request.method != "HEAD":
             raise _refused(repository, response.status_code)
 
-    library: Any = utils
     hooks = library.get_session().event_hooks["response"]
     hooks.append(refuse)
     try:
@@ -393,28 +345,25 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         retry_on_exceptions=(),
     ) as response:
         if response.status_code != 416:
-            length = response.headers.get("Content-Length", "")
-            if response.status_code >= 400 and not (length.isdecimal() and int(length) < _MAX_REFUSAL):
+            length = stated_length(response)
+            if response.status_code >= 400 and (length is None or length >= _MAX_REFUSAL):
                 raise _refused(repository, response.status_code)  # the library would read it all
             library.hf_raise_for_status(response)
         yield response
 
 
-def gather(
-    repository: Repository,
-    *,
-    weights: bool,
-    companions: bool,
-    allow_pickle: bool,
-    check: Callable[[Path], object] | None = None,
-) -> Path:
-    """Have what is wanted of a repository, config first; returns the folder that it lies in.
+def stated_length(response: Any) -> int | None:
+    """The bytes that an answer says it has."""
+    length = response.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
 
-    `check` gets the folder while config.json alone is new in it: what it raises costs no download.
-    """
-    folder = repository.config().parent
-    if check is not None:
-        check(folder)
+
+def gather(
+    repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
+) -> Path:
+    """Have what is wanted of a repository, config first; `check` gets its folder before any weight is fetched."""
+    folder = repository.folder()
+    check(folder)
     if weights or companions:
         repository.list_files()
     # Where nothing is listed, they are asked for one by one.
@@ -451,10 +400,8 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
     except GptkitError:
         raise
     except errors.GatedRepoError as error:
-        raise InvalidInput(
-            f"{repo} is gated: its authors grant access on request",
-            f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`.",
-        ) from error
+        hint = f"Ask at https://huggingface.co/{repo}, then log in with `hf auth login`."
+        raise InvalidInput(f"{repo} is gated: its authors grant access on request", hint) from error
     except errors.RevisionNotFoundError as error:
         hint = "Give a branch, a tag or a full commit, as in org/name@main."
         raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error
@@ -490,11 +437,7 @@ def _refused(repository: Repository, status: int, text: str = "", told: str | No
     # The hub answers 401 where a repository may be absent or private; only a bad token is told apart.
     unknown = status == 401 and "invalid credentials" not in text.lower()
     if unknown or status == 404:
-        return NoModel(
-            f"there is no model {repository.repo} on the hub, or it is private",
-            "Check the name; for a private model log in with `hf auth login`.",
-        )
-    return InvalidInput(
-        f"{repository}: the hub refused ({status} {' '.join((told or '').split()):.200})".replace(" )", ")"),
-        "Check the name and your token (`hf auth whoami`).",
-    )
+        hint = "Check the name; for a private model log in with `hf auth login`."
+        return NoModel(f"there is no model {repository.repo} on the hub, or it is private", hint)
+    why = f"{status} {' '.join((told or '').split()):.200}".strip()
+    return InvalidInput(f"{repository}: the hub refused ({why})", "Check the name and your token (`hf auth whoami`).")

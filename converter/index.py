@@ -5,40 +5,32 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NoReturn
-
-import msgspec
+from typing import Literal
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
-from .names import ADAPTER_WEIGHTS, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer, untrusted
-from .safetensors import (
-    EXPLAINED,
-    MALFORMED,
-    MEMBERS,
-    Header,
-    TensorInfo,
-    cannot_be_read,
-    check_keys,
-    colons,
-    has_keys,
-    parse_json_object,
-    read_header,
+from .names import (
+    ADAPTER_WEIGHTS,
+    INDEX,
+    PICKLE_INDEX,
+    PICKLE_SINGLE,
+    SINGLE,
+    is_plain,
+    listing,
+    refuse_pointer,
+    untrusted,
 )
+from .safetensors import Header, TensorInfo, parse_weight_map, read_header
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
-_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
 _MAX_SHARDS = 10_000
 _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What a checkpoint's weights lie in.
-
-    `files` in the order of their names; `tensors` maps each name to its file and place, file by file in the order of
-    the bytes; `metadata` is that of the files' headers, the first one's word standing where they differ. For pickles
-    (only with allow_pickle) `tensors` and `metadata` are empty: nothing of them was read.
+    """What weights lie in: `files` by name; each tensor's file and place in the order of bytes; the headers' metadata,
+    the first one's word first. Of pickles nothing was read.
     """
 
     format: Literal["safetensors", "pickle"]
@@ -57,11 +49,7 @@ class WeightFiles:
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
-    """Find and check the weights of `path`: a checkpoint's folder (`names`: its files, where they are known), or one
-    weight file. Reads headers only. Raises UntrustedInput for pickles (unless allowed) and for an index that reaches
-    outside of the folder, CheckpointError for files that are missing, damaged or do not agree with their index,
-    InvalidInput for a path that is neither.
-    """
+    """The weights of a checkpoint's folder (`names`: its files) or one file. Raises UntrustedInput, CheckpointError."""
     try:
         found = listing(path) if names is None else names
     except FileNotFoundError:
@@ -87,17 +75,13 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
         return _sharded(folder, names, read_index(folder / INDEX))
     others = [name for name in names if name.endswith(".safetensors")]
     if others == [ADAPTER_WEIGHTS]:
-        raise CheckpointError(
-            f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's",
-            f"gptkit swap BASE OUT --merge-lora {folder}",
-        )
+        message = f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's"
+        raise CheckpointError(message, f"gptkit swap BASE OUT --merge-lora {folder}")
     if len(others) == 1:
         return single(folder / others[0], read_header(folder / others[0]))
     if others:
-        raise CheckpointError(
-            f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}",
-            "Name one of them, or add the index.",
-        )
+        message = f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}"
+        raise CheckpointError(message, "Name one of them, or add the index.")
     if PICKLE_SINGLE in names:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)
     if PICKLE_INDEX in names:
@@ -135,9 +119,7 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The `weight_map` of an index file: tensor name to the plain name of a file beside the index. Raises
-    UntrustedInput for a file name that leads out of the folder, CheckpointError for anything else that is wrong.
-    """
+    """The `weight_map` of an index: tensor name -> plain name of a file beside it; UntrustedInput for other names."""
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= _MAX_INDEX else None
@@ -145,72 +127,25 @@ def read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if raw is None:
         raise CheckpointError(f"{path} has {size:,} bytes: no index is that long")
-    mapping = _weight_map(path, raw)
+    mapping = parse_weight_map(str(path), raw)
     suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
     names = set(mapping.values())
     if len(names) > _MAX_SHARDS:
         raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
     for name in names:
         if not is_plain(name):
-            raise UntrustedInput(
-                f"{path} names a file outside of its folder: {name[:80]!r}",
-                "Do not use this checkpoint: no tool writes that.",
-            )
+            hint = "Do not use this checkpoint: no tool writes that."
+            raise UntrustedInput(f"{path} names a file outside of its folder: {name[:80]!r}", hint)
         if not name.endswith(suffix):
             raise UntrustedInput(f"{path} names {name[:80]!r}, which is not a {suffix} file")
     return mapping
 
 
-_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
-
-
-def _weight_map(path: Path, raw: bytes) -> dict[str, str]:
-    """The checked object, as `safetensors.parse_header` does it: typed decoding, then the keys counted."""
-    check_keys(raw, str(path))
-    try:
-        members = MEMBERS.decode(raw)
-    except MALFORMED as error:
-        _explain(path, raw, error)
-    found = members.pop("weight_map", None)
-    if found is None:
-        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-    try:
-        mapping = _WEIGHT_MAP.decode(found)
-    except MALFORMED as error:
-        _explain(path, raw, error)
-    if not mapping:
-        raise CheckpointError(f"{path} has an empty weight_map")
-    rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
-    if len(rest) > _MAX_REST:
-        raise CheckpointError(f"{path} has {len(rest):,} bytes beside its weight_map: no index has")
-    parse_json_object(rest, str(path))
-    if not has_keys(raw, colons(rest) + 1 + len(mapping)):
-        _explain(path, raw, ValueError("a key is there twice"))
-    return mapping
-
-
-def _explain(path: Path, raw: bytes, error: Exception) -> NoReturn:
-    """Raise CheckpointError with what is wrong with an index that did not decode."""
-    if len(raw) <= EXPLAINED:
-        weight_map = parse_json_object(raw, str(path)).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{path}: its weight_map holds something that is not a file name")
-    raise cannot_be_read(str(path), error)
-
-
-def is_plain(name: str) -> bool:
-    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
-    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
-
-
 def _require(folder: Path, names: Collection[str], shards: Sequence[str]) -> None:
     missing = [name for name in shards if name not in names]
     if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}", "Fetch them again."
-        )
+        message = f"{folder}: {len(missing)} of {len(shards)} weight files missing: {_listed(missing)}"
+        raise CheckpointError(message, "Fetch them again.")
 
 
 def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -> WeightFiles:
@@ -222,27 +157,13 @@ def _sharded(folder: Path, names: Collection[str], weight_map: dict[str, str]) -
         headers[name] = read_header(folder / name)
         length += len(headers[name].text)
         if length > _MAX_HEADERS:
-            raise CheckpointError(
-                f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
-            )
+            message = f"{folder}: the headers of its weight files have over {_MAX_HEADERS:,} bytes together"
+            raise CheckpointError(message)
     return assembled(folder, weight_map, headers)
 
 
 def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> WeightFiles:
-    """The weights of shards, `headers` by file name, checked against their index. Raises CheckpointError."""
-    names = sorted(headers)
-    _check_agreement(folder, weight_map, headers)
-    tensors = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
-    metadata: dict[str, str] = {}
-    for name in names:
-        metadata = {**headers[name].metadata, **metadata}
-    texts = {name: headers[name].text for name in names}
-    index = (folder / INDEX).read_text("utf-8")
-    return WeightFiles("safetensors", tuple(folder / name for name in names), tensors, metadata, texts, index)
-
-
-def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str, Header]) -> None:
-    """Check that index and shards name the same tensors, each in one file: whichever a reader trusts."""
+    """The weights of shards, `headers` by file name, that name the same tensors as their index, each in one file."""
     holders: dict[str, list[str]] = {}
     for name, header in headers.items():
         for tensor in header.tensors:
@@ -257,6 +178,14 @@ def _check_agreement(folder: Path, weight_map: dict[str, str], headers: dict[str
     ):
         if tensors:
             raise CheckpointError(f"{folder}: {len(tensors)} tensors {what}: {_listed(tensors)}")
+    names = sorted(headers)
+    places = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
+    metadata: dict[str, str] = {}
+    for name in names:
+        metadata = {**headers[name].metadata, **metadata}
+    texts = {name: headers[name].text for name in names}
+    index = (folder / INDEX).read_text("utf-8")
+    return WeightFiles("safetensors", tuple(folder / name for name in names), places, metadata, texts, index)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,16 +17,11 @@ from .files import UNSUPPORTED, write_all
 _log = logging.getLogger(__name__)
 
 _MAX_PID = 20
-_PID = re.compile(rb"[0-9]{0,19}\n?")
-"""What is in a lock's file; a file with anything else is somebody's own."""
+_PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with anything else is somebody's own
 
 
 class Lock:
-    """At most one writer a target: flock on a sibling `.<name>.lock`, which goes when its holder does.
-
-    Its holder may take it again, and gives it back as often. After a kill -9 the file stays, without a holder, for the
-    next run to take.
-    """
+    """At most one writer a target: flock on a sibling `.<name>.lock`, which the next run takes after a kill -9."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -36,9 +31,7 @@ class Lock:
         self._depth = 0
 
     def acquire(self) -> None:
-        """Take the lock, or go on without (`held` stays False) where the file system has none. Raises GptkitError where
-        another process holds it, OSError.
-        """
+        """Take the lock, or go on without (`held` stays False) where the file system has none."""
         while self._fd is None:
             # Neither through a planted link, nor waiting for the other end of a planted pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -80,9 +73,8 @@ class Lock:
         except BlockingIOError as error:
             pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
             who = f"pid {pid}" if pid.isdigit() else "it has just begun"
-            raise GptkitError(
-                f"{self.target} is being written by another gptkit ({who})", "Wait for it, or choose another name."
-            ) from error
+            hint = "Wait for it, or choose another name."
+            raise GptkitError(f"{self.target} is being written by another gptkit ({who})", hint) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
                 raise

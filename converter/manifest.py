@@ -17,13 +17,11 @@ from typing import Annotated, Any, cast
 import msgspec
 import xxhash
 
-from .files import read_small, sha256_file
+from .files import at_once, read_small, sha256_file
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 2
-"""1 had the tensors' sha256 by name alone, with nothing to say where they lie."""
-JOURNAL = ".journal"
-"""What finished files are noted in while a folder is not published yet (see `journal`)."""
+SCHEMA_VERSION = 2  # 1 had the tensors' sha256 by name alone, with nothing to say where they lie
+JOURNAL = ".journal"  # what finished files are noted in while a folder is not published yet (see `publish`)
 
 _MAX_BYTES = 2**26  # a checkpoint of 100,000 tensors has 20 MB
 _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memory, however short it is written
@@ -34,11 +32,7 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex.
-
-    What vouches for the bytes is the file's sha256. This tells which tensor of a file changed, and costs a tenth of a
-    second sha256 of everything.
-    """
+    """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex: a tenth of a second sha256's cost."""
 
     start: Place
     end: Place
@@ -58,12 +52,6 @@ class _Entry(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: Place
     tensors: dict[str, TensorRecord] = {}
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether gptkit wrote this folder (a GGUF's has nothing but the manifest to tell)."""
-    record = manifest_of(folder)
-    return "gptkit" in record and isinstance(record.get("files"), dict)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -110,10 +98,7 @@ def walk(folder: Path) -> Iterator[str]:
 
 
 def check_manifest(folder: Path) -> list[str]:
-    """Hash the files of a published folder again; returns what differs from manifest.json, in words.
-
-    A file that changed is told by tensor: which of them changed and at which bytes, or that its header or padding did.
-    """
+    """What differs from manifest.json in a folder whose files are hashed again, in words, and by tensor."""
     try:
         record = read_manifest(folder / MANIFEST)
     except FileNotFoundError:
@@ -128,11 +113,8 @@ def check_manifest(folder: Path) -> list[str]:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         return [f"{MANIFEST} has schema version {version!r}, this gptkit knows 1 to {SCHEMA_VERSION}"]
     listed = cast("dict[str, object]", record["files"])
-    from concurrent.futures import ThreadPoolExecutor  # here, because most commands never check anything
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets the other threads run
-        found = pool.map(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
-        problems = [problem for each in found for problem in each]
+    found = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
+    problems = [problem for each in found for problem in each]
     return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in listed]
 
 

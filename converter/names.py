@@ -18,18 +18,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SINGLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-ADAPTER_CONFIG = "adapter_config.json"
-"""What peft writes beside the weights of an adapter."""
+ADAPTER_CONFIG = "adapter_config.json"  # what peft writes beside the weights of an adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 POINTER = b"version https://git-lfs"
 """How the small text begins that git leaves in a file's place where git-lfs did not fetch it."""
 
 
+def is_plain(name: str) -> bool:
+    """Whether this names a file within a folder; it may be a symlink, as all files are in the hub's cache."""
+    return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
+
+
 def listing(path: Path) -> frozenset[str] | None:
-    """The names of a folder's files, found with one call; None for a path that is a file itself. Raises OSError:
-    nothing is there (FileNotFoundError), or it cannot be read. InvalidInput: it is neither a file nor a folder.
-    """
+    """The names of a folder's files, found with one call; None for a file. Raises OSError, InvalidInput for a pipe."""
     try:
         with os.scandir(path) as entries:
             return frozenset(entry.name for entry in entries if _is_file(entry))

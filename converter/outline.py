@@ -19,12 +19,8 @@ from .tree import Origin, Quantised
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree.
-
-    origin: its family, with the text of a config.json that says it, where there is one. path: the local file or folder
-    that it was read from, None for presets and for what was read on the hub. revision: the hub's commit.
-    notes: for a person. texts: small files that a weight file holds inside, by name. assumed: notes of sizes that a
-    config.json leaves to transformers.
+    """A tree. path: what it was read from, None for presets and the hub. revision: the hub's commit. texts: small files
+    that a weight file holds inside. assumed: notes of sizes that a config.json leaves to transformers.
     """
 
     spec: ModelSpec
@@ -37,20 +33,14 @@ class Outline:
 
     @property
     def family(self) -> str:
-        """The family's name, "" for a tree that never had one."""
+        """Its name, "" for a tree that never had one."""
         return self.origin.family or ""
 
 
 def outline(
     reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, companions: bool = False
 ) -> Outline:
-    """The tree behind a reference (see `converter.resolve`), with `offline` from local files and the hub's cache alone.
-    `allow_pickle` reads a pickle that has no description beside it (nanoGPT's ckpt.pt); `companions` has a repository's
-    tokenizer files too.
-
-    Raises InvalidInput: nothing of that name, or what is there is broken. UntrustedInput: a pickle that is not allowed.
-    Offline: the network is needed, and there is none.
-    """
+    """The tree behind a reference. `allow_pickle`: also nanoGPT's; `companions`: fetch a repository's tokenizer too."""
     found = identify(reference)
     if found.preset is not None:
         config = found.preset.config
@@ -63,9 +53,8 @@ def outline(
         return _outline(found)
     except UntrustedInput as error:
         if not allow_pickle:
-            raise UntrustedInput(
-                error.message, "--allow-pickle reads it, in a process that can do nothing else."
-            ) from None
+            hint = "--allow-pickle reads it, in a process that can do nothing else."
+            raise UntrustedInput(error.message, hint) from None
     assert found.source is not None and found.other is not None and found.other.read is not None
     opened = found.other.read(found.source, True)
     return Outline(opened.spec, opened.origin, found.path, None, (*found.notes, *opened.notes))
@@ -78,11 +67,11 @@ def _outline(found: Reference) -> Outline:
     method = quantised(found, origin)
     if method is not None:
         notes.append(f"its weights are quantised ({method[0]}): this is the model that they stand for")
-    assumed: dict[str, int] = {}  # sizes that a config.json does not state
+    about: tuple[str, ...] = ()
     if origin.config is not None and found.format == "hf":
         assumed = architecture_of(origin.config).assumed(origin.config)
-    told = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
-    about = (f"not in config.json, so transformers' defaults: {told}",) if told else ()
+        sizes = ", ".join(f"{name} {size:,}" for name, size in assumed.items())
+        about = (f"not in config.json, so transformers' defaults: {sizes}",) if sizes else ()
     return Outline(spec, origin, found.path, found.revision, tuple(notes), assumed=about)
 
 
@@ -102,10 +91,7 @@ def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
 
 
 def _unfit(found: Reference) -> tuple[str, ...]:
-    """That a folder's weights are not those of its config.json, told by their headers: what is counted is the config's.
-
-    Somebody may well ask for a tree before the weights are there, so nothing is refused.
-    """
+    """A note where a folder's weights are not its config.json's: nothing is refused, they may still be to come."""
     if not {SINGLE, INDEX} & (found.names or frozenset()):
         return ()
     from .checkpoint import open_checkpoint  # here, because it imports numpy

@@ -1,36 +1,32 @@
-"""What torch.save wrote, read without torch and without running any of it: a worker of `confinement`.
+"""What torch.save wrote, a distributed checkpoint's `.metadata` too, read without torch and without running any of it:
+a worker of `confinement`.
 
 Two formats are read: the archives of torch 1.6 and later, whose storages are members of a zip, and the stream before
 them, in which the storages follow the pickle. Not by torch.load(weights_only=True, mmap=True), which takes two seconds
 to begin and keeps fewer promises (tests/converter/test_pickles.py, "what torch's own reader lacks", and `BAD`): of the
 stream it does not say where a tensor lies; of the archive it says so and holds that against nothing.
 
-Started by `pickles`, with the paths of files as a JSON list on stdin; answers a line of JSON for each, {"value": …} or
-{"error": …}. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names is
-ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's values
-are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
+Asked by `pickles`. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names
+is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's
+values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import struct
-import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from .confinement import MEMORY, limit_memory, limit_time
+from .confinement import MEMORY, allow
 
-PER_BYTE = 24
-"""Bytes more for every byte of the pickle: what its smallest objects take in memory."""
+COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
+"""What a pickle's smallest objects take in memory; that of 100,000 tensors takes 4 seconds."""
 MAX_PICKLE = 32 * 2**20
 """A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
-SECONDS, BYTES_A_SECOND = 3.0, 2**22
-"""Of processor time; that of 100,000 tensors takes 4 seconds."""
 MAX_VALUES = 2**19
 MAX_TEXT = 2**25
 MAX_DEPTH = 32
@@ -68,7 +64,7 @@ class RefusedError(Exception):
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
-def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
+def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
     """Every member's first byte and length; all of them stored as they are, one after the other."""
     file.seek(0)
     beginning = file.read(4)
@@ -108,17 +104,14 @@ def members(file: Part, size: int) -> dict[str, tuple[int, int]]:
 
 
 class Known(NamedTuple):
-    """What stands for a name that a pickle may ask for: no class of its own for each, so that none can be built on.
-
-    element: of a storage or a dtype, by safetensors' name.
-    """
+    """What stands for a name that a pickle may ask for; `element` is that of a storage or a dtype."""
 
     name: str
     element: str = ""
 
     def __call__(self, *args: Any) -> Any:
         if self.name == "OrderedDict":
-            return Table(*args[:1])
+            return _Table(*args[:1])
         if self.name in ("Size", "set"):
             return list(args[0]) if args else []
         if self.name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
@@ -128,18 +121,18 @@ class Known(NamedTuple):
         if self.name in PARAMETERS:
             return args[0]
         if self.name in (*NOT_PLAIN, "device", "_get_layout"):
-            return Other(self.name)
+            return _Other(self.name)
         raise RefusedError(f"it calls {self.name!r:.80}")
 
 
-class Table(dict[Any, Any]):
+class _Table(dict[Any, Any]):
     """An OrderedDict. What is set on it as an attribute (a state_dict's `_metadata`) is let go."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
-class Other(NamedTuple):
+class _Other(NamedTuple):
     """Something that is neither plain data nor a plain tensor."""
 
     name: str
@@ -198,7 +191,7 @@ KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, eleme
 KNOWN |= {("torch", name): Known("dtype", element) for name, element in ELEMENTS.items()}
 
 
-class Part:
+class _Part:
     """Bytes `start` to `end` (exclusive) of an open file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
@@ -222,22 +215,26 @@ class Part:
         return data
 
 
-class _Weights:
-    """What a reader makes of names and storages: plain data, and tensors as places in the file.
-
-    In an archive `places` says where each of its members lies. In a stream no storage has a place yet, and `storages`
-    has them by their keys, for `stream` to place.
+class _Reader(pickle.Unpickler):
+    """Plain data of a pickle, and places for tensors: an archive's in `places`; a stream's `storages` get them later.
+    It is the one in C, for confined processes alone: one opcode can take any memory. `names` may stand in it.
     """
 
-    def __init__(self, file: IO[bytes], prefix: str = "", places: Mapping[str, tuple[int, int]] | None = None) -> None:
-        super().__init__(file)  # type: ignore[call-arg]
-        self._prefix, self._places = prefix, places
+    def __init__(
+        self,
+        file: IO[bytes],
+        prefix: str = "",
+        places: Mapping[str, tuple[int, int]] | None = None,
+        names: Mapping[tuple[str, str], Any] | None = None,
+    ) -> None:
+        super().__init__(file)
+        self._prefix, self._places, self._names = prefix, places, KNOWN if names is None else names
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in KNOWN:
+        if (module, name) not in self._names:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
-        return KNOWN[module, name]
+        return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
         rest = (None,) if self._places is None else ()
@@ -247,7 +244,7 @@ class _Weights:
         name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER and self._places is not None else key
         if not isinstance(kind, Known) or not kind.element or type(count) is not int:
             raise RefusedError("it holds a storage in a way that is not known")
-        nbytes = count * bytes_of(kind.element)
+        nbytes = count * _bytes_of(kind.element)
         if self._places is None:
             if not isinstance(name, str) or not 0 <= count < MAX_INTEGER:
                 raise RefusedError("it holds a storage in a way that is not known")
@@ -266,20 +263,12 @@ class _Weights:
         raise RefusedError(f"it asks for extension {code}")
 
 
-class Reader(_Weights, pickle.Unpickler):
-    """In C: quick, and only for a confined process, since one opcode can make it take any memory."""
-
-
-class SlowReader(_Weights, pickle._Unpickler):
-    """In Python: takes no more memory than the pickle is worth, of which it is to be short."""
-
-
-def bytes_of(element: str) -> int:
+def _bytes_of(element: str) -> int:
     """Of an element type, which is named by its bits."""
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
-def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
+def load(reader: _Reader) -> Any:
     """What the reader's pickle holds. Raises RefusedError."""
     try:
         return reader.load()
@@ -289,26 +278,41 @@ def load(reader: pickle.Unpickler | pickle._Unpickler) -> Any:
         raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
-def inspect(path: str) -> Any:
-    """What a file holds, as plain JSON values (see the module's docstring). Raises RefusedError."""
+def answer(question: str | tuple[str, int, int | None]) -> Any:
+    """The plain JSON values of a file (see above), or of its bytes from `start` on; of a path alone, as `metadata`."""
+    if isinstance(question, str):
+        return _metadata(question)
+    path, start, nbytes = question
+    allow(0, COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
-        if file.read(1) == pickle.PROTO:
-            return Plain().of(stream(file, size), 0)
-        return Plain().of(archived(Part(file, 0, size), size, Reader, _allow), 0)
+        if nbytes is None and file.read(1) == pickle.PROTO:
+            return _Plain().of(_stream(file, size), 0)
+        size = size if nbytes is None else nbytes
+        return _Plain().of(_archived(_Part(file, start, start + size), size), 0)
+
+
+def reason(error: BaseException) -> str:
+    """What is to be told of an error."""
+    if isinstance(error, RefusedError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than its names of tensors can take"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"is damaged: {type(error).__name__}: {error!s:.120}"
 
 
 def _allow(nbytes: int) -> None:
     """Have room and time for a pickle of so many bytes. Raises RefusedError."""
     if nbytes > MAX_PICKLE:
         raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
-    limit_memory(MEMORY + PER_BYTE * nbytes)
-    limit_time(SECONDS + nbytes / BYTES_A_SECOND)
+    allow(nbytes, COSTS)
 
 
-def archived(file: Part, size: int, reader: type[Reader | SlowReader], allow: Callable[[int], None]) -> Any:
-    """What an archive of `size` bytes holds; `allow` is told of the bytes of its pickle. Raises RefusedError."""
-    places = members(file, size)
+def _archived(file: _Part, size: int) -> Any:
+    """What an archive of `size` bytes holds. Raises RefusedError."""
+    places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
@@ -319,12 +323,12 @@ def archived(file: Part, size: int, reader: type[Reader | SlowReader], allow: Ca
         if file.read(min(order[1], 16)) != b"little":
             raise RefusedError("was written on a big-endian machine")
     start, nbytes = places[pickles[0]]
-    allow(nbytes)
+    _allow(nbytes)
     file.seek(start)
-    return load(reader(io.BytesIO(file.read(nbytes)), prefix, places))
+    return load(_Reader(io.BytesIO(file.read(nbytes)), prefix, places))
 
 
-class Plain:
+class _Plain:
     """Values on their way to JSON, no more of them than `MAX_VALUES`: one object may stand in a pickle many times."""
 
     def __init__(self) -> None:
@@ -341,7 +345,7 @@ class Plain:
             return value if abs(value) < MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
-        if isinstance(value, Known | Other):
+        if isinstance(value, Known | _Other):
             return {"other": value.name}
         if isinstance(value, Tensor):
             self._values -= 2 * len(value.shape)
@@ -358,21 +362,19 @@ MAGIC = 0x1950A86A20F9469CFC6C
 STREAM_VERSION = 1001
 
 
-def stream(file: BinaryIO, size: int) -> Any:
-    """What such a stream holds: pickles of a number, a version, the machine, the content and the storages' keys, then
-    each storage behind the number of its elements.
-    """
+def _stream(file: BinaryIO, size: int) -> Any:
+    """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
     file.seek(0)
     part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
     _allow(min(size, MAX_PICKLE))
-    if load(Reader(part)) != MAGIC or load(Reader(part)) != STREAM_VERSION:
+    if load(_Reader(part)) != MAGIC or load(_Reader(part)) != STREAM_VERSION:
         raise RefusedError("is a pickle, and not one that torch.save writes")
-    machine = load(Reader(part))
+    machine = load(_Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise RefusedError("was written on a big-endian machine")
-    reader = Reader(part)
+    reader = _Reader(part)
     value = load(reader)
-    keys = load(Reader(part))
+    keys = load(_Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise RefusedError("has no list of its storages")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
@@ -384,34 +386,117 @@ def stream(file: BinaryIO, size: int) -> Any:
         storage.start = file.tell()
         if len(head) < 8 or storage.start + storage.nbytes > size:
             raise RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
-        if struct.unpack("<q", head)[0] * bytes_of(storage.element) != storage.nbytes:
+        if struct.unpack("<q", head)[0] * _bytes_of(storage.element) != storage.nbytes:
             raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
+# --- the metadata of a distributed checkpoint: torch's own objects, of which names, numbers and places are taken ---
+
+MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each take a third of it
+METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 
 
-def answer(path: str) -> str:
-    """The line for one file."""
-    limit_memory(MEMORY)
-    limit_time(SECONDS)
-    try:
-        return json.dumps({"value": inspect(path)})
-    except RefusedError as error:
-        return json.dumps({"error": str(error)})
-    except MemoryError:
+class _Stand:
+    """What stands for an object of one of torch's classes: the state it was pickled with."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
         pass
-    except OSError as error:
-        return json.dumps({"error": f"cannot be read: {error.strerror or error}"})
-    except Exception as error:
-        return json.dumps({"error": f"is damaged: {type(error).__name__}: {error!s:.120}"})
-    return json.dumps({"error": "needs more memory than its names of tensors can take"})
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def serve() -> None:
-    """Answer for every path on stdin."""
-    for path in json.load(sys.stdin):
-        sys.stdout.write(answer(path) + "\n")
-        sys.stdout.flush()
+CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
+}  # fmt: skip
+NAMES = {**KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in CLASSES.items() for name in names}}
+"""Every name that may stand in .metadata, and what stands for it here."""
+
+
+def _metadata(path: str) -> list[list[Any]]:
+    """The tensors in `.metadata`, each [name, element type, shape, chunks], a chunk being [offsets, sizes, file, its
+    first byte, its bytes]; and the names of what is beside them. Raises RefusedError, OSError.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_METADATA:
+            raise RefusedError(f"has more than {MAX_METADATA:,} bytes")
+        allow(size, METADATA_COSTS)
+        content = load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
+    try:
+        return _entries(content)
+    except RefusedError as error:
+        raise RefusedError(f": {error}") from error
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, _Stand) and type(value).__name__ == name
+
+
+def _entries(_metadata: Any) -> list[list[Any]]:
+    if not _is(_metadata, "Metadata"):
+        raise RefusedError("it holds no metadata of torch.distributed.checkpoint")
+    entries, places = _metadata.get("state_dict_metadata"), _metadata.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise RefusedError("its tensors or their places are missing")
+    at: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, place in places.items():
+        if not _is(index, "MetadataIndex") or not _is(place, "_StorageInfo"):
+            raise RefusedError("the place of something is not told as torch tells it")
+        name, offset = index.get("fqn"), index.get("offset")
+        if isinstance(name, str) and offset is not None:
+            at[name, tuple(_sizes(offset))] = place
+    tensors: list[Any] = []
+    others: list[Any] = []
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise RefusedError("a name is not text")
+        if _is(entry, "BytesStorageMetadata"):
+            others.append(name)
+            continue
+        if not _is(entry, "TensorStorageMetadata"):
+            raise RefusedError(f"{name!r:.80} is neither a tensor nor an object")
+        properties, boxes = entry.get("properties"), entry.get("chunks")
+        state = properties.state if _is(properties, "TensorProperties") else None
+        kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else 0
+        if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
+            raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
+        chunks = [_chunk(name, box, at) for box in boxes]
+        tensors.append([name, kind.element, _sizes(entry.get("size")), chunks])
+    return [tensors, others]
+
+
+def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> list[Any]:
+    if not _is(box, "ChunkStorageMetadata"):
+        raise RefusedError(f"{name!r:.80} has a chunk that is none")
+    offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+    place = at.get((name, tuple(offsets)))
+    if place is None:
+        raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {offsets} lies")
+    if transforms := place.get("transform_descriptors"):
+        raise RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
+    file, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
+    if not isinstance(file, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise RefusedError("the place of a chunk is no place")
+    return [offsets, sizes, file, start, nbytes]
+
+
+def _sizes(value: Any) -> list[int]:
+    sizes = list(value) if isinstance(value, list | tuple) and len(value) <= MAX_DIMS else [-1]
+    if any(type(number) is not int or not 0 <= number < MAX_INTEGER for number in sizes):
+        raise RefusedError("sizes that are no sizes")
+    return sizes

@@ -1,17 +1,13 @@
 """Weights in torch's pickled files (pytorch_model.bin, ckpt.pt), read only where the caller said that they are trusted.
 
-A pickle runs code, lies about sizes, and can take any memory on the way. So it is read in a process of its own
-(`pickle_process`), with a memory limit, that runs nothing of it and hands back names, dtypes, shapes and places;
-nothing of that is believed here before it is held against the file. torch.save stores tensors as they are: they are
-read from where they lie, memory-mapped, without torch, and copied by the kernel where they are contiguous.
+A process of its own (`pickle_process`) says their names, dtypes, shapes and places, of which nothing is believed before
+it is held against the file. Tensors are read from where they lie, memory-mapped, without torch, and copied by the
+kernel where they are contiguous.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +16,12 @@ from typing import Any
 
 from ..architectures.namings import whose
 from ..errors import CheckpointError
-from .confinement import command
+from .confinement import Confined
 from .names import refuse_pointer
 from .weights import Stored, Weights
 
-TIMEOUT = 120.0
-"""Seconds for all files of a checkpoint; a real one takes a fraction of one."""
+TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
+PART = 0.1  # seconds more for every part of a file that is looked into
 HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
@@ -37,9 +33,7 @@ class Unplain:
 
 
 def pickle_weights(files: Sequence[Path]) -> Weights:
-    """The tensors of one or several pickled state dictionaries. Raises CheckpointError for a file that is not one of
-    tensors by name, or claims more than it has.
-    """
+    """The tensors of one or several pickled state dictionaries."""
     found: dict[str, Stored] = {}
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
@@ -64,57 +58,39 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
 
 
 def unpickled(files: Sequence[Path]) -> Iterator[Any]:
-    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else.
-    Raises CheckpointError where `answers` has one, after what came before it.
-    """
-    for answer in answers(files):
-        if isinstance(answer, CheckpointError):
-            raise answer
-        yield answer
-
-
-def answers(files: Sequence[Path]) -> Iterator[Any]:
-    """As `unpickled`, with a CheckpointError in the place of a file that is not an archive of torch.save, is damaged,
-    asks for code, or takes more memory or time than a checkpoint's names can.
-    """
-    left = list(files)
-    for path in left:
+    """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else."""
+    for path in files:
         refuse_pointer(path)
-    while left:
-        for line in _ask(left):
-            path = left.pop(0)
-            answer = json.loads(line, object_hook=partial(_value, path))
-            if "value" in answer:
-                yield answer["value"]
-                continue
-            told = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
-            if told.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
-                told = f"cannot be read as plain weights: {told}"
-            yield CheckpointError(f"{path} {told}", HINT)
-        if left:
-            path = left.pop(0)
-            yield CheckpointError(f"{path} cannot be read: what unpickles it died, or took too long", HINT)
+    process = Unpickler()
+    for path in files:
+        yield process.ask(path, str(path), (str(path.absolute()), 0, None))
 
 
-def _ask(files: Sequence[Path]) -> list[bytes]:
-    """The answers of a new process, as many as it gave."""
-    paths = json.dumps([str(path.absolute()) for path in files])
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    try:
-        asked = command("pickle_process")
-        with subprocess.Popen(asked, stdin=pipe, stdout=pipe, stderr=nothing, cwd=os.sep) as process:  # noqa: S603
-            try:
-                told, _ = process.communicate(paths.encode(), TIMEOUT)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                told, _ = process.communicate()
-            except BaseException:
-                process.kill()
-                raise
-    except OSError as error:
-        raise CheckpointError(f"cannot start a process that unpickles {files[0]}: {error}") from error
-    # A line that does not end is what it died over.
-    return [line for line in told.splitlines(keepends=True) if line.endswith(b"\n")]
+class Unpickler:
+    """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked."""
+
+    def __init__(self, parts: int = 0) -> None:
+        self._seconds = TIMEOUT + PART * parts
+        self._process: Confined | None = None
+
+    def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
+        """What it answers of a file, tensors as `Stored` in it. Raises CheckpointError, which begins with `where`."""
+        try:
+            self._process = self._process or Confined("pickle_process", self._seconds)
+        except OSError as error:
+            raise CheckpointError(f"cannot start a process that unpickles {path}: {error}") from error
+        answer = self._process.ask(question, partial(_value, path))
+        if answer is None:
+            self._process = None
+            raise CheckpointError(f"{where} cannot be read: what unpickles it died, or took too long", HINT)
+        if "answer" in answer:
+            return answer["answer"]
+        reason = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
+        if reason.startswith(":"):
+            raise CheckpointError(f"{where}{reason}", HINT)
+        if reason.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+            reason = f"cannot be read as plain {what}: {reason}"
+        raise CheckpointError(f"{where} {reason}", HINT)
 
 
 def _value(path: Path, answer: dict[str, Any]) -> Any:
@@ -131,19 +107,16 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
     return Unplain(content) if kind == "other" else answer
 
 
-SHOWN = 3
-"""Tensors named, and twice as many other entries."""
+SHOWN = 3  # tensors named, and twice as many other entries
 DEPTH = 3
-OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}
-"""The way on from names that no family has."""
+OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}  # the way on from names that no family has
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     """The error for a file that holds something else than tensors by name alone, to be raised by the caller."""
-    none: tuple[tuple[str, ...], dict[str, Any]] = ((), {})
-    where, state = max(_dictionaries(content, ()), key=lambda found: len(_tensors(found[1])), default=none)
-    tensors = _tensors(state)
-    beside = _entries(content, (*tensors, *where[:1]) if where else tensors)
+    none: tuple[tuple[str, ...], dict[str, Stored], int] = ((), {}, 0)
+    where, tensors, entries = max(_dictionaries(content, ()), key=lambda each: len(each[1]), default=none)
+    beside = _entries(content, (*tensors, *where[:1]))
     if not tensors:
         return CheckpointError(
             f"{path} holds a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
@@ -157,7 +130,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     if found is None:
         return CheckpointError(told, "Their names are those of no family that gptkit knows.")
     owner, prefix = found
-    only = len(tensors) < len(state)
+    only = len(tensors) < entries
     return CheckpointError(f"{told}; {_names_of(owner, prefix)}", OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
@@ -186,30 +159,21 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
     return f"Save them alone, beside the model's config.json: torch.save({state}, 'pytorch_model.bin')"
 
 
-def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
-    """A dictionary and those within it, with the keys that lead to each."""
+def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
+    """A dictionary and those within it: the keys that lead to each, its tensors, and how many entries it has."""
     if not isinstance(value, dict) or len(where) > DEPTH:
         return
-    yield where, value
-    for key, each in value.items():
-        if isinstance(key, str):
-            yield from _dictionaries(each, (*where, key))
-
-
-def _tensors(state: Mapping[Any, Any]) -> dict[str, Stored]:
-    return {key: each for key, each in state.items() if isinstance(key, str) and isinstance(each, Stored)}
+    named = {key: each for key, each in value.items() if isinstance(key, str)}
+    yield where, {key: each for key, each in named.items() if isinstance(each, Stored)}, len(value)
+    for key, each in named.items():
+        yield from _dictionaries(each, (*where, key))
 
 
 def _entries(content: Any, without: Collection[str]) -> str:
     """A dictionary's keys but for some, with what stands there."""
-    if not isinstance(content, Mapping):
-        return ""
-    kinds = [(key, each) for key, each in content.items() if key not in without]
-    told = [
-        f"{_shown(key.name if isinstance(key, Unplain) else str(key))} ({_kind(each)})"
-        for key, each in kinds[: 2 * SHOWN]
-    ]
-    return ", ".join(told + (["…"] if len(kinds) > 2 * SHOWN else []))
+    kinds = [(key, each) for key, each in content.items() if key not in without] if isinstance(content, dict) else []
+    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(each)) for key, each in kinds[: 2 * SHOWN]]
+    return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * SHOWN))
 
 
 def _kind(value: Any) -> str:

@@ -1,16 +1,16 @@
 """A folder that appears complete or not at all.
 
 Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
-makes it the target. Whatever stops the process before that leaves the target as it was: absent, or the old one
-complete. Who holds the target's lock knows that every partial folder of it is an orphan: one of the same work is taken
-over, with what its journal says is finished and still has its sha256; any other is swept. A target that is one file (a
-GGUF) is made in such a folder too, without a manifest.
+makes it the target, which until then stays as it was. Who holds the target's lock knows that every partial folder of it
+is an orphan: one of the same work is taken over, with what its journal says is finished and still has its sha256; any
+other is swept. A target that is one file (a GGUF) is made in such a folder too, without a manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -18,42 +18,31 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
+
+import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import UNSUPPORTED as UNSUPPORTED
-from .files import copy_file as copy_file
-from .files import failed, fsync, seal
-from .files import sha256_file as sha256_file
-from .files import write_all as write_all
-from .files import write_bytes as write_bytes
-from .journal import Journal, is_plain
+from .files import at_once, failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
 from .lock import Lock
-from .manifest import JOURNAL, file_entry, is_ours, manifest_of, walk
-from .manifest import MANIFEST as MANIFEST
-from .manifest import SCHEMA_VERSION as SCHEMA_VERSION
-from .manifest import FileRecord as FileRecord
-from .manifest import TensorRecord as TensorRecord
-from .manifest import check_manifest as check_manifest
+from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
 _log = logging.getLogger(__name__)
+_noting = threading.Lock()
 
-OLD = "old"
-"""What a folder that is replaced is called where two folders cannot be exchanged, until the new one stands."""
+OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
 
 
 class Staging:
     """A context manager that makes the folder `target` out of what is written into `.path`, at `commit()`, not before.
 
-    `force` lets an existing checkpoint folder (one that holds config.json or gptkit.json, or is empty) be replaced in
-    one step. `key` names the work: with one, a run takes over what an interrupted run of that key has finished;
-    without, nothing is ever taken over. Leaving the `with` block without a commit removes what was written; after an
-    interruption (KeyboardInterrupt, and a signal turned into one) with a key the finished files stay, and a note on the
-    exception says so.
-
-    Entering raises UsageError for a target that exists (or may not be replaced) and for a parent that is missing or
-    read-only, GptkitError where another process writes the target or the folder cannot be made.
+    `force` lets an existing checkpoint folder be replaced in one step. `key` names the work: a run takes over what an
+    interrupted run of that key has finished. Leaving the block without a commit removes what was written, but after an
+    interruption with a key, which says in a note that the finished files stay. Entering raises UsageError for a target
+    that may not be made, GptkitError where another process writes it or the folder cannot be made.
 
     Attributes:
         single: None for a folder. For a target that is one file, whether a file that stands there may be replaced.
@@ -70,7 +59,6 @@ class Staging:
         self._known: dict[str, FileRecord] = {}
         self._path: Path | None = None
         self._lock = Lock(self.target)
-        self._journal: Journal | None = None
 
     @property
     def path(self) -> Path:
@@ -81,10 +69,7 @@ class Staging:
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target for this process while the work is being prepared (a download), and `key` may still change.
-
-        Refuses what entering the Staging itself would refuse. Changes nothing on the disk.
-        """
+        """Hold the target while the work is prepared and `key` may change; refuses what entering would refuse."""
         self._claim()
         try:
             yield
@@ -92,7 +77,7 @@ class Staging:
             self._lock.release()
 
     def check(self) -> None:
-        """Refuse what entering would refuse, for now. Raises UsageError and GptkitError, as entering does."""
+        """Refuse what entering would refuse, for now."""
         with self.reserved():
             pass
 
@@ -114,70 +99,53 @@ class Staging:
         """Raise GptkitError unless the disk has `nbytes` free for this user: before the first byte is written."""
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
-            raise GptkitError(
-                f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free",
-                "Free some space, or write to another disk.",
-            )
+            message = f"not enough disk space in {self.target.parent}: {_size(nbytes)} needed, {_size(free)} free"
+            raise GptkitError(message, "Free some space, or write to another disk.")
 
     def finish(self, name: str, record: FileRecord) -> None:
-        """Put the file `name` of the folder on the disk for good, and note that it needs no writing again.
-
-        From any thread. `name` is a plain name, without folders. Raises GptkitError where the disk refuses.
-        """
+        """Put a file of the folder on the disk, and note that it needs no writing again; from any thread."""
         path = self.path
-        if not is_plain(name):
+        if not _is_plain(name):
             raise ValueError(f"{name!r} is not a plain file name")
         try:
             nbytes = seal(path / name)
             if any(tensor.end > nbytes for tensor in record.tensors.values()):
                 raise ValueError(f"{name} has {nbytes} bytes, its record places tensors beyond them")
-            if self._journal is not None and self.key is not None:
+            if self.key is not None:
                 fsync(path)
-                self._journal.note(name, record, nbytes)
+                _note_finished(path, name, record, nbytes)
             self._known[name] = record
         except OSError as error:
             raise failed("write", path / name, error) from error
 
     def commit(self, manifest: Mapping[str, object], *, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Publish the folder: fsync all of it, write manifest.json last, rename it to the target, fsync the parent.
-
-        `manifest` holds the caller's own entries (JSON values). `files` gives what is known of files by name, relative
-        to the folder; every other file that was not finished or taken over is read and hashed here. Raises GptkitError
-        where a step fails, or UsageError where the target appeared meanwhile: the target then is as it was (or new and
-        complete, where the fsync after the rename is what failed).
+        """Publish the folder: fsync all, write manifest.json with these entries last, rename, fsync the parent. `files`
+        spares hashing those again. Raises GptkitError, UsageError: the target is then as it was, or new and complete.
         """
         path = self.path
         if clash := {"schema_version", "files"} & manifest.keys():
             raise ValueError(f"the manifest's own keys cannot be passed in: {sorted(clash)}")
         try:
             listed = _list_files(path, {**self.finished, **self._known, **(files or {})})
-            if self.single is not None:
-                if list(listed) != [self.target.name]:
-                    raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
-                fsync(path)
-                self._publish(path)
-                return
-            record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
-            text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-            write_bytes(path / MANIFEST, text.encode())
-            if seal(path / MANIFEST) != len(text.encode()):
-                raise OSError(errno.EIO, "the manifest is not what was written")
-            if self._journal is not None:
-                self._journal.remove()
-                self._journal = None
+            if self.single is None:
+                record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
+                text = (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+                write_bytes(path / MANIFEST, text)
+                if seal(path / MANIFEST) != len(text):
+                    raise OSError(errno.EIO, "the manifest is not what was written")
+                (path / JOURNAL).unlink()
+            elif list(listed) != [self.target.name]:
+                raise ValueError(f"{self.target.name} was to be made, and {sorted(listed)} are there")
             for folder, _, _ in os.walk(path, topdown=False):
                 fsync(Path(folder))
-            self._publish(path)
+            old = self._rename(path)
+            # From here on the target is the new one, and what stands at `old` is what it replaced, or an empty folder.
+            self._path = None
+            fsync(self.target.parent)
+            if old is not None:  # not before the new one stands for good
+                _remove(old)
         except OSError as error:
             raise failed("publish", self.target, error) from error
-
-    def _publish(self, path: Path) -> None:
-        old = self._rename(path)
-        # From here on the target is the new one, and whatever stands at `old` is what it replaced, or an empty folder.
-        self._path = None
-        fsync(self.target.parent)
-        if old is not None:  # not before the new one stands for good
-            _remove(old)
 
     def _rename(self, path: Path) -> Path | None:
         """Make `path`, or the one file in it, the target; returns the folder that is to be removed now, or None."""
@@ -214,20 +182,17 @@ class Staging:
         """A folder of ours for what is replaced, on the disk before anything is put into it."""
         aside = self._sibling("old")
         aside.mkdir()
-        mark = Journal(aside, "")
         try:
-            mark.begin()
-            fsync(aside / JOURNAL)
-            fsync(aside)
-            fsync(aside.parent)
+            begin_journal(aside, "")
+            for path in (aside / JOURNAL, aside, aside.parent):
+                fsync(path)
         except BaseException:
             _remove(aside)
             raise
-        finally:
-            mark.close()
         return aside
 
-    def _check_parent(self) -> None:
+    def _claim(self) -> None:
+        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
         parent = self.target.parent
         if not self.target.name:
             raise UsageError(f"cannot write a checkpoint to {self.target}", "Name a folder to create.")
@@ -235,9 +200,23 @@ class Staging:
             what = "is not a folder" if parent.exists() else "does not exist"
             raise UsageError(f"cannot create {self.target}: {parent} {what}", "Create the parent folder first.")
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"cannot create {self.target}: {parent} is not writable", "Choose another place to write to."
-            )
+            hint = "Choose another place to write to."
+            raise UsageError(f"cannot create {self.target}: {parent} is not writable", hint)
+        try:
+            self._lock.acquire()
+            try:
+                # An old folder comes back that was set aside for a new one that never came; files go in one step.
+                for left in self._siblings("old") if self.single is None else ():
+                    if (left / OLD).is_dir() and not os.path.lexists(self.target):
+                        (left / OLD).rename(self.target)
+                    _remove(left)
+                # Before any sweep: a run that forgot --force must not cost what it could go on from.
+                self._check_target()
+            except BaseException:
+                self._lock.release()
+                raise
+        except OSError as error:
+            raise failed("write beside", self.target, error) from error
 
     def _check_target(self) -> None:
         """Raise UsageError where what stands at the target may not be replaced."""
@@ -246,11 +225,8 @@ class Staging:
             return
         if target.is_symlink() or not (target.is_dir() if single is None else target.is_file()):
             kind = "a folder" if target.is_dir() else "a file" if single is None else "no plain file"
-            raise UsageError(
-                f"{target} exists and is {'a symbolic link' if target.is_symlink() else kind},"
-                f" not a {'folder' if single is None else 'file'}",
-                "Choose another name for the output.",
-            )
+            kind, wanted = "a symbolic link" if target.is_symlink() else kind, "folder" if single is None else "file"
+            raise UsageError(f"{target} exists and is {kind}, not a {wanted}", "Choose another name for the output.")
         if not self.force:
             raise UsageError(f"{target} exists", "Choose another name, or pass --force to replace it.")
         why = None
@@ -260,57 +236,29 @@ class Staging:
         elif names := {entry.name for entry in target.iterdir()}:
             if ".git" in names:
                 why = "is a git repository: --force replaces only a checkpoint's folder"
-            elif not names & {"config.json", "gptkit.json"} and not is_ours(target):
+            elif not names & {"config.json", "gptkit.json"} and not {"gptkit", "files"} <= manifest_of(target).keys():
                 why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
             raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
 
-    def _claim(self) -> None:
-        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
-        self._check_parent()
-        try:
-            self._lock.acquire()
-            try:
-                self._restore()
-                # Before any sweep: a run that forgot --force must not cost what it could go on from.
-                self._check_target()
-            except BaseException:
-                self._lock.release()
-                raise
-        except OSError as error:
-            raise failed("write beside", self.target, error) from error
-
     def _open(self) -> None:
         """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""
-        self.finished, self._known, self._journal = {}, {}, None
+        self.finished, self._known = {}, {}
         for left in self._siblings("partial"):
             # A new name first: an owner that the lock did not show (on another machine, where the network file system
             # keeps locks to itself) can then not publish a folder that is being emptied.
             path = self._sibling("partial")
             left.rename(path)
-            if self.key is not None and self._path is None and Journal.key_of(path) == self.key:
+            if self.key is not None and self._path is None and _journal_key(path) == self.key:
                 self._path = path
             else:
                 _remove(path)
         if self._path is None:
-            path = self._sibling("partial")
-            self._path = path
-            path.mkdir()
-            self._journal = Journal(path, self.key or "")
-            self._journal.begin()
+            self._path = self._sibling("partial")
+            self._path.mkdir()
+            begin_journal(self._path, self.key or "")
         else:
-            assert self.key is not None
-            self._journal = Journal(self._path, self.key)
-            self.finished = self._journal.resume()
-
-    def _restore(self) -> None:
-        """Put an old folder back that was set aside for a new one that never came. Raises OSError."""
-        if self.single is not None:  # which is replaced in one step anywhere
-            return
-        for left in self._siblings("old"):
-            if (left / OLD).is_dir() and not os.path.lexists(self.target):
-                (left / OLD).rename(self.target)
-            _remove(left)
+            self.finished = _resume_journal(self._path, str(self.key))
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
@@ -329,18 +277,17 @@ class Staging:
                 continue
             # A Staging made it: its journal is in it, or nothing yet, or nothing any more; or it was about to be
             # published, and has our manifest, before which the journal goes.
-            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or Journal.key_of(path) is not None
+            marked = {entry.name for entry in path.iterdir()} <= {f"{JOURNAL}.new"} or _journal_key(path) is not None
             if marked or (kind == "partial" and {"schema_version", "files"} <= manifest_of(path).keys()):
                 found.append(path)
         return sorted(found)
 
     def _leave(self, error: BaseException | None) -> None:
         path, self._path = self._path, None
-        if self._journal is not None:
-            self._journal.close()
         if path is not None:
-            count = 0 if self._journal is None or self.key is None else self._journal.count
-            if isinstance(error, KeyboardInterrupt) and count and (path / JOURNAL).exists():
+            interrupted = isinstance(error, KeyboardInterrupt) and self.key is not None
+            count = len(read_journal(path)[1:]) if interrupted else 0
+            if error is not None and count:
                 files = f"{count} file{'s' if count > 1 else ''}"
                 error.add_note(f"{files} of {self.target} finished so far: the same command goes on from there")
             else:
@@ -402,3 +349,93 @@ def _remove(folder: Path) -> None:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
+
+
+# --- the journal, by which an interrupted run goes on ---
+
+
+def begin_journal(folder: Path, key: str, finished: Mapping[str, tuple[FileRecord, int]] | None = None) -> None:
+    """Write a folder's journal in one step: its key, then a line of checksum and JSON a finished file."""
+    lines = [_journal_line({"key": key})]
+    lines += [_journal_line({"name": name, **file_entry(*known)}) for name, known in (finished or {}).items()]
+    path = folder / f"{JOURNAL}.new"
+    with path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), b"".join(lines), 0)
+        if finished:  # else there is nothing yet that could be lost
+            os.fsync(file.fileno())
+    path.rename(folder / JOURNAL)
+
+
+def _note_finished(folder: Path, name: str, record: FileRecord, nbytes: int) -> None:
+    """Add a finished file to the journal, on the disk when this returns; from any thread. Raises OSError."""
+    line = _journal_line({"name": name, **file_entry(record, nbytes)})
+    with _noting, (folder / JOURNAL).open("r+b", buffering=0) as file:
+        write_all(file.fileno(), line, file.seek(0, os.SEEK_END))
+        os.fsync(file.fileno())
+
+
+def _resume_journal(folder: Path, key: str) -> dict[str, FileRecord]:
+    """The files that are finished and still right; removes everything else from the folder. No line of the journal is
+    trusted: names are plain, and a file's bytes still have the sha256. Raises OSError.
+    """
+    noted = read_journal(folder)[1:]
+    known = {name: entry for each in noted if _is_plain(name := each.get("name")) and (entry := read_entry(each))}
+    right = dict(zip(known, at_once(lambda name: _is_right(folder / name, *known[name]), known), strict=True))
+    for left in folder.iterdir():
+        if not right.get(left.name) and left.name != JOURNAL:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+    finished = {name: entry for name, entry in known.items() if right[name]}
+    begin_journal(folder, key, finished)
+    return {name: record for name, (record, _) in finished.items()}
+
+
+def _is_right(path: Path, record: FileRecord, nbytes: int) -> bool:
+    """Whether a file is the one that was noted, and nobody else has a hand on it."""
+    try:
+        with open_own(path) as file:
+            same = os.fstat(file.fileno()).st_size == nbytes
+            return same and hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+    except (OSError, ValueError) as error:  # ValueError: half a surrogate pair in the name
+        _log.debug("%s is not taken over: %s", path.name, error)
+        return False
+
+
+def _journal_key(folder: Path) -> str | None:
+    """The key of a folder with a journal of this user's, else None."""
+    lines = read_journal(folder)
+    key = lines[0].get("key") if lines else None
+    return key if isinstance(key, str) else None
+
+
+def _journal_line(entry: Mapping[str, object]) -> bytes:
+    text = json.dumps(entry)  # ASCII: no line break but the one behind it
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
+
+
+def read_journal(folder: Path) -> list[dict[str, object]]:
+    """The lines of a folder's journal up to the first that is torn or strange."""
+    try:
+        with open_own(folder / JOURNAL) as file:
+            text = file.read(1 << 30)
+    except OSError as error:
+        _log.debug("no journal in %s: %s", folder, error)
+        return []
+    entries: list[dict[str, object]] = []
+    for line in text.split(b"\n"):
+        digest, _, data = line.partition(b" ")
+        if hashlib.sha256(data).hexdigest().encode() != digest:
+            break
+        try:
+            entries.append(msgspec.json.decode(data, type=dict[str, object]))
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            break
+    return entries
+
+
+def _is_plain(name: object) -> TypeGuard[str]:
+    """Whether this names a file in the folder itself that is not one of ours."""
+    reserved = (".", "..", MANIFEST, JOURNAL, f"{JOURNAL}.new")
+    return isinstance(name, str) and bool(name) and name not in reserved and not set(name) & {"/", "\0"}

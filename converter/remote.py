@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from huggingface_hub import hf_hub_url
 
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, Offline
 from .formats.gguf import describe, describe_header
-from .formats.gguf_header import Header as GgufHeader
 from .formats.gguf_header import Incomplete
 from .formats.gguf_header import parse_header as parse_gguf_header
-from .hub import WAY_ON, Repository, offline_by_environment, streamed, typed_errors
+from .hub import NO_HUB, WAY_ON, Repository, offline_by_environment, stated_length, streamed, typed_errors
 from .index import WeightFiles, assembled, index_of, read_index, single
 from .names import ADAPTER_CONFIG, INDEX, SINGLE
 from .safetensors import Header, header_length, parse_header, read_header
@@ -31,13 +30,8 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 def weight_headers(repository: Repository, allow_pickle: bool = False) -> WeightFiles | None:
-    """Every tensor of a repository whose commit is settled: its dtype, shape, file and place, by range requests where
-    the cache has no file; the files are named as if it had them.
-
-    None where there are only pickles, which are allowed, and have no headers. Raises InvalidInput: no safetensors
-    weights, headers that are broken or do not agree. Offline: a file is not in the cache, and there is no network.
-    """
-    folder = repository.config().parent
+    """Every tensor of a repository, by range requests where the cache has no file; None where it has only pickles."""
+    folder = repository.folder()
     repository.list_files()
     names = repository.weight_names(allow_pickle)
     if names[-1].endswith(".bin"):
@@ -52,92 +46,93 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
     return assembled(folder, read_index(folder / INDEX), read)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of a remote file, and what the answer says of the whole."""
+class _Remote:
+    """A file of a repository: `data` is its beginning, as far as it was asked for, `size` the bytes of the whole."""
 
-    data: bytes
-    size: int | None
-    etag: str | None
+    def __init__(self, repository: Repository, name: str, otherwise: str) -> None:
+        self._repository, self._name, self._otherwise = repository, name, otherwise
+        self.where = f"hf://{repository}/{name}"
+        self.data, self.size, self.sampled = b"", 0, False
+        self._etag: str | None = None
+
+    def upto(self, end: int) -> None:
+        """Have the first `end` bytes, or all that there are. Raises InvalidInput, Offline."""
+        begin = len(self.data)
+        if begin and begin >= min(end, self.size):
+            return
+        data, size, etag = self._read(begin, end)
+        listed = self._repository.size(self._name)
+        size = listed if size is None else size
+        if size is None:
+            raise InvalidInput(f"the server does not say how long {self.where} is", self._otherwise)
+        if listed is not None and listed != size:
+            raise CheckpointError(f"{self.where} has {size} bytes, and the hub lists {listed}", "Try again later.")
+        if begin and (size, etag) != (self.size, self._etag):
+            raise Offline(f"{self.where} changed while it was read", "Run the same again.")
+        self.data, self.size, self._etag = self.data + data, size, etag
+        if len(self.data) < min(end, size):
+            raise Offline(f"{self.where}: the connection broke off after {len(self.data)} bytes", "Run the same again.")
+
+    def sample(self, start: int, end: int) -> bytes:
+        """Bytes from further on."""
+        self.sampled = True
+        data, _, _ = self._read(start, end)
+        if len(data) != end - start:
+            message = f"{self._repository}: the connection broke off within {self._name}"
+            raise Offline(message, "Run the same again.")
+        return data
+
+    def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
+        """Bytes `begin` to `end` (exclusive), fewer where the file is shorter; the size of the whole; its etag."""
+        repository, name = self._repository, self._name
+        asked = {"Range": f"bytes={begin}-{end - 1}"}
+        url = hf_hub_url(repository.repo, name, revision=repository.commit)
+        with typed_errors(repository, name), streamed(repository, url, asked) as response:
+            headers = response.headers
+            if response.status_code == 416:  # nothing at `begin`
+                total = headers.get("Content-Range", "").rpartition("/")[2]
+                return b"", int(total) if total.isdecimal() else None, headers.get("ETag")
+            for commit in [answer.headers.get("X-Repo-Commit") for answer in (*response.history, response)]:
+                if commit is not None:
+                    repository.require_commit(name, commit)
+            if headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise InvalidInput(f"{repository}: the server compresses {name}", NO_HUB)
+            size, skip, wanted = stated_length(response), begin, end
+            if response.status_code == 206:
+                given = _RANGE.fullmatch(headers.get("Content-Range", ""))
+                if given is None or int(given[1]) != begin or not begin <= int(given[2]) < end:
+                    raise InvalidInput(
+                        f"{repository}: the server was asked for bytes {begin} to {end - 1} of {name} and sends others",
+                        NO_HUB,
+                    )
+                size, skip, wanted = int(given[3]) if given[3] != "*" else None, 0, int(given[2]) + 1 - begin
+            data = bytearray()
+            for chunk in response.iter_raw():
+                data += chunk
+                if len(data) >= wanted:
+                    break
+        return bytes(data[skip:wanted]), size, headers.get("ETag")
 
 
 def _header(repository: Repository, name: str) -> Header:
-    path, where = repository.cached(name), f"hf://{repository}/{name}"
+    path = repository.cached(name)
     if path is not None:
         return read_header(path)
     if not repository.online:
         raise Offline(f"{name} of {repository} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    first = _read_range(repository, name, 0, _FIRST)
-    listed = repository.size(name)
-    size = first.size if first.size is not None else listed
-    if size is None:
-        raise InvalidInput(f"the server does not say how long {where} is", "Fetch it: try without --dry-run.")
-    if listed is not None and listed != size:
-        raise CheckpointError(f"{where} has {size} bytes, and the hub lists {listed}", "Try again later.")
-    if len(first.data) < min(_FIRST, size):
-        raise Offline(f"{where}: the connection broke off after {len(first.data)} bytes", "Run the same again.")
-    length = header_length(where, first.data[:8], size)
-    raw = first.data[8 : 8 + length]
-    if len(raw) < length:
-        rest = _read_range(repository, name, 8 + len(raw), 8 + length)
-        if (rest.size, rest.etag) != (first.size, first.etag):
-            raise Offline(f"{where} changed while it was read", "Run the same again.")
-        raw += rest.data
-    if len(raw) < length:
-        raise Offline(f"{where}: the connection broke off within its header", "Run the same again.")
-    return parse_header(where, raw, size)
+    file = _Remote(repository, name, "Fetch it: try without --dry-run.")
+    file.upto(_FIRST)
+    end = 8 + header_length(file.where, file.data[:8], file.size)
+    file.upto(end)
+    return parse_header(file.where, file.data[8:end], file.size)
 
-
-def _read_range(repository: Repository, name: str, begin: int, end: int) -> Part:
-    """Bytes `begin` to `end` (exclusive) of a file, fewer where it is shorter; never many more than `end` are fetched.
-
-    Only the standard part of HTTP is relied on: an answer of 200 is the file from its beginning, and is left when
-    enough of it has come.
-    """
-    asked = {"Range": f"bytes={begin}-{end - 1}"}
-    url = hf_hub_url(repository.repo, name, revision=repository.commit)
-    with typed_errors(repository, name), streamed(repository, url, asked) as response:
-        told = response.headers
-        if response.status_code == 416:  # nothing at `begin`
-            total = told.get("Content-Range", "").rpartition("/")[2]
-            return Part(b"", int(total) if total.isdecimal() else None, told.get("ETag"))
-        for commit in [answer.headers.get("X-Repo-Commit") for answer in (*response.history, response)]:
-            if commit is not None:
-                repository.require_commit(name, commit)
-        if told.get("Content-Encoding", "identity").lower() != "identity":
-            raise InvalidInput(f"{repository}: the server compresses {name}", "The address in HF_ENDPOINT is no hub.")
-        length = told.get("Content-Length", "")
-        size, skip, wanted = int(length) if length.isdecimal() else None, begin, end
-        if response.status_code == 206:
-            given = _RANGE.fullmatch(told.get("Content-Range", ""))
-            if given is None or int(given[1]) != begin or not begin <= int(given[2]) < end:
-                raise InvalidInput(
-                    f"{repository}: the server was asked for bytes {begin} to {end - 1} of {name} and sends others",
-                    "The address in HF_ENDPOINT is no hub.",
-                )
-            size, skip, wanted = int(given[3]) if given[3] != "*" else None, 0, int(given[2]) + 1 - begin
-        data = bytearray()
-        for chunk in response.iter_raw():
-            data += chunk
-            if len(data) >= wanted:
-                break
-    return Part(bytes(data[skip:wanted]), size, told.get("ETag"))
-
-
-# What a GGUF's header leaves to two tensors' values (whether the head repeats the embedding) is told from a few
-# kilobytes of each, which a note says.
 
 GGUF_FIRST = 2**20
-GGUF_MOST = 2**27
-"""Bytes of a header: the largest vocabulary with its merges takes a tenth of it."""
-
-SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+GGUF_MOST = 2**27  # bytes of a header: the largest vocabulary with its merges takes a tenth of it
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
-    """The one GGUF file of a repository that has no config.json. Raises InvalidInput: `why`, where it has none; it has
-    several, and the message says how to name one.
-    """
+    """The one GGUF file of a repository without config.json; `why` where there is none, and how to name one of many."""
     names = [each.rfilename for each in Repository(repo, revision, "", True).siblings()]
     found = sorted(name for name in names if name.endswith(".gguf") and name.isprintable())
     if not found and ADAPTER_CONFIG in names:
@@ -147,27 +142,23 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
     if len(found) > 1:
         at = f"@{revision}" if revision is not None else ""
         some = ", ".join(found[:6]) + (f", … ({len(found) - 6} more)" if len(found) > 6 else "")
-        raise InvalidInput(
-            f"{repo} has no config.json and {len(found)} GGUF files: {some}", f"Name one: hf://{repo}{at}/{found[0]}"
-        )
+        hint = f"Name one: hf://{repo}{at}/{found[0]}"
+        raise InvalidInput(f"{repo} has no config.json and {len(found)} GGUF files: {some}", hint)
     return found[0]
 
 
 def read_gguf(
     repo: str, revision: str | None, file: str, *, offline: bool = False
 ) -> tuple[ModelSpec, Origin, str, list[str]]:
-    """The tree of a GGUF file in a repository: (spec, origin, commit, notes).
-
-    What the cache has is read there. Raises InvalidInput: no such repository or file, or no header that can be read.
-    Offline: it is not in the cache, and there is no network.
+    """The tree of a GGUF file in a repository: (spec, origin, commit, notes). Whether its head repeats the embedding is
+    told from a few kilobytes of each, which a note says. Raises InvalidInput, Offline.
     """
     name = f"hf://{repo}{f'@{revision}' if revision is not None else ''}/{file}"
     if any(part in ("", ".", "..") for part in file.split("/")) or not file.isprintable():
         raise InvalidInput(f"not a file of a repository: {name}")
-    if SPLIT.search(file):
-        raise InvalidInput(
-            f"{name} is one of several parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
-        )
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", file):
+        hint = "Join them with llama.cpp's llama-gguf-split --merge."
+        raise InvalidInput(f"{name} is one of several parts of a model", hint)
     alone = offline or offline_by_environment()
     repository = Repository(repo, revision, "", not alone)
     if not alone:
@@ -178,43 +169,17 @@ def read_gguf(
         return spec, origin, path.parents[file.count("/")].name, notes
     if alone:
         raise Offline(f"{name} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    header, read = _gguf_header(repository, file, name)
-    spec, origin, notes = describe_header(name, header)
-    if read.used:
-        notes.append(f"{file}: some of its tensors were compared in part, since no weight is fetched")
-    return spec, origin, repository.commit, notes
-
-
-class _Ranges:
-    """Reads parts of a file's tensors."""
-
-    def __init__(self, repository: Repository, file: str) -> None:
-        self.repository, self.file, self.used = repository, file, False
-
-    def __call__(self, start: int, end: int) -> bytes:
-        self.used = True
-        data = _read_range(self.repository, self.file, start, end).data
-        if len(data) != end - start:
-            raise Offline(f"{self.repository}: the connection broke off within {self.file}", "Run the same again.")
-        return data
-
-
-def _gguf_header(repository: Repository, file: str, name: str) -> tuple[GgufHeader, _Ranges]:
-    data, wanted, first = b"", GGUF_FIRST, None
-    read = _Ranges(repository, file)
+    remote, wanted = _Remote(repository, file, "Fetch the file, and name it."), GGUF_FIRST
     while True:
-        part = _read_range(repository, file, len(data), wanted)
-        if first is not None and (part.size, part.etag) != (first.size, first.etag):
-            raise Offline(f"{name} changed while it was read", "Run the same again.")
-        first = part
-        if part.size is None:
-            raise InvalidInput(f"the server does not say how long {name} is", "Fetch the file, and name it.")
-        data += part.data
-        if len(data) < min(wanted, part.size):
-            raise Offline(f"{name}: the connection broke off after {len(data)} bytes", "Run the same again.")
+        remote.upto(wanted)
         try:
-            return parse_gguf_header(name, data, part.size, read), read
+            header = parse_gguf_header(name, remote.data, remote.size, remote.sample)
+            break
         except Incomplete as error:
             if error.needed > GGUF_MOST:
                 raise CheckpointError(f"{name} claims a header of more than {GGUF_MOST:,} bytes") from error
-            wanted = min(max(error.needed + GGUF_FIRST, 2 * len(data)), GGUF_MOST, part.size)
+            wanted = min(max(error.needed + GGUF_FIRST, 2 * len(remote.data)), GGUF_MOST)
+    spec, origin, notes = describe_header(name, header)
+    if remote.sampled:
+        notes.append(f"{file}: some of its tensors were compared in part, since no weight is fetched")
+    return spec, origin, repository.commit, notes

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -45,13 +46,10 @@ _HUB_GGUF = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)(?:@(?P<revision>[^/\s]
 class Reference:
     """What a reference is: the text as it was given, and its kind.
 
-    path: the local folder or file; None for what is on the hub until `resolve` has fetched it. format: what lies there,
-    a Hugging Face folder or file ("hf"), gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`.
-    source: what says the tree of it, config.json, gptkit.json, a .json file, or the other format's file or folder.
-    names: the names of a folder's files; None for a file. preset: the model that is known by this name. repo, revision,
-    file: where it is on the hub; the revision is the one that was asked for, None for the default branch, and the
-    commit once the reference is resolved. notes: what a person should know. repository: what was resolved on the hub,
-    to ask more of.
+    path: the local folder or file, once `resolve` has fetched it. format: what lies there, Hugging Face's ("hf"),
+    gptkit's own ("local"), a tree by itself ("tree"), or a name of `formats`. source: the file or folder that says the
+    tree. names: of a folder's files. repo, revision, file: where it is on the hub; the revision is the commit once it
+    is resolved. notes: for a person. repository: what was resolved on the hub, to ask more of.
     """
 
     text: str
@@ -79,17 +77,22 @@ class Reference:
 
 
 def identify(reference: str | Path | Reference) -> Reference:
-    """What a reference is, from its text and the local file system alone; one that is identified comes back as it is.
-    Raises InvalidInput for a reference that means nothing, a name that resembles a preset's, a sample that is not
-    there, a local path that cannot be read, and a .json file that is none.
-    """
+    """What a reference is, from its text and the local files alone. Raises InvalidInput for one that means nothing."""
     if isinstance(reference, Reference):
         return reference
     text = str(reference)
     if not text.strip() or not text.isprintable():
         raise InvalidInput(f"not a model reference: {text!r}", "Give org/name, a folder, or sample:gpt2.")
     if text.startswith("sample:"):
-        return _sample(text)
+        name = text.removeprefix("sample:")
+        if name not in SAMPLES:
+            known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
+            raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
+        try:
+            return located(SAMPLES_DIR / name, text, "sample")
+        except FileNotFoundError:
+            lacking = f"the sample {name} is not part of this installation ({SAMPLES_DIR / name} is missing)"
+            raise InvalidInput(lacking, "Reinstall gptkit.") from None
     if not text.startswith("hf://"):
         here = _here(text)
         if here is not None:
@@ -103,25 +106,21 @@ def identify(reference: str | Path | Reference) -> Reference:
     name, revision = _parse(text)
     repo = repo_of(name) or name
     if "/" not in repo and not text.startswith("hf://"):
-        _refuse_typo(name)
+        # A name that resembles a preset's: the hub has few without an organisation, and none of a family here.
+        if find(name) is not None:
+            raise _config_alone(name)
+        if near := nearest(name):
+            hint = f"did you mean {', '.join(near[:4])}? A hub repository is written org/name."
+            raise InvalidInput(f"no preset, file or folder is called {name!r}", hint)
     return Reference(text, "hub", repo=repo, revision=revision)
 
 
 def located(path: Path, text: str | None = None, kind: Literal["sample", "path", "hub"] = "path") -> Reference:
-    """What lies at a local path. Raises OSError for a path that is not there or cannot be read, InvalidInput as
-    `identify`.
-    """
+    """What lies at a local path. Raises OSError where it cannot be read, InvalidInput as `identify`."""
     names = listing(path)
-    form, source = _format(path, names)
-    return Reference(str(path) if text is None else text, kind, path, form, source, names)
-
-
-def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
-    """The format of what lies at a path, and the file or folder that says its tree."""
+    found = partial(Reference, str(path) if text is None else text, kind, path, names=names)
     if names is None and path.suffix == ".json":
-        if path.name == LOCAL_CONFIG:
-            return "local", path
-        return ("tree" if path.name != CONFIG and holds_tree(path) else "hf"), path
+        return found("local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path)
     folder = path if names is not None else path.parent
     own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
     # The one kind of folder that has a config.json beside is torch's distributed one.
@@ -129,17 +128,13 @@ def _format(path: Path, names: frozenset[str] | None) -> tuple[str, Path]:
     others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else tuple(FORMATS)
     for name in others:
         finds = format_named(name).finds
-        found = None if finds is None else finds(path, names)
-        if found is not None:
-            return name, found
-    return ("local", folder / LOCAL_CONFIG) if own else ("hf", folder / CONFIG)
+        if finds is not None and (source := finds(path, names)) is not None:
+            return found(name, source)
+    return found("local", folder / LOCAL_CONFIG) if own else found("hf", folder / CONFIG)
 
 
 def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree of what was identified, or lies at a local path: (spec, origin, unknown config fields). Raises
-    InvalidInput: what is there says no tree, or what it says is broken; UnknownFamily for a family that has no file;
-    UntrustedInput for a pickle, of which nothing can be told without reading it.
-    """
+    """The tree of a reference or path: (spec, origin, unknown config fields). Raises InvalidInput, UntrustedInput."""
     found = located(where) if isinstance(where, Path) else where
     assert found.path is not None and found.source is not None
     if found.other is not None:
@@ -149,9 +144,7 @@ def read_spec(where: Reference | Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 
 def quantised(found: Reference, origin: Origin) -> tuple[str, str | None] | None:
-    """How the weights of what was identified stand for numbers (`architectures.config.quantisation`), None where they
-    are the numbers: gptkit writes no others.
-    """
+    """How the weights stand for numbers (`architectures.config.quantisation`), None where they are the numbers."""
     return None if found.is_own else quantisation(origin.config)
 
 
@@ -162,17 +155,14 @@ def resolve(
     weights: bool = True,
     companions: bool | None = None,
     allow_pickle: bool = False,
-    cache: Path | None = None,
     check: Callable[[Reference], object] | None = None,
 ) -> Reference:
     """A reference with its files here, of which those that the cache lacks are fetched.
 
-    `weights=False` is content with config.json, and with `companions` the tokenizer's files beside it. `allow_pickle`
-    also fetches .bin weights, from a repository without safetensors. `cache` is the hub cache's folder (None: the hub
-    library's own). `check` gets a repository's folder, identified, when config.json is in it and no weight yet: what it
-    raises costs no download. Raises InvalidInput as `identify`, and for a repository, revision or file that is not
-    there or not for this user; Offline where the network is needed and missing or forbidden (`offline`,
-    HF_HUB_OFFLINE=1), or breaks off; GptkitError where the cache's disk is too small.
+    `weights=False` is content with config.json, and with `companions` the tokenizer's files. `allow_pickle` also
+    fetches .bin weights, where there are no others. `check` gets the repository's folder before any weight is fetched:
+    what it raises costs no download. Raises InvalidInput; Offline where the network is needed and missing, forbidden or
+    breaks off; GptkitError where the cache's disk is too small.
     """
     found = identify(reference)
     if found.path is not None:
@@ -185,24 +175,17 @@ def resolve(
 
     def have(repository: Repository) -> Path:
         beside = weights if companions is None else companions
-        return gather(repository, weights=weights, companions=beside, allow_pickle=allow_pickle, check=checked)
-
-    def checked(folder: Path) -> None:
-        if check is not None:
-            check(located(folder, found.text, "hub"))
+        looked = (lambda folder: None) if check is None else (lambda folder: check(located(folder, found.text, "hub")))
+        return gather(repository, looked, weights=weights, companions=beside, allow_pickle=allow_pickle)
 
     try:
-        repository = Repository.open(
-            found.repo, found.revision, offline=offline or offline_by_environment(), cache=cache
-        )
+        repository = Repository.open(found.repo, found.revision, offline=offline or offline_by_environment())
     except (Offline, NoModel) as error:
         name = found.text.partition("@")[0]
         if "/" not in found.repo and not name.startswith("hf://"):
             asked = ", nor a model on the hub" if isinstance(error, NoModel) else ""
-            raise InvalidInput(
-                f"no preset, file or folder is called {name!r}{asked}",
-                "gptkit presets lists the presets; a hub repository is written org/name.",
-            ) from error
+            hint = "gptkit presets lists the presets; a hub repository is written org/name."
+            raise InvalidInput(f"no preset, file or folder is called {name!r}{asked}", hint) from error
         if isinstance(error, Offline):
             _refuse_path(name.removeprefix("hf://"), error)
         raise
@@ -215,27 +198,8 @@ def resolve(
             folder = have(repository)
         except (Offline, InvalidInput):
             raise error from None
-    return replace(
-        located(folder, found.text, "hub"),
-        repo=found.repo,
-        revision=repository.commit,
-        notes=tuple(repository.notes),
-        repository=repository,
-    )
-
-
-def _sample(text: str) -> Reference:
-    name = text.removeprefix("sample:")
-    if name not in SAMPLES:
-        known = ", ".join(f"sample:{sample}" for sample in SAMPLES)
-        raise InvalidInput(f"no such sample: {name!r}", f"There are {known}.")
-    path = SAMPLES_DIR / name
-    try:
-        return located(path, text, "sample")
-    except FileNotFoundError:
-        raise InvalidInput(
-            f"the sample {name} is not part of this installation ({path} is missing)", "Reinstall gptkit."
-        ) from None
+    here, notes = located(folder, found.text, "hub"), tuple(repository.notes)
+    return replace(here, repo=found.repo, revision=repository.commit, notes=notes, repository=repository)
 
 
 def _here(text: str) -> Reference | None:
@@ -249,10 +213,9 @@ def _here(text: str) -> Reference | None:
         if error.errno == errno.ENAMETOOLONG:
             return None
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
-    repo = repo_of(text)
-    if repo is None:
-        return found
-    return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
+    if repo := repo_of(text):
+        return replace(found, notes=(f"{text} is a local path here; the model of that name is hf://{repo}",))
+    return found
 
 
 def _refuse_path(name: str, error: Offline) -> None:
@@ -261,40 +224,20 @@ def _refuse_path(name: str, error: Offline) -> None:
     if slash and Path(first).is_dir():
         inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
         some = ", ".join(inside[:4]) + (", …" if len(inside) > 4 else "") if inside else "nothing"
-        raise InvalidInput(
-            f"no such file or folder: {name}",
-            f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}.",
-        ) from error
-
-
-def _refuse_typo(name: str) -> None:
-    """Raise InvalidInput where a name without an organisation resembles a preset's, or is that of one without weights.
-
-    The hub is not asked: the few models that it has without an organisation are presets, or of no family here.
-    """
-    if find(name) is not None:
-        raise _config_alone(name)
-    near = nearest(name)
-    if near:
-        raise InvalidInput(
-            f"no preset, file or folder is called {name!r}",
-            f"did you mean {', '.join(near[:4])}? A hub repository is written org/name.",
-        )
+        hint = f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}."
+        raise InvalidInput(f"no such file or folder: {name}", hint) from error
 
 
 def _config_alone(name: str) -> InvalidInput:
-    return InvalidInput(
-        f"the preset {name} is a config alone: its weights were not published",
-        f"gptkit load --random {name} draws some; params, compare and show need none.",
-    )
+    hint = f"gptkit load --random {name} draws some; params, compare and show need none."
+    return InvalidInput(f"the preset {name} is a config alone: its weights were not published", hint)
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
     """Raise InvalidInput for what looks like a path and is none; `within`: what a file of a repository is called."""
     file = "" if within is None else f"; a GGUF there hf://{within}, of which params tells the tree"
-    raise InvalidInput(
-        f"no such file or folder: {text}", f"A model on the hub is named org/name or org/name@revision{file}."
-    )
+    hint = f"A model on the hub is named org/name or org/name@revision{file}."
+    raise InvalidInput(f"no such file or folder: {text}", hint)
 
 
 def _parse(text: str) -> tuple[str, str | None]:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +32,14 @@ some 130 bytes a tensor: 20 MB are 140,000, a model of 10^12 parameters in one f
 MAX_KEYS = 600_000  # of a JSON object and all within it; four a tensor, so that 10,000 layers have room
 MAX_DIMS = 32  # what every numpy can carry; the format itself names no limit
 _MAX_BYTES = 2**63 - 1
+_MAX_REST = 2**16  # bytes of all that is in an index beside its weight_map
 _LONG_ENTRY = 2**16  # bytes; a tensor's entry has some hundred
-EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
+_EXPLAINED = 2**18  # bytes of JSON that are parsed a second time to say what is wrong with them
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
-    """One element type: its name in the format, its size, and the numpy dtype that carries its bits unchanged.
-
-    `carrier` is None for the packed types (4 and 6 bits), which numpy cannot address: they can be listed, not read.
-    """
+class _Dtype:
+    """An element type, and the numpy dtype that carries its bits; None for packed ones (4 and 6 bits)."""
 
     name: str
     bits: int
@@ -55,8 +54,8 @@ class Dtype:
 
 
 # In the order of the library's own enum: save_file writes the types of this table from its end to its start.
-DTYPES: dict[str, Dtype] = {
-    name: Dtype(name, bits, None if carrier is None else np.dtype(carrier))
+DTYPES: dict[str, _Dtype] = {
+    name: _Dtype(name, bits, None if carrier is None else np.dtype(carrier))
     for name, bits, carrier in (
         ("BOOL", 8, "?"), ("F4", 4, None), ("F6_E2M3", 6, None), ("F6_E3M2", 6, None), ("U8", 8, "u1"), ("I8", 8, "i1"),
         ("F8_E5M2", 8, "u1"), ("F8_E4M3", 8, "u1"), ("F8_E8M0", 8, "u1"), ("F8_E4M3FNUZ", 8, "u1"),
@@ -103,15 +102,25 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Header:
-    """Check a header's bytes, `raw` (what follows the first 8), against the file's size, where there is a file. Raises
-    CheckpointError.
-    """
+    """Check a header's bytes, all but the first 8, against the file's size, where there is a file; raises so too."""
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where} is not a safetensors file: its header does not start with '{{'")
     infos, metadata = _read_entries(where, raw)
     infos.sort(key=lambda info: (info.start, info.end))
-    data = 8 + len(raw)
-    _check_cover(where, infos, data, size if size is not None else max([data, *(info.end for info in infos)]))
+    # They cover the file from the header to its end, without holes or overlaps.
+    at = 8 + len(raw)
+    end = infos[-1].end if infos else at
+    size = max([at, *(info.end for info in infos)]) if size is None else size
+    if end > size:
+        hint = "Fetch or copy this file again."
+        raise CheckpointError(f"{where} is truncated: {end} bytes expected, {size} found", hint)
+    for info in infos:
+        if info.start != at:
+            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
+            raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
+        at = info.end
+    if end < size:
+        raise CheckpointError(f"{where} has trailing bytes: {end} bytes expected, {size} found")
     return Header({info.name: info for info in infos}, metadata, raw.decode())
 
 
@@ -126,21 +135,21 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     data_offsets: tuple[_Size, _Size]
 
 
-MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRY = msgspec.json.Decoder(_Entry)
 _ENTRIES = msgspec.json.Decoder(list[_Entry])
 _METADATA = msgspec.json.Decoder(dict[str, str] | None)
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a decoder raises: not JSON or of other types (DecodeError), strings that are not UTF-8, nesting without end."""
 
 
 def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict[str, str]]:
     """The tensors, in the header's order, and the metadata. Typed decoding builds nothing that is not wanted."""
     what = f"the header of {where}"
-    check_keys(raw, what)
     members: dict[str, msgspec.Raw] = {}
     try:
-        members = MEMBERS.decode(raw)
+        members = _members_of(raw, what)
         stated = members.pop("__metadata__", None)
         metadata = None if stated is None else _METADATA.decode(stated)
         for name, text in members.items() if len(raw) > _LONG_ENTRY else ():
@@ -148,13 +157,9 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
                 _check_entry(where, name, None)
         texts = b",".join(members.values())
         entries = _ENTRIES.decode(b"[" + texts + b"]")
-    except MALFORMED as error:
+    except _MALFORMED as error:
         _explain(where, raw, members, error)
-    keys = 4 * len(members) + (stated is not None) + len(metadata or ())
-    if not has_keys(raw, keys):
-        if len(raw) <= EXPLAINED:
-            parse_json_object(raw, what)  # says which
-        raise CheckpointError(f"{what} cannot be read: a key is there twice")
+    _refuse_twins(what, raw, 4 * len(members) + (stated is not None) + len(metadata or ()))
     data = 8 + len(raw)
     infos = []
     for name, entry in zip(members, entries, strict=True):
@@ -169,19 +174,46 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
     return infos, metadata or {}
 
 
-def check_keys(raw: bytes, what: str) -> None:
-    """Refuse JSON that would become more objects than any header or index has. Raises CheckpointError."""
+def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
+    """The weight_map of an index, checked as a header is. Raises CheckpointError."""
+    lacking = CheckpointError(f"{what} has no weight_map of tensor names to file names")
+    try:
+        members = _members_of(raw, what)
+        if (text := members.pop("weight_map", None)) is None:
+            raise lacking
+        mapping = _WEIGHT_MAP.decode(text)
+    except _MALFORMED as error:
+        if len(raw) <= _EXPLAINED:
+            weight_map = parse_json_object(raw, what).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise lacking from None
+            if not all(isinstance(name, str) for name in weight_map.values()):
+                raise CheckpointError(f"{what}: its weight_map holds something that is not a file name") from None
+        raise _cannot_be_read(what, error) from None
+    if not mapping:
+        raise CheckpointError(f"{what} has an empty weight_map")
+    rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
+    if len(rest) > _MAX_REST:
+        raise CheckpointError(f"{what} has {len(rest):,} bytes beside its weight_map: no index has")
+    parse_json_object(rest, what)
+    _refuse_twins(what, raw, colons(rest) + 1 + len(mapping))
+    return mapping
+
+
+def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
+    """An object's members, not decoded yet; CheckpointError for more than any has, else what is `_MALFORMED`."""
     if raw.count(b":") > MAX_KEYS:
         raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
+    return _MEMBERS.decode(raw)
 
 
-def has_keys(raw: bytes, count: int) -> bool:
-    """Whether the valid JSON text `raw`, which gave `count` keys when decoded, has no key twice in one object.
-
-    Decoders keep the last of two and drop the other, so that fewer keys come out than there are colons outside of
-    strings, one a key.
-    """
-    return raw.count(b":") == count or colons(raw) == count
+def _refuse_twins(what: str, raw: bytes, count: int) -> None:
+    """Raise CheckpointError where valid JSON that gave `count` keys has more colons: decoders dropped a twin."""
+    if raw.count(b":") == count or colons(raw) == count:
+        return
+    if len(raw) <= _EXPLAINED:
+        parse_json_object(raw, what)  # says which
+    raise CheckpointError(f"{what} cannot be read: a key is there twice")
 
 
 def colons(raw: bytes) -> int:
@@ -196,7 +228,7 @@ def colons(raw: bytes) -> int:
 def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], error: Exception) -> NoReturn:
     """Raise CheckpointError with what is wrong with a header that did not decode."""
     what = f"the header of {where}"
-    parsed = parse_json_object(raw, what) if len(raw) <= EXPLAINED else {}
+    parsed = parse_json_object(raw, what) if len(raw) <= _EXPLAINED else {}
     metadata = parsed.pop("__metadata__", None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
@@ -207,14 +239,14 @@ def _explain(where: Path | str, raw: bytes, members: Mapping[str, msgspec.Raw], 
     for name, text in members.items():
         try:
             _ENTRY.decode(text)
-        except MALFORMED:
+        except _MALFORMED:
             alone = b'{"":' + bytes(text) + b"}"
             _check_entry(where, name, parse_json_object(alone, f"{where}: tensor {_short(name)}")[""])
             break
-    raise cannot_be_read(what, error)
+    raise _cannot_be_read(what, error)
 
 
-def cannot_be_read(what: str, error: Exception) -> CheckpointError:
+def _cannot_be_read(what: str, error: Exception) -> CheckpointError:
     """The error for JSON that did not decode, to be raised by the caller."""
     if isinstance(error, RecursionError):
         return CheckpointError(f"{what} is nested too deeply")
@@ -239,14 +271,15 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
 
 
 def parse_json_object(raw: bytes, what: str) -> dict[str, object]:
-    """Parse one JSON object strictly: UTF-8, no key twice, no NaN, no half surrogate pair. Raises CheckpointError.
+    """One JSON object: UTF-8, no key twice, no NaN, no half surrogate pair. Of a MB it makes a hundred."""
 
-    Of a MB it makes a hundred: not for what may be long.
-    """
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        parsed: object = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=refuse)
     except (RecursionError, ValueError) as error:  # not UTF-8, not JSON, a key twice, a number of thousands of digits
-        raise cannot_be_read(what, error) from None
+        raise _cannot_be_read(what, error) from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} is not a JSON object")
     return parsed
@@ -256,18 +289,11 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # Two readers may keep different ones of two entries: which tensor is meant then depends on who reads.
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {_short(key)} is there twice")
-            seen.add(key)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {_short(twice)} is there twice")
     for text in (text for pair in pairs for text in pair if isinstance(text, str)):
         text.encode()  # UnicodeEncodeError, a ValueError, on half of a surrogate pair
     return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _fits(shape: tuple[int, ...], bits: int, nbytes: int) -> bool:
@@ -291,9 +317,8 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
         raise CheckpointError(f"{where}: data_offsets {_short(offsets)} are not two ascending byte positions")
     expected = _nbytes(where, dtype, shape)
     if offsets[1] - offsets[0] != expected:
-        raise CheckpointError(
-            f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
-        )
+        message = f"{where}: {dtype} {_short(shape)} takes {expected} bytes, its offsets span {offsets[1] - offsets[0]}"
+        raise CheckpointError(message)
 
 
 def _is_sizes(value: object) -> bool:
@@ -312,23 +337,6 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
     return total // 8
 
 
-def _check_cover(where: Path | str, infos: Sequence[TensorInfo], data: int, size: int) -> None:
-    """Check that the tensors, sorted by position, cover the file from `data` to its end without holes or overlaps."""
-    end = infos[-1].end if infos else data
-    if end > size:
-        raise CheckpointError(
-            f"{where} is truncated: {end} bytes expected, {size} found", "Fetch or copy this file again."
-        )
-    at = data
-    for info in infos:
-        if info.start != at:
-            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
-            raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
-        at = info.end
-    if end < size:
-        raise CheckpointError(f"{where} has trailing bytes: {end} bytes expected, {size} found")
-
-
 def _short(value: object) -> str:
     if isinstance(value, str | list):
         value = value[:100]  # of a name of megabytes not all is written out
@@ -339,12 +347,8 @@ def _short(value: object) -> str:
 def build_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorInfo]]:
-    """The first bytes of a file (length and header) for tensors given as (name, dtype, shape), and each tensor's place
-    in the order of the file.
-
-    Byte for byte what safetensors 0.8 writes: tensors by dtype (DTYPES from its end), then by name; compact JSON,
-    padded with spaces to 8 bytes. `metadata` keeps its order; None leaves it out. Raises CheckpointError for a name
-    given twice or that JSON cannot hold, an unknown dtype, a shape that overflows, a header that is too long.
+    """The first bytes of a file for tensors given as (name, dtype, shape), and each one's place: byte for byte what
+    safetensors 0.8 writes (by dtype, DTYPES from its end, then by name; padded to 8 bytes). Raises CheckpointError.
     """
     for name, dtype, shape in tensors:
         if dtype not in DTYPES or not _is_sizes(shape) or len(shape) > MAX_DIMS:
@@ -365,10 +369,8 @@ def build_header(
         raise CheckpointError(f"a name or metadata text is not Unicode: {error}") from error
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER or text.count(b":") > MAX_KEYS:
-        raise CheckpointError(
-            f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads",
-            "Write smaller shards: --max-shard-size.",
-        )
+        message = f"the header of {len(tensors):,} tensors would have {len(text):,} bytes, more than gptkit reads"
+        raise CheckpointError(message, "Write smaller shards: --max-shard-size.")
     data = 8 + len(text)
     infos = [TensorInfo(info.name, info.dtype, info.shape, data + info.start, data + info.end) for info in placed]
     return struct.pack("<Q", len(text)) + text, infos

@@ -57,9 +57,7 @@ class Target:
 
 
 def target(to: str | Target, known: Sequence[str] | None = None) -> Target:
-    """What a word stands for, of those that are `known`, or of all; what is parsed already comes back as it is. Raises
-    UsageError: it is none of them; UnknownFamily: "hf:" and a family that there is not.
-    """
+    """What a word of those `known` (None: all) stands for; UsageError, and UnknownFamily for "hf:" and no family."""
     if isinstance(to, Target):
         return to
     from ..architectures import ARCHITECTURES, named

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ..components import ModelSpec
 
-PARAMETERS = 16_000_000
-"""Of a model, a thread: smaller matrices are computed before other threads have woken up."""
+PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables by which a person decides."""
 
@@ -28,10 +27,7 @@ def worth(parameters: int, free: int) -> int:
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores that nobody else computes on, 1 at least: of those that are `available` to this process, within its
-    control group's `quota` (None for all), where of the machine's `cores` as many are taken as the `load` has
-    processes.
-    """
+    """The cores of those `available`, within the group's `quota`, that the machine's `load` leaves; 1 at least."""
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))
 
@@ -72,9 +68,7 @@ def load() -> float:
 
 
 def suit(spec: ModelSpec) -> None:
-    """Set the threads of torch and BLAS for a model, unless a person has: by an environment variable, or by
-    `torch.set_num_threads`.
-    """
+    """Set the threads of torch and BLAS for a model, unless a person has: by environment or `torch.set_num_threads`."""
     torch = sys.modules.get("torch")  # where somebody has imported it
     if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
@@ -104,9 +98,7 @@ def as_before() -> Iterator[None]:
 
 @cache
 def _by_itself() -> frozenset[int]:
-    """The threads that torch may have where nobody has said how many: one a core, which MKL counts without their
-    hyperthreads.
-    """
+    """The threads that torch has where nobody has said: one a core, which MKL counts without their hyperthreads."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores]
     together = {file.read_text() for file in files if file.is_file()}

@@ -11,13 +11,9 @@ All of this runs in a process of its own (`tokenizer_process`).
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +21,8 @@ from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
-from .confinement import command
-from .tokenizer_process import MAX_BYTES, receive, send
+from .confinement import Confined
+from .tokenizer_process import MAX_BYTES
 
 TOKEN_FILES = (
     # the tokenizer: its one-file form with its settings, then the older forms (tokenizer.model.v3, …)
@@ -49,11 +45,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
-    """Text to token ids and back, in a process of its own, which ends with this object.
-
-    `path` is the file that it is read from, or that errors name; `text` what stands in a tokenizer.json that is no file
-    of its own; `folder` where older files lie, which AutoTokenizer reads instead. Any method raises InvalidInput where
-    it cannot be read, or not within the time and memory that a tokenizer takes.
+    """Text to token ids and back, in a process of its own, which ends with this object. It is read from `path`, from
+    `text` in its place, or by AutoTokenizer from a `folder`; every method raises InvalidInput where that fails.
     """
 
     def __init__(self, path: Path, text: bytes | None = None, folder: Path | None = None) -> None:
@@ -63,23 +56,12 @@ class Tokenizer:
         nbytes = sum(file.stat().st_size for file in files) if text is None else len(text)
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
-        # One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share.
-        calm = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._process = subprocess.Popen(  # noqa: S603
-            command("tokenizer_process"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **calm},
-            start_new_session=True,  # a terminal's Ctrl-C is for us to answer
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        asked: dict[str, Any] = {"libraries": [each for each in sys.path if each], "bytes": nbytes}
+        self._process = Confined("tokenizer_process")
+        libraries = [str(Path(each).absolute()) for each in sys.path if each]
+        asked: dict[str, Any] = {"libraries": libraries, "bytes": nbytes, "file": str(path.absolute())}
         if folder is not None:
             asked["older"] = str(folder.absolute())
-        elif text is None:
-            asked["file"] = str(path.absolute())
-        else:
+        elif text is not None:
             try:
                 asked["text"] = text.decode()
             except UnicodeDecodeError as error:
@@ -87,24 +69,15 @@ class Tokenizer:
         self._exchange(asked)
 
     def _ask(self, what: str, given: Any = None, flag: bool = False) -> Any:
-        return self._exchange({"what": what, "given": given, "flag": flag}).get("answer")
+        return self._exchange({"what": what, "given": given, "flag": flag})
 
-    def _exchange(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            send(self._process.stdin, asked)  # type: ignore[arg-type]
-            told = receive(self._process.stdout)  # type: ignore[arg-type]
-        except (OSError, ValueError):  # it has died, now or before
-            told = None
-        except BaseException:  # an interrupt: what is still to come would be taken for the next answer
-            self._end()
-            raise
-        if told is None:
-            self._end()
+    def _exchange(self, question: dict[str, Any]) -> Any:
+        answer = self._process.ask(question)
+        if answer is None:
             raise self._broken("it takes more time or memory than a tokenizer does")
-        if "error" in told:
-            raise self._broken(told["error"])
-        return told
+        if "error" in answer:
+            raise self._broken(answer["error"])
+        return answer["answer"]
 
     def _broken(self, why: str) -> InvalidInput:
         # The reason may quote the file: control characters must not reach the terminal.
@@ -122,15 +95,12 @@ class Tokenizer:
         return int(self._ask("get_vocab_size"))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens (such as "<s>" in front) that the tokenizer itself adds. Raises
-        UsageError: half a surrogate pair, which is no text.
-        """
+        """The ids of a text, with the special tokens that the tokenizer adds; UsageError for half a surrogate pair."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        ids: list[int] = self._ask("encode", text, special)
-        return ids
+        return list(self._ask("encode", text, special))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
@@ -147,27 +117,14 @@ class Tokenizer:
 
     def ids(self, tokens: Iterable[str]) -> list[int | None]:
         """The id of each of these tokens, None where there is none so written."""
-        found: list[int | None] = self._ask("token_to_id", list(tokens))
-        return found
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # what was still to be written
-                pipe.close()
-    process.wait()
+        return list(self._ask("token_to_id", list(tokens)))
 
 
 class StreamDecoder:
-    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once.
-
-    With a `prompt` they are what follows its text: in one decoding of prompt and ids, so that the continuation keeps
-    the space it begins with.
-
-    What later ids could still change is held back: bytes of an unfinished character, and byte tokens like <0xE4> until
-    another token follows, for a run of them is decoded as one. (tokenizers' own DecodeStream never gives it.)
+    """Ids to text as they come: the pieces, with `finish`'s, joined are the decoding of all ids at once; behind a
+    `prompt` what follows its text, with the space it begins with. What later ids could still change is held back: bytes
+    of an unfinished character, and byte tokens like <0xE4> until another token follows. (tokenizers' DecodeStream gives
+    none.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, prompt: Iterable[int] = ()) -> None:
@@ -207,21 +164,13 @@ class StreamDecoder:
 
 
 def _after(given: str, text: str) -> str:
-    """What is new in a text: all of it behind `given`, but for the end of a prompt that turned into something else.
-
-    Such a prompt ends within a character, whose other bytes came now.
-    """
+    """What is behind `given` in a text; the end of a prompt within a character may turn into something else."""
     same = next((at for at, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), min(len(given), len(text)))
     return text[same:]
 
 
 def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint's folder, or None where it has none.
-
-    `texts` are files by name that the weight file holds inside (a GGUF does): where there is a tokenizer among them,
-    the folder is not looked at. Raises InvalidInput: files of a tokenizer that cannot be read; the message names the
-    file.
-    """
+    """The tokenizer of a folder, or of `texts` in its weight file; None without one. Raises InvalidInput."""
     path, text, older = folder / "tokenizer.json", None, None
     if texts and path.name in texts:
         text = texts[path.name]
@@ -248,20 +197,16 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
 def eos_ids(
     folder: Path, tokenizer: Tokenizer | None = None, texts: Mapping[str, bytes] | None = None
 ) -> tuple[int, ...]:
-    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer's `eos_token`.
-
-    `tokenizer` looks up the `eos_token`, which tokenizer_config.json gives as text; without one, ids alone count. The
-    files are those of `texts` where there are any, else the folder's. Raises InvalidInput: one of these files is not
-    JSON, or its `eos_token_id` is not an id or a list of ids.
+    """The ids that end a text: by generation_config.json, else config.json, else the tokenizer's `eos_token`, of the
+    `texts` or the folder. Raises InvalidInput.
     """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name, texts).get("eos_token_id")
         if value is not None:
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-                raise InvalidInput(
-                    f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
-                )
+                message = f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
+                raise InvalidInput(message)
             return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
     if isinstance(token, dict):  # an AddedToken, written out
@@ -271,9 +216,7 @@ def eos_ids(
 
 
 def token_files(folder: Path) -> list[Path]:
-    """The files that travel with a checkpoint beside config.json and weights, `TOKEN_FILES`, in the order of names.
-    Raises InvalidInput: the folder cannot be read.
-    """
+    """The files that travel with a checkpoint beside config.json and weights, in the order of their names."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -1,8 +1,7 @@
 """Carrying a checkpoint's tensors into the files of a plan, at the speed of copying.
 
 What is stored in the target as it was in the source goes over as bytes; everything else is read through its layouts as
-a view of the mapped file and written a few rows at a time. Jobs run in the source's order, a worker a core, no more at
-once than the memory allowed for them holds.
+a view of the mapped file and written a few rows at a time, in the source's order, no more at once than memory allows.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,112 @@ from ..errors import CheckpointError, UsageError
 from .block_file import CHUNK, BlockFile
 from .checkpoint import Checkpoint
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
-from .publish import FileRecord, Staging
-from .scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
+from .manifest import FileRecord
+from .publish import Staging
 from .threads import available_cores
 from .write import Output, Plan, Shard, prepare, writer
 
-ROWS = 1 << 20
-"""Bytes of a view that are gathered, cast and written at a time."""
+IN_FLIGHT = 128 * 2**20  # bytes of tensors held at once by all workers together, unless a single job needs more
+
+
+class StoppedError(Exception):
+    """Another worker, or another process, failed, and its error is the one to be told."""
+
+
+class Scheduler:
+    """Runs jobs in their order, as many at once as there are threads and as their memory allows; one alone always."""
+
+    def __init__(self, workers: int, limit: int, stop: threading.Event | None = None) -> None:
+        """`limit` is the bytes that jobs hold together; `stop`, set from outside, ends the work soon."""
+        self._workers, self._limit = workers, limit
+        self._held, self._changed = 0, threading.Condition()
+        self._failed, self._outside = threading.Event(), stop
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the work is to end: a job has failed, or somebody says so."""
+        return self._failed.is_set() or (self._outside is not None and self._outside.is_set())
+
+    def check(self) -> None:
+        """Raise StoppedError where the work is to end: long jobs ask now and then."""
+        if self.stopped:
+            raise StoppedError
+
+    def run(self, jobs: Iterable[Any], work: Callable[[Any], None]) -> None:
+        """Do all jobs, each of which says the bytes that it holds (`memory`). The first error ends the rest."""
+        running: list[Future[None]] = []
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="gptkit") as pool:
+            try:
+                for job in jobs:
+                    self._enter(job.memory)
+                    if self.stopped:
+                        break
+                    running.append(pool.submit(self._do, job, work))
+                wait(running)
+            finally:  # Ctrl-C in this thread included
+                self._failed.set()
+        errors = [error for future in running if (error := future.exception()) is not None]
+        errors.sort(key=lambda error: isinstance(error, StoppedError))  # the cause first
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            # The error's traceback holds this frame: what it names would live on, open files included.
+            del errors, running
+
+    def _enter(self, memory: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + memory <= self._limit)
+            self._held += memory
+
+    def _do(self, job: Any, work: Callable[[Any], None]) -> None:
+        try:
+            if not self.stopped:
+                work(job)
+        except BaseException:
+            self._failed.set()
+            raise
+        finally:
+            with self._changed:
+                self._held -= job.memory
+                self._changed.notify_all()
+
+
+def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
+    """The numbers below `count` in sets that depend on one another, each rising, by its first: `pairs` (or more) do."""
+    first = list(range(count))
+
+    def root(index: int) -> int:
+        while first[index] != index:
+            first[index] = first[first[index]]
+            index = first[index]
+        return index
+
+    for together in pairs:
+        least, *others = sorted({root(index) for index in together})
+        for other in others:
+            first[other] = least
+    members: dict[int, list[int]] = {}
+    for index in range(count):
+        members.setdefault(root(index), []).append(index)
+    return [members[least] for least in sorted(members)]
+
+
+def shared_tensors(checkpoint: Checkpoint, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    """The leaves' tensors under shared names, views of the files where layouts allow it, with their dtypes."""
+    return {
+        name: (array, checkpoint.dtype_of(leaf))
+        for leaf in leaves
+        for name, array in zip(leaf.shared, leaf.to_shared(checkpoint.read(leaf)), strict=True)
+    }
+
+
+ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
 
 
 @dataclass(frozen=True)
-class Job:
-    """Outputs that are made of the same source tensors, which are made into nothing else.
-
-    memory: bytes that it holds, the mapped source's included. copied: the output is the source's bytes.
-    """
+class _Job:
+    """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes."""
 
     sources: tuple[BoundLeaf, ...]
     outputs: tuple[tuple[Shard, Output], ...]
@@ -46,9 +137,7 @@ class Job:
 
 @dataclass
 class Transferred:
-    """What was carried over: hashes by file, what rounding and quantising did by tensor, and the values found that are
-    not finite.
-    """
+    """What was carried over: hashes by file, what rounding and quantising did, values that are not finite."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     rounded: dict[str, Rounding] = field(default_factory=dict)
@@ -63,7 +152,7 @@ class Transferred:
             getattr(self, name).update(getattr(other, name))
 
 
-def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
+def jobs_of(plan: Plan, source: Checkpoint) -> list[_Job]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
@@ -77,7 +166,7 @@ def jobs_of(plan: Plan, source: Checkpoint) -> list[Job]:
     return jobs
 
 
-def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> Job:
+def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
     copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
@@ -86,7 +175,7 @@ def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tupl
         memory += 4 * min(ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
-    return Job(tuple(leaves), tuple(outputs), copied, memory)
+    return _Job(tuple(leaves), tuple(outputs), copied, memory)
 
 
 def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
@@ -99,15 +188,13 @@ def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
     return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
 
 
-def memory_of(jobs: Sequence[Job], max_memory: int | None = None) -> int:
+def memory_of(jobs: Sequence[_Job], max_memory: int | None = None) -> int:
     """The bytes of tensors that a transfer holds at once. Raises UsageError: one job needs more than `max_memory`."""
     worst = max(jobs, key=lambda job: job.memory)
     if max_memory is not None and worst.memory > max_memory:
         names = ", ".join(output.leaf.checkpoint for _, output in worst.outputs[:3])
-        raise UsageError(
-            f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes",
-            f"Allow at least {-(-worst.memory // 2**20)} MiB.",
-        )
+        hint = f"Allow at least {-(-worst.memory // 2**20)} MiB."
+        raise UsageError(f"--max-memory {max_memory:,}: {names} alone needs {worst.memory:,} bytes", hint)
     return min(sum(job.memory for job in jobs), max_memory or max(IN_FLIGHT, worst.memory))
 
 
@@ -122,17 +209,9 @@ def transfer(
     stop: threading.Event | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Transferred:
-    """Write the plan's files into an open staging folder; those that it has from an earlier run of the same work are
-    kept.
-
-    `workers` are threads, by default one a core that this process may use. `only` names the shards to write, where
-    others write the rest; then the small files are theirs too. `stop`, set from outside, ends the transfer soon, which
-    then is not complete: others have failed. `progress` is called with the bytes of every tensor that is done, one call
-    at a time.
-
-    Raises CheckpointError: a value does not fit the output's dtype, or the source ended early. GptkitError: the disk is
-    too small or a write fails. UsageError: `max_memory` is too little for one tensor. StoppedError: perhaps, where
-    `stop` was set.
+    """Write the plan's files into a staging folder, but for those that an earlier run of the same work has finished.
+    `only` names the shards to write, where others write the rest; `stop`, set from outside, ends it. Raises
+    CheckpointError, GptkitError; UsageError: `max_memory` is too little; StoppedError.
     """
     done = Transferred()
     jobs = jobs_of(plan, source)
@@ -161,10 +240,7 @@ def transfer(
 
 @dataclass
 class _Carrier:
-    """The state of one transfer that its workers share.
-
-    left: the tensors of a file that are still to come. crcs: by file and tensor, where something stands around it.
-    """
+    """What the workers of a transfer share. left: tensors to come, by file. crcs: where something stands around."""
 
     source: Checkpoint
     staging: Staging
@@ -189,11 +265,8 @@ class _Carrier:
         for fd in self.sources.values():
             os.close(fd)
 
-    def _carry(self, job: Job) -> None:
-        if job.copied:
-            self._copy(job)
-        else:
-            self._rewrite(job)
+    def _carry(self, job: _Job) -> None:
+        (self._copy if job.copied else self._rewrite)(job)
         for shard, output in job.outputs:
             if shard.name not in self.writers:
                 continue
@@ -213,7 +286,7 @@ class _Carrier:
         with self.lock:
             self.done.files[shard.name] = file.record
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: _Job) -> None:
         (shard, output), bad = job.outputs[0], 0
         span = self.source.span(job.sources[0])
         assert span is not None
@@ -224,9 +297,9 @@ class _Carrier:
             self.scheduler.check()
 
         self.writers[shard.name].copy(output.leaf.checkpoint, self._fd(span[0]), span[1], look)
-        self._note(output, bad, Rounding(), Quantisation())
+        self._note(output, bad)
 
-    def _rewrite(self, job: Job) -> None:
+    def _rewrite(self, job: _Job) -> None:
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
             if shard.name in self.writers:
@@ -241,7 +314,7 @@ class _Carrier:
         bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
         with file.pieces(name) as piece:
             if around is not None:
-                piece(around.head)
+                piece(around[0])
             for rows in _row_slices(array):
                 self.scheduler.check()
                 chunk = contiguous(array[rows] if array.ndim else array)
@@ -264,12 +337,12 @@ class _Carrier:
                 if around is not None:
                     crc = zlib.crc32(data.data, crc)
             if around is not None:
-                piece(around.tail(crc))
+                piece(around[1](crc))
                 with self.lock:
                     self.crcs[file.path.name, name] = crc
         self._note(output, bad, cost, loss)
 
-    def _note(self, output: Output, bad: int, cost: Rounding, loss: Quantisation) -> None:
+    def _note(self, output: Output, bad: int, cost: Rounding = Rounding(), loss: Quantisation = Quantisation()) -> None:  # noqa: B008
         name = output.leaf.checkpoint
         with self.lock:
             if bad:
@@ -300,9 +373,7 @@ def _row_slices(array: np.ndarray) -> Iterator[Any]:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """The array with its elements in order. A transposed matrix is gathered in strips of a cache line, since numpy's
-    own copy of one reads a line for every element.
-    """
+    """The elements in order, a transposed matrix in strips of a cache line: numpy reads one for every element."""
     if array.ndim != 2 or array.flags.c_contiguous or array.strides[0] != array.itemsize:
         return np.ascontiguousarray(array)
     out = np.empty(array.shape, array.dtype)

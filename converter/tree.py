@@ -52,26 +52,18 @@ class Quantised(InvalidInput):
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree that a file says, gptkit.json, config.json or a tree by itself: (spec, origin, unknown config fields).
-    `path` is the `folder` or weight file that it is to describe.
-
-    Raises InvalidInput: it is not there or broken. UnknownFamily: a family that has no file.
-    """
+    """The tree that `file` says of a `folder` or weight file: (spec, origin, unknown fields). Raises InvalidInput."""
     if not file.is_file() or file.name == ADAPTER_CONFIG:
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
-        raise InvalidInput(
-            f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it",
-            "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json.",
-        )
+        hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
+        raise InvalidInput(f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it", hint)
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)
     if file.name != CONFIG and "model_type" not in config:
-        raise ConfigError(
-            f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json",
-            "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.",
-        )
+        message = f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json"
+        raise ConfigError(message, "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.")
     with _naming(CONFIG if folder else str(file)):
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
@@ -86,22 +78,18 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
     base, rank = config.get("base_model_name_or_path"), config.get("r")
     given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
     method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
-    kind = "a LoRA adapter" if method == "LORA" else "an adapter"
-    kind += f" of rank {rank}" if method == "LORA" and type(rank) is int else ""
+    kind = "an adapter"
+    hint = f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it."
+    if method == "LORA":
+        kind = "a LoRA adapter" + (f" of rank {rank}" if type(rank) is int else "")
+        hint = f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
     kind += f" for {given}" if given is not None else ""
-    raise InvalidInput(
-        f"{path} is {kind}, not a model by itself",
-        f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
-        if method == "LORA"
-        else f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it.",
-    )
+    raise InvalidInput(f"{path} is {kind}, not a model by itself", hint)
 
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Name the file in what is wrong with it: families say config.json, whatever it is called, and the tree's own
-    checks name none.
-    """
+    """Name the file in what is wrong with it: families say config.json, and the tree's own checks nothing."""
     try:
         yield
     except ConfigError as error:
@@ -121,16 +109,13 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
     if data.get("schema_version") != LOCAL_SCHEMA:
-        raise ConfigError(
-            f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}",
-            "Update gptkit, or convert the original again.",
-        )
+        message = f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}"
+        raise ConfigError(message, "Update gptkit, or convert the original again.")
     origin, history = data.get("origin"), data.get("history", [])
+    if isinstance(origin, dict):
+        origin = {**origin, "config_text": origin.get("config"), "history": history}
     try:
-        given = (
-            {**origin, "config_text": origin.get("config"), "history": history} if isinstance(origin, dict) else None
-        )
-        found = msgspec.convert(given, Origin)
+        found = msgspec.convert(origin, Origin)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: its origin or history is not what gptkit writes: {error}") from error
     if found.family is not None:
@@ -143,10 +128,8 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
 
 
 def holds_tree(path: Path) -> bool:
-    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it. Raises
-    InvalidInput: it cannot be read.
-    """
-    return path.is_file() and _is_tree(path, read_config_file(path)[0])
+    """Whether a .json file is a tree by itself, as `write_spec` writes it: there are no weights to it."""
+    return path.name != CONFIG and path.is_file() and _is_tree(path, read_config_file(path)[0])
 
 
 def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any]:
@@ -170,14 +153,9 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
 def write_spec(
     spec: ModelSpec, path: str | Path, *, origin: Origin | None = None, dtype: str = "float32", force: bool = False
 ) -> Path:
-    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model.
-    The file is there whole or not at all.
-
-    `origin` says where the tree came from, and in its history how it came about; by default it never had a family.
-    `dtype`, by torch's name, is what it is to be computed in. `force` replaces a file that is there.
-
-    Raises UsageError: the name does not end in .json, or is one that means something else beside weights; the file
-    exists already, or its folder does not. GptkitError: it cannot be written.
+    """Write a tree by itself to a .json file, which `params`, `compare`, `show` and `load --random` take as a model; it
+    is there whole or not at all. `origin` says where the tree came from; `dtype`, by torch's name, is what it is to be
+    computed in; `force` replaces a file. Raises UsageError: a name that means something else, or is taken; GptkitError.
     """
     from .files import failed, fsync, write_bytes  # here, because it imports hashlib
 

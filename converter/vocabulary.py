@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import pairwise
@@ -38,8 +38,7 @@ _ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space; as byte tokens it would not be decoded to one
 
-Table = Mapping[int, int]
-"""Old ids -> new ids, of the kept tokens."""
+Table = Mapping[int, int]  # old ids -> new ids, of the kept tokens
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,11 @@ class Vocabulary:
     data: dict[str, Any]
     files: Mapping[str, bytes]
     config: str | None = None
-    _pieces: dict[str, int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        model = self.data["model"]
-        vocab = model["vocab"]
-        pieces = {each[0]: i for i, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-        object.__setattr__(self, "_pieces", pieces)
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        vocab = self.data["model"]["vocab"]
+        return {each[0]: i for i, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
 
     @property
     def kind(self) -> str:
@@ -146,16 +143,21 @@ class Vocabulary:
     # --- the files for fewer tokens ---
 
     def cut(self, table: Table) -> dict[str, bytes | None]:
-        """The files that change when the tokens of `table` alone are kept, under their new ids; None removes one.
-        Raises InvalidInput: the tokenizers library gives other ids to the result than the table has.
-        """
-        files: dict[str, bytes | None] = {TOKENIZER: json_bytes(self._tokenizer(table))}
-        self._check(files[TOKENIZER], table)
+        """The files that change when the tokens of `table` alone are kept, by their new ids; None removes one."""
+        text = json_bytes(self._tokenizer(table))
+        made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
+        for (token, old), new in zip(self.tokens.items(), made, strict=True):
+            if new != table.get(old):
+                raise InvalidInput(
+                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
+                    "Please report this tokenizer.",
+                )
+        files: dict[str, bytes | None] = {TOKENIZER: text}
         for name, data in self._settings().items():
             renumbered = renumber(data, table)
             if name == SETTINGS and isinstance(data.get("added_tokens_decoder"), dict):
-                old = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
-                renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in old.items() if i in table}
+                by_id = {int(key): each for key, each in data["added_tokens_decoder"].items() if key.isdecimal()}
+                renumbered["added_tokens_decoder"] = {str(table[i]): each for i, each in by_id.items() if i in table}
             if renumbered != data:
                 files[name] = json_bytes(renumbered)
         for name in ("vocab.json", "added_tokens.json"):
@@ -163,7 +165,12 @@ class Vocabulary:
                 ids = parse_config_text(self.files[name], name)
                 files[name] = json_bytes({token: table[i] for token, i in ids.items() if i in table})
         if "merges.txt" in self.files:
-            files["merges.txt"] = self._merges_text(table)
+
+            def stays(line: str) -> bool:
+                left, space, right = line.partition(" ")
+                return line.startswith("#version") or not space or self._all_kept((left, right, left + right), table)
+
+            files["merges.txt"] = "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
         for name in self.files:
             if any(fnmatchcase(name, pattern) for pattern in OTHER_FORMS):
                 files[name] = None
@@ -192,28 +199,9 @@ class Vocabulary:
     def _all_kept(self, tokens: Iterable[str], table: Table) -> bool:
         return all(self._pieces.get(token, -1) in table for token in tokens)
 
-    def _merges_text(self, table: Table) -> bytes:
-        def stays(line: str) -> bool:
-            left, space, right = line.partition(" ")
-            return line.startswith("#version") or not space or self._all_kept((left, right, left + right), table)
-
-        return "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
-
-    def _check(self, text: bytes | None, table: Table) -> None:
-        assert text is not None
-        made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
-        for (token, old), new in zip(self.tokens.items(), made, strict=True):
-            if new != table.get(old):
-                raise InvalidInput(
-                    f"the tokenizer cannot be rewritten: {token!r} would be token {new} instead of {table.get(old)}",
-                    "Please report this tokenizer.",
-                )
-
 
 def read_vocabulary(folder: Path | None, texts: Mapping[str, bytes], config: str | None = None) -> Vocabulary | None:
-    """The vocabulary of a tokenizer in a folder, files of the same name among `texts` taken instead; None if there is
-    none. Raises InvalidInput: the tokenizer cannot be read.
-    """
+    """The vocabulary of a tokenizer in a folder, files among `texts` taken first; None if there is none."""
     files = {} if folder is None else {path.name: path.read_bytes() for path in token_files(folder)}
     files |= {name: text for name, text in texts.items() if name != CONFIG}
     # Read by the library, which refuses what is broken, and written out by it: one form of each field.
@@ -236,14 +224,9 @@ def passed_through(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]
 
 def ids_in(data: Mapping[str, Any]) -> set[int]:
     """The ids that the fields of a config name, `eos_token_id` and its like."""
-    found: set[int] = set()
-
-    def note(token_id: int) -> int:
-        found.add(token_id)
-        return token_id
-
-    _over_ids(data, note)
-    return found
+    found: list[int] = []
+    _over_ids(data, lambda token_id: found.append(token_id) or token_id)  # type: ignore[func-returns-value]
+    return set(found)
 
 
 def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
@@ -252,18 +235,16 @@ def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 
 def _over_ids(data: Mapping[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
-    def changed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [changed(each) for each in value]
-        return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    found = {}
-    for key, value in data.items():
+    def changed(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            found[key] = _over_ids(value, change)
-        else:
-            found[key] = changed(value) if _ID_FIELD.fullmatch(key) else value
-    return found
+            return _over_ids(value, change)
+        if not _ID_FIELD.fullmatch(key):
+            return value
+        if isinstance(value, list):
+            return [changed(key, each) for each in value]
+        return change(value) if type(value) is int else value
+
+    return {key: changed(key, value) for key, value in data.items()}
 
 
 def named_in(settings: Mapping[str, Any]) -> set[str]:

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from ..architectures import Architecture, BoundLeaf, named
+from ..architectures.layout import IDENTITY
+from ..components import ModelSpec
+from ..display import Shown
 from ..errors import CheckpointError
+from .dtypes import parse_dtype
 from .index import WeightFiles
 from .safetensors import DTYPES
+from .tree import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +78,8 @@ class Stored:
 
 
 class Weights:
-    """The tensors of files.
-
-    Attributes:
-        info: each tensor's dtype, once it is read, and its shape.
-        blocks: of tensors that are made on reading, the element type in the file, and the bytes there.
-        fetched: whether the files are here; otherwise only their headers are known, and nothing can be read.
+    """The tensors of files. info: each one's dtype, once read, and shape. blocks: of those made on reading, type and
+    bytes in the file. fetched: whether the files are here, or only headers.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], fetched: bool = True) -> None:
@@ -106,11 +110,12 @@ class Weights:
             if tensor.path is not None:
                 self._mapped(tensor.path)
 
-    def with_zeros(self, zeros: Mapping[str, tuple[str, tuple[int, ...]]]) -> Weights:
-        """The same, and tensors of zeros, each with its dtype and shape."""
+    def with_more(self, tensors: Mapping[str, Stored], alone: bool = False) -> Weights:
+        """The same, and these; with `alone` no others are told."""
         more = copy(self)
-        more._tensors = {**self._tensors, **{name: Stored(None, *about) for name, about in zeros.items()}}
-        more.info = {**self.info, **zeros}
+        more._tensors = {**self._tensors, **tensors}
+        info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+        more.info = info if alone else self.info | info
         return more
 
     def place(self, name: str) -> tuple[Path, int]:
@@ -125,9 +130,7 @@ class Weights:
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor in its carrier dtype (bf16 as uint16): a read-only view of its file where it can be. Raises
-        KeyError for a name that is not there, CheckpointError for a packed dtype or a file that has changed.
-        """
+        """The tensor in its carrier dtype (bf16 as uint16), a read-only view of its file where it can be."""
         if not self.fetched:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]
@@ -149,6 +152,17 @@ class Weights:
         strides = [stride * itemsize for stride in tensor.strides or ()]
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes, so that NaN equals NaN and -0 is not 0."""
+        if self.info[name] != self.info[other]:
+            return False
+        if self.span(name) == self.span(other) is not None:
+            return True
+        rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
+        ours, theirs = self.read(name), self.read(other)
+        parts = [slice(start, start + rows) for start in range(0, len(ours), rows)]
+        return all(ours[part].tobytes() == theirs[part].tobytes() for part in parts)
+
     def _mapped(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             try:
@@ -166,3 +180,129 @@ class Weights:
         for mapped in list(self._maps.values()):  # other threads may map more
             if hasattr(mapped, "madvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+class Tree(Protocol):
+    """A tree and its tensors by shared name, whether they lie in files (a `Checkpoint`) or are made when asked for."""
+
+    spec: ModelSpec
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """A tensor to be read only: (array in its carrier dtype, dtype)."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what reading brought into memory (pages of mapped files)."""
+        ...
+
+
+@dataclass
+class Checkpoint(Shown):
+    """An opened checkpoint.
+
+    Attributes:
+        reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
+        format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
+        spec: the tree.
+        leaves: the files' tensors, each with the shared tensors it holds.
+        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
+        dtypes: each leaf's stored dtype, by its checkpoint name.
+        notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
+        texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
+        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
+        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
+    """
+
+    reference: str
+    path: Path
+    revision: str | None
+    format: str
+    spec: ModelSpec
+    leaves: list[BoundLeaf]
+    dtype: str
+    origin: Origin
+    notes: list[str] = field(default_factory=list)
+    files: tuple[Path, ...] = ()
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    extra: tuple[BoundLeaf, ...] = ()
+    _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
+    _found: dict[str, str] = field(repr=False, default_factory=dict)
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.spec.blocks):,} layers"
+        return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
+
+    @property
+    def folder(self) -> Path:
+        """Where the files that travel with the weights lie."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The family it belongs or belonged to."""
+        return None if self.origin.family is None else named(self.origin.family)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Each leaf's stored dtype, by its checkpoint name."""
+        return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
+
+    def dtype_of(self, leaf: BoundLeaf) -> str:
+        """The stored dtype of a leaf's tensor."""
+        return self._weights.info[self._found[leaf.checkpoint]][0]
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the weights can be read; with headers alone they cannot."""
+        return self._weights.fetched
+
+    def nbytes_of(self, leaf: BoundLeaf) -> int:
+        """The bytes of a leaf's tensor in its carrier dtype."""
+        return math.prod(leaf.shape) * DTYPES[self.dtype_of(leaf)].itemsize
+
+    def stored_of(self, leaf: BoundLeaf) -> tuple[str, int]:
+        """A leaf's element type in its file, which for quantised ones is their format's own, and its bytes there."""
+        return self._weights.blocks.get(self._found[leaf.checkpoint]) or (self.dtype_of(leaf), self.nbytes_of(leaf))
+
+    def span(self, leaf: BoundLeaf) -> tuple[Path, int] | None:
+        """The file that holds a leaf's tensor byte for byte, and where it begins; None where it is made on reading."""
+        return self._weights.span(self._found[leaf.checkpoint])
+
+    def read(self, leaf: BoundLeaf) -> np.ndarray:
+        """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
+        return self._weights.read(self._found[leaf.checkpoint])
+
+    def release(self) -> None:
+        """Give pages of the files that were read back to the system, where memory is short."""
+        self._weights.release()
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
+        """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""
+        for leaf in self.leaves:
+            dtype = self.dtype_of(leaf)
+            for name, array in zip(leaf.shared, leaf.to_shared(self.read(leaf)), strict=True):
+                yield name, array, dtype
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """One shared tensor: (array in its carrier dtype, dtype)."""
+        leaf = self._holder[name]
+        return leaf.to_shared(self.read(leaf))[leaf.shared.index(name)], self.dtype_of(leaf)
+
+    @cached_property
+    def _holder(self) -> dict[str, BoundLeaf]:
+        """Shared name -> the leaf that holds it."""
+        return {name: leaf for leaf in self.leaves for name in leaf.shared}
+
+    def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
+        """Every shared tensor's dtype: its stored one, or the one that is asked for, in the user's words."""
+        all_of_them = None if asked is None else parse_dtype(asked)
+        return {name: all_of_them or self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
+
+
+def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
+    """The leaves of gptkit's own format: every shared tensor under its own name."""
+    return [
+        BoundLeaf(parameter.name, parameter.shape, (parameter.name,), (parameter.shape,), IDENTITY, {})
+        for parameter in spec.parameters()
+    ]

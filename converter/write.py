@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,37 +24,28 @@ from ..errors import CheckpointError
 from ..version import __version__
 from .block_file import Block, BlockFile
 from .dtypes import cast, widest
-from .index import is_plain
-from .names import INDEX
-from .publish import FileRecord, Staging, copy_file, write_bytes
+from .files import copy_file, write_bytes
+from .manifest import FileRecord
+from .names import INDEX, is_plain
+from .publish import Staging
 from .safetensors import DTYPES, build_header, parse_header
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}
-"""What save_pretrained writes, and transformers asks for."""
+METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
-Decode = Callable[[np.ndarray], np.ndarray]
-"""What `Encode` gave -> the values that it stands for, in fp32."""
+Decode = Callable[[np.ndarray], np.ndarray]  # what `Encode` gave -> the values that it stands for, in fp32
 
 
-class Around(Protocol):
-    """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
-
-    @property
-    def head(self) -> bytes: ...
-
-    def tail(self, crc: int) -> bytes: ...
+Around = tuple[bytes, Callable[[int], bytes]]
+"""A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor to be written, and its place in its file.
-
-    encode, decode: to bytes and back, for element types that are none of numpy's (blocks of quantised values); others
-    are cast.
-    around: what stands before and behind the tensor's bytes in its place, where that depends on their crc32.
+    """One tensor, and its place in its file. encode, decode: to bytes of quantised blocks and back, others are cast;
+    around: what stands before and behind its bytes, where that depends on their crc32.
     """
 
     leaf: BoundLeaf
@@ -68,10 +59,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file: its header, its tensors and its size; what none of them covers is padding.
-
-    constants: bytes that are known beforehand and stand behind the header (tables computed from the tree). ending: the
-    last bytes, where they depend on the crc32 of every tensor, in the order of `outputs`.
+    """One weight file; what no tensor covers is padding. constants: known bytes behind the header (tables computed from
+    the tree). ending: the last bytes, from the crc32 of every output.
     """
 
     name: str
@@ -134,16 +123,13 @@ def plan(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     homes: Mapping[str, Path] | None = None,
 ) -> Plan:
-    """A plan of safetensors files for the target's leaves, `dtypes` by shared name.
-
-    `homes` names the file that each shared tensor comes from: then as many files are made, of the same tensors.
-
-    An output made of several has the widest's dtype. Tensors are dealt out over shards as transformers does
-    (huggingface_hub's split_state_dict_into_shards_factory): one larger than a shard has a shard to itself.
+    """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
+    else as transformers deals them out (split_state_dict_into_shards_factory). Several tensors in one get the widest
+    dtype.
     """
     tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     groups: list[list[tuple[BoundLeaf, str]]] = []
-    if homes is not None:
+    if homes:
         by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
         for leaf, dtype in tensors:
             by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))
@@ -162,8 +148,7 @@ def plan(
             group.append((leaf, dtype))
             filled += nbytes
         groups += [group] if group else []
-    count = len(groups)
-    if count == 1:
+    if (count := len(groups)) == 1:
         return Plan((_lay_out("model.safetensors", groups[0]),), texts, tuple(companions))
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
@@ -183,10 +168,8 @@ def as_it_was(
     files: Mapping[str, str],
     canonical: Callable[[str, Mapping[str, Any]], str | None],
 ) -> tuple[tuple[Shard, ...], dict[str, bytes]] | None:
-    """The shards and the index that `files` (see Origin) describe, None where these are not their tensors any more.
-
-    `canonical` tells under which of the leaves' names a tensor of the files goes; it is written under the name that it
-    had. Every header comes from a folder that anybody may have edited: it is checked as if it were read from a file.
+    """The shards and the index that `files` (see Origin) describe, None where they are not these tensors any more;
+    `canonical` tells whose name one is. Anybody may have edited them: checked as if read from a file.
     """
     here = {leaf.checkpoint: (leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves}
     index = {name: text.encode() for name, text in files.items() if name == INDEX}
@@ -196,14 +179,11 @@ def as_it_was(
         if name in index:
             continue
         raw = text.encode()
+        if not is_plain(name) or not name.endswith(".safetensors"):  # which something else in the folder may be called
+            return None
         try:
-            # A plain name, as `index` would take it, that nothing else in a checkpoint's folder has.
-            infos = (
-                parse_header(name, raw).tensors.values() if is_plain(name) and name.endswith(".safetensors") else None
-            )
+            infos = parse_header(name, raw).tensors.values()
         except CheckpointError:
-            infos = None
-        if infos is None:
             return None
         outputs: list[Output] = []
         for info in infos:
@@ -250,10 +230,7 @@ def execute(
     staging: Staging,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, FileRecord]:
-    """Write the plan into an open staging folder, `tensors` being (shared name, array, dtype) in any order; returns the
-    hashes of every weight file, for the manifest. Raises CheckpointError: a value does not fit the output's dtype.
-    GptkitError: the disk is too small or a write fails.
-    """
+    """Write the plan into a staging folder, `tensors` being (shared name, array, dtype); gives hashes by file."""
     prepare(plan, staging)
     pending: dict[str, tuple[np.ndarray, str]] = {}
     with ExitStack() as stack:

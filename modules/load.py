@@ -17,7 +17,7 @@ from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
 from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.outline import Outline, outline
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from ..errors import UsageError
 from .attention import Kernel
 from .decoder import Decoder

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..converter.adapt import adapted
 from ..converter.checkpoint import Checkpoint, identity_leaves
-from ..converter.convert import plan_conversion
+from ..converter.convert import adapted, plan_conversion
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.outline import Outline
 from ..converter.publish import Staging

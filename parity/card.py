@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.publish import sha256_file
+from ..converter.files import sha256_file
 from ..errors import UsageError
 from ..version import __version__
 from .verify import Verification

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..analysis.parameters import count
 from ..components import ModelSpec
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from .bisect import Kept
 from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Batch

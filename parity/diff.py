@@ -19,8 +19,8 @@ from ..architectures import BoundLeaf
 from ..components import Parameter
 from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, open_checkpoint
-from ..converter.scheduler import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from ..converter.threads import available_cores
+from ..converter.transfer import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes

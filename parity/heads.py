@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from ..errors import GptkitError
 from .passes import trim_heaps
 from .rows import head_rows

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from ..modules.decoder import Decoder, HeadModule
 from ..modules.layers import Linear, multiply
 from ..modules.load import filled, tensor_of

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
 from ..converter.checkpoint import Checkpoint
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from ..errors import CannotExpress, GptkitError
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder

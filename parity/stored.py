@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
-from ..converter.publish import MANIFEST, check_manifest
+from ..converter.manifest import MANIFEST, check_manifest
 from ..errors import CheckpointError
 from ..modules.decoder import EmbeddingModule, PositionsModule
 from ..modules.load import filled

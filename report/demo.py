@@ -9,7 +9,7 @@ from rich.console import Console
 from ..analysis.params import params
 from ..converter.checkpoint import open_checkpoint
 from ..converter.convert import convert
-from ..converter.publish import sha256_file
+from ..converter.files import sha256_file
 from ..converter.resolve import SAMPLES
 from ..modules.text import generate
 from ..parity.verify import verify

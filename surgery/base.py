@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import cast, from_float64, to_float64, widest
-from ..converter.tensors import Tree
 from ..converter.tree import Origin
+from ..converter.weights import Tree
 from ..errors import GptkitError, InvalidInput
 from .facts import Weights
 

@@ -18,9 +18,8 @@ from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
-from ..converter.adapt import families_of
 from ..converter.checkpoint import Checkpoint
-from ..converter.convert import main_dtype
+from ..converter.convert import families_of, main_dtype
 from ..converter.dtypes import widest
 from ..converter.targets import FOLDERS, Target, target
 from ..errors import UsageError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..components import ModelSpec
-from ..converter.tensors import Tree
+from ..converter.weights import Tree
 from ..parity.heads import compare_heads, perplexity, require_same_tokens
 from ..parity.probe import Batch
 from ..parity.rows import states

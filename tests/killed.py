@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptkit.converter.convert import convert
-from gptkit.converter.journal import read_journal
+from gptkit.converter.publish import read_journal
 
 SHARD = 250_000  # bytes: half a dozen shards of a sample
 LEFT_BESIDE = re.compile(r"\.out\.(lock|(partial|old)-\d+-[0-9a-f]{8})")

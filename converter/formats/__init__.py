@@ -18,9 +18,8 @@ from ...components import ModelSpec
 from ..targets import FORMATS
 
 if TYPE_CHECKING:
-    from ..tensors import Checkpoint
     from ..tree import Origin
-    from ..weights import Weights
+    from ..weights import Checkpoint, Weights
     from ..write import Plan
 
 
@@ -45,11 +44,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Request:
-    """What a format is asked to write.
-
-    asked: --dtype in the user's words, which may be one that only this format knows (q8_0).
-    companions: tokenizer files and the like that lie beside the source; others it may hold inside (`source.texts`).
-    """
+    """What a format is asked to write; `asked` is --dtype in the user's words, `companions` lie beside the source."""
 
     source: Checkpoint
     asked: str | None

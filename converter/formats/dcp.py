@@ -2,11 +2,9 @@
 
 Written under the names that the family's checkpoints have, with config.json beside: a model of transformers, sharded or
 not, loads it as it is (`dcp.load(model.state_dict(), checkpoint_id=folder)`), a tied head under its second name too.
-Which tensors there are and how they are cut is planned by torch's own planner, on the meta device, and `.metadata` is
-its pickle; the tensors go their usual way (see `torch_archive`, and `dcp_read` for reading).
-
-A folder of the Hugging Face writer of torch.distributed.checkpoint, whose safetensors files hold parts of tensors, is
-read too. Whole ones are a Hugging Face folder like any other, there and back.
+What lies where is planned by torch's own planner, on the meta device; the tensors go their usual way (see
+`torch_archive`). What the Hugging Face writer of torch.distributed.checkpoint makes, safetensors files with parts of
+tensors, is read too.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
 from ...errors import CheckpointError, InvalidInput
 from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
+from ..tree import Origin
+from . import Opened, Request
 from .torch_archive import ALIGNMENT, archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..write import Output, Plan, Shard
-    from . import Opened, Request
 
 METADATA = ".metadata"
 SHARDS = "shard-*-model-*-of-*.safetensors"
@@ -52,17 +50,14 @@ def _description(path: Path) -> Path:
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
-    raise InvalidInput(
-        f"{path} is a distributed checkpoint, which does not say what model it holds",
-        f"Put the model's {CONFIG} beside {METADATA}.",
-    )
+    hint = f"Put the model's {CONFIG} beside {METADATA}."
+    raise InvalidInput(f"{path} is a distributed checkpoint, which does not say what model it holds", hint)
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
-    from ..tensors import identity_leaves
-    from . import Opened
-    from .dcp_read import ChunkedWeights, hugging_face, located, metadata
+    from ..weights import identity_leaves
+    from .dcp_read import chunked, hugging_face, located, metadata
 
     described = _description(path)
     spec, origin, _ = describe(path)
@@ -90,15 +85,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if pickled.is_file():
         kept = located(kept)
     files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
-    return Opened(
-        spec,
-        origin,
-        leaves,
-        ChunkedWeights(kept),
-        (*sorted(files), *([pickled] if pickled.is_file() else [])),
-        notes=notes,
-        architecture=architecture,
-    )
+    here = (*sorted(files), *([pickled] if pickled.is_file() else []))
+    return Opened(spec, origin, leaves, chunked(kept), here, notes=notes, architecture=architecture)
 
 
 def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:
@@ -115,17 +103,12 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
 
 
 def plan(request: Request) -> Plan:
-    """As many .distcp files as there would be safetensors files, `.metadata`, and config.json.
-
-    A tree that never had a family is written under shared names, with gptkit.json. Raises CannotExpress, UsageError.
-    """
+    """.distcp files, `.metadata` and config.json; without a family shared names, and gptkit.json."""
     from ..convert import plan_output
     from ..dtypes import parse_dtype
 
-    dtypes, compute = request.source.shared_dtypes(), request.source.dtype
-    if request.asked is not None:
-        compute = parse_dtype(request.asked)
-        dtypes = dict.fromkeys(dtypes, compute)
+    dtypes = request.source.shared_dtypes(request.asked)
+    compute = request.source.dtype if request.asked is None else parse_dtype(request.asked)
     to = "local" if request.source.origin.family is None else "hf"
     spec, origin = request.source.spec, replace(request.source.origin, files={})
     like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.source.texts)
@@ -152,7 +135,7 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
         at += -at % ALIGNMENT
         pickled = program(pickled_tensor("0", output.dtype, output.leaf.shape))
         around = archive_of("archive", {"data.pkl": pickled, **FILES}, [output.nbytes])
-        laid.append(Output(output.leaf, output.dtype, at, around.size, around=around))
+        laid.append(Output(output.leaf, output.dtype, at, around.size, around=(around.head, around.tail)))
         at += around.size
     return Shard(name, b"", tuple(laid), at)
 

@@ -22,24 +22,21 @@ from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
 from ...architectures.gguf_facts import Facts
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
+from ..tree import Origin
+from . import Opened, Request
 from .gguf_header import Array, Header, dequantised, open_header
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..write import Plan
-    from . import Opened, Request
 
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
 
-MAX_FLOATS = 2**17
-"""Of a tensor that stands for numbers of the tree."""
+MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
 
-COMPARED = 2**20
-"""Bytes of two tensors that are compared at a time."""
+COMPARED = 2**20  # bytes of two tensors that are compared at a time
 
-SAMPLED = 2**14
-"""Bytes of two tensors of a file elsewhere that are compared at each of a few places."""
+SAMPLED = 2**14  # bytes of two tensors of a file elsewhere that are compared at each of a few places
 
 ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
@@ -76,7 +73,6 @@ def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origi
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
     from ..weights import Stored, Weights
-    from . import Opened
     from .gguf_tokenizer import Texts, without_tokenizer
 
     found = _Model(path, open_header(path))
@@ -123,8 +119,6 @@ class _Model:
     """What a header says: the tree, a config.json, and the tensors that hold no weights."""
 
     def __init__(self, path: Path | str, header: Header) -> None:
-        from ..tree import Origin
-
         self.header = header
         self.kind = _kind(path, header)
         self.notes: list[str] = []
@@ -156,9 +150,8 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
         raise InvalidInput(f"{path} holds {what}", "Name the model's own file.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise InvalidInput(
-            f"{path} is one of {parts!r:.20} parts of a model", "Join them with llama.cpp's llama-gguf-split --merge."
-        )
+        hint = "Join them with llama.cpp's llama-gguf-split --merge."
+        raise InvalidInput(f"{path} is one of {parts!r:.20} parts of a model", hint)
     try:
         return gguf_architecture(header.metadata.get("general.architecture"))
     except InvalidInput as error:

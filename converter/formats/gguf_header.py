@@ -35,13 +35,11 @@ MAX_TENSORS = 2**17
 MAX_STRINGS = 1_500_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
 MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
 MAX_NAME = 2**16 - 1
-SMALL = 2**16
-"""So many numbers of arrays are read at once, further ones when they are asked for."""
+SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
 
-PART = 2**22
-"""Elements that are dequantised at a time: the gguf package's numpy takes several times their memory."""
+PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
 
-Buffer = bytes | mmap.mmap
+_Buffer = bytes | mmap.mmap
 
 _START, _U64 = struct.Struct("<4sIQQ"), struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
@@ -49,7 +47,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
+class _GgufTensor:
     """Where a tensor lies: bytes `start` to `end` (exclusive) of the file. `shape` is numpy's, the innermost last."""
 
     name: str
@@ -87,8 +85,8 @@ class Header:
 
     where: str
     metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
-    buffer: Buffer
+    tensors: dict[str, _GgufTensor]
+    buffer: _Buffer
     elsewhere: Callable[[int, int], bytes] | None = None
 
     def read(self, start: int, end: int) -> bytes:
@@ -96,9 +94,7 @@ class Header:
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
 
     def values(self, key: str, most: int) -> list[Any] | None:
-        """The array at `key`, None where there is none. Raises CheckpointError: it is no array, has more than `most`
-        values (which are then not read), or is not UTF-8.
-        """
+        """The array at `key`, None where there is none; more than `most` values are refused before they are read."""
         value = self.metadata.get(key)
         if value is None:
             return None
@@ -118,9 +114,8 @@ class Header:
                 found.append(buffer[at + 8 : at + 8 + length].decode())
                 at += 8 + length
         except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
-            ) from error
+            message = f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
+            raise CheckpointError(message) from error
         return found
 
 
@@ -134,13 +129,9 @@ def open_header(path: Path) -> Header:
 
 
 def parse_header(
-    where: Path | str, buffer: Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
+    where: Path | str, buffer: _Buffer, size: int | None = None, elsewhere: Callable[[int, int], bytes] | None = None
 ) -> Header:
-    """Check the header at the beginning of a file's bytes against all of them.
-
-    Of a file that is `elsewhere`, `buffer` is the beginning alone and `size` the bytes of the whole. Raises
-    CheckpointError: it is no header, or does not fit the file. Incomplete: more of the file is needed.
-    """
+    """Check the header in a file's bytes, of a file `elsewhere` its beginning. Raises CheckpointError, Incomplete."""
     where = str(where)
     size = len(buffer) if size is None else size
     if buffer[: len(POINTER)] == POINTER:
@@ -166,7 +157,7 @@ def parse_header(
 class _Cursor:
     """A place in the header that only moves on within the file."""
 
-    def __init__(self, where: str, buffer: Buffer, size: int, at: int) -> None:
+    def __init__(self, where: str, buffer: _Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
         self.strings, self.text, self.small = MAX_STRINGS, MAX_TEXT, SMALL
 
@@ -174,10 +165,8 @@ class _Cursor:
         """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
         at = self.at
         if length > self.size - at:
-            raise CheckpointError(
-                f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found",
-                "Fetch or copy this file again.",
-            )
+            message = f"{self.where} is truncated: {what} takes {length} bytes from byte {at}, {self.size} found"
+            raise CheckpointError(message, "Fetch or copy this file again.")
         if at + length > len(self.buffer):
             raise Incomplete(at + length)
         self.at = at + length
@@ -254,7 +243,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any] | Array:
     return Array(kind, count, start) if cursor.small < 0 else _numbers(cursor.where, cursor.buffer, kind, count, start)
 
 
-def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> list[Any]:
+def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> list[Any]:
     values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", buffer, start)
     if kind != _BOOL:
         return list(values)
@@ -264,7 +253,7 @@ def _numbers(where: str, buffer: Buffer, kind: int, count: int, start: int) -> l
     return [value == 1 for value in values]
 
 
-def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+def _tensor(cursor: _Cursor, alignment: int) -> _GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
     name = cursor.string("a tensor's name", MAX_NAME)
     where = f"{cursor.where}: tensor {name!r:.60}"
@@ -282,12 +271,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
     if offset % alignment:
         raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
-    return GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
+    return _GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
 
 
-def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
+def _place(where: str, infos: list[_GgufTensor], end: int, alignment: int, size: int) -> dict[str, _GgufTensor]:
     """The tensors by name, at their places in the file, which they fill from the end of the header without holes."""
-    found: dict[str, GgufTensor] = {}
+    found: dict[str, _GgufTensor] = {}
     data = at = -(-end // alignment) * alignment
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
@@ -297,11 +286,9 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
             what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
             raise CheckpointError(f"{where}: tensor {info.name!r:.60} {what} (byte {start}, {at} expected)")
         if end > size:
-            raise CheckpointError(
-                f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found",
-                "Fetch or copy this file again.",
-            )
-        found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
+            message = f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found"
+            raise CheckpointError(message, "Fetch or copy this file again.")
+        found[info.name] = _GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):
         raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")

@@ -1,19 +1,18 @@
 """The tokenizer in a GGUF file, written out as Hugging Face has it: tokenizer.json and the files beside it.
 
-"gpt2" is byte-level BPE by merges; how it splits text beforehand has only a name in the file, `tokenizer.ggml.pre`,
-and is compiled into llama.cpp. "llama" is SentencePiece's BPE, of which the file keeps scores: merges are made of them
-as transformers makes them of a tokenizer.model. "t5" is SentencePiece's unigram model. A name that is not known gives
-no tokenizer rather than a wrong one. The chat template is text that is passed on, and never run.
-
-Source: llama.cpp, src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py (LlamaConverter) and
-tokenization_utils_base.py (generate_merges).
+How "gpt2", byte-level BPE, splits text has only a name in the file, `tokenizer.ggml.pre`. Of "llama", SentencePiece's
+BPE, the file keeps scores: merges are made of them as transformers makes them of a tokenizer.model. "t5" is
+SentencePiece's unigram model. A name that is not known gives no tokenizer rather than a wrong one. The chat template is
+text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py
+(LlamaConverter) and tokenization_utils_base.py (generate_merges).
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -30,10 +29,8 @@ ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep"
 MAX_SQUARES = 2**27
 """The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
 262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
-MAX_TOKENS = 2**19
-"""The largest vocabularies have half of that."""
-MAX_CHARSMAP = 2**22
-"""Bytes; SentencePiece's own has 240,000."""
+MAX_TOKENS = 2**19  # the largest vocabularies have half of that
+MAX_CHARSMAP = 2**22  # bytes; SentencePiece's own has 240,000
 
 # --- how byte-level BPE splits text, by llama.cpp's names ------------------------------------------------------------
 
@@ -51,7 +48,7 @@ def split(pattern: str) -> Step:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def byte_level(use_regex: bool) -> Step:
+def _byte_level(use_regex: bool) -> Step:
     """Bytes as printable characters, after GPT-2's own pattern or without it."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
@@ -60,7 +57,7 @@ ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for ind
 
 
 def _split_first(pattern: str) -> tuple[Step, ...]:
-    return (split(pattern), byte_level(False))
+    return (split(pattern), _byte_level(False))
 
 
 def _letters(numbers: str) -> tuple[Step, ...]:
@@ -68,22 +65,22 @@ def _letters(numbers: str) -> tuple[Step, ...]:
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
 
-_GPT2 = (byte_level(True),)
+_GPT2 = (_byte_level(True),)
 _LLAMA3 = _letters(r"\p{N}{1,3}")
 _QWEN2 = _letters(r"\p{N}")
-_DIGITS = (ONE_DIGIT, byte_level(True))
+_DIGITS = (ONE_DIGIT, _byte_level(True))
 _BLOOM = _split_first(r" ?[^(\s|[.,!?…。，、।۔،])]+")
 _TEKKEN = _split_first(rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}")
 _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
-_THREE_DIGITS = (byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
+_THREE_DIGITS = (_byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
 _FALCON = ({"type": "Punctuation", "behavior": "Contiguous"}, *_THREE_DIGITS)
 _DEEPSEEK_CODER = (
     *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
     ONE_DIGIT,
-    byte_level(False),
+    _byte_level(False),
 )
 # What llama.cpp does with a file that names nothing.
 _DEFAULT = (split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS)
@@ -137,29 +134,21 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
         raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
 
 
-class Texts(Mapping[str, bytes]):
-    """The files that a GGUF's tokenizer is in Hugging Face's terms, by name; made when one is asked for.
+def splits(token: str) -> list[tuple[str, str]]:
+    """A token in two parts, in every way."""
+    return [(token[:at], token[at:]) for at in range(1, len(token))]
 
-    rows, context: the size of the token table and the longest text. special: the ids of special tokens, by
-    transformers' names.
 
-    Every access raises CheckpointError where the tokenizer is broken.
+class Texts(UserDict[str, bytes]):
+    """The files that a GGUF's tokenizer is in Hugging Face's terms, made when one is asked for; `rows` of the token
+    table, the longest text, and the ids of special tokens by transformers' names. Raises CheckpointError.
     """
 
     def __init__(self, header: Header, rows: int, context: int | None, special: Mapping[str, list[int]]) -> None:
         self._header, self._rows, self._context, self._special = header, rows, context, special
 
-    def __getitem__(self, name: str) -> bytes:
-        return self._files[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def data(self) -> dict[str, bytes]:  # type: ignore[override]
         files: dict[str, Any] = {}
         if not without_tokenizer(self._header):
             files["tokenizer.json"] = self._tokenizer()
@@ -357,13 +346,10 @@ BPE = {
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that together are one, that with the highest score first.
-
-    Ties as transformers' generate_merges orders them.
-    """
+    """Every pair of tokens that make one, by the highest score, ties as transformers' generate_merges has them."""
     ranked = []
     for order, (token, index) in enumerate(vocab.items()):
-        for left, right in ((token[:at], token[at:]) for at in range(1, len(token))):
+        for left, right in splits(token):
             if left in vocab and right in vocab:
                 rank = (-scores[index], -len(left), -len(right), order, vocab[left], vocab[right])
                 ranked.append((rank, (left, right)))

@@ -1,11 +1,9 @@
 """A Hugging Face tokenizer as GGUF metadata, by the conventions of llama.cpp.
 
-llama.cpp has three tokenizers that these models use, and asks a file for one by name: "gpt2" is byte-level BPE, driven
-by merges; "llama" is SentencePiece's BPE, driven by scores; "t5" is SentencePiece's unigram model. How text is split
-before byte-level BPE is compiled into llama.cpp and has a name there, `tokenizer.ggml.pre`, which is told here from
-what tokenizer.json says; a way of splitting without a name becomes "default", with a note.
-
-Source: llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
+llama.cpp is asked for a tokenizer by name: "gpt2" is byte-level BPE, driven by merges; "llama" is SentencePiece's BPE,
+driven by scores; "t5" is SentencePiece's unigram model. How text is split before byte-level BPE has a name there too,
+`tokenizer.ggml.pre`, told here from tokenizer.json; a way without a name becomes "default", with a note. Source:
+llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -36,21 +34,18 @@ from .gguf_tokenizer import (
     WORDS_FIRST,
     Step,
     check_lengths,
+    splits,
 )
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
-ADDED_SCORE = -1000.0
-"""llama.cpp's converter gives it to tokens that were added later, and nothing merges into."""
+ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
 
 
 @dataclass
 class Vocabulary:
-    """A tokenizer for `rows` tokens by id, and what GGUF says of it.
-
-    metadata: in the order in which llama.cpp's converter writes it. notes: what that cannot say.
-    """
+    """A tokenizer for `rows` tokens by id, what GGUF says of it in llama.cpp's order, and what that cannot say."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -74,33 +69,27 @@ class Vocabulary:
             self.texts[index] = text if special or not space else text.replace(space, " ")
             self.scores[index] = ADDED_SCORE
 
-    def list_tokens(self, scored: bool = True) -> None:
+    def list_tokens(self, model: str, pre: str = "default") -> None:
         """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
+        self.say(model=model, pre=pre)
         beyond = sum(index >= self.rows for index in self.texts)
         if beyond:
             self.notes.append(f"{beyond} tokens beyond the {self.rows:,} rows of the embedding are left out")
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            raise CannotExpress(
-                f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
-            )
+            message = f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
+            raise CannotExpress(message)
         self.say(tokens=texts)
-        if scored:
+        if model != "gpt2":
             self.say(scores=[self.scores.get(index, ADDED_SCORE) for index in range(self.rows)])
-        self.say(
-            token_type=[
-                UNUSED if index not in self.texts else self.types.get(index, NORMAL) for index in range(self.rows)
-            ]
-        )
+        types = self.types | dict.fromkeys(set(range(self.rows)) - self.texts.keys(), UNUSED)
+        self.say(token_type=[types.get(index, NORMAL) for index in range(self.rows)])
 
 
 def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
-    """The metadata for the tokenizer that these files (by name) are, `rows` being the embedding's.
-
-    `config` is a config.json, asked last for the ids of special tokens. Without a tokenizer that llama.cpp has, the
-    result says "none", and a note tells so. Raises InvalidInput: a file is broken. CannotExpress: two tokens are
-    written the same, which llama.cpp refuses.
+    """The metadata for the tokenizer that these files are, `rows` being the embedding's and `config` asked last for
+    special tokens. It says "none", with a note, for one that llama.cpp has not. Raises InvalidInput, CannotExpress.
     """
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -183,7 +172,6 @@ def _byte_level(
     found.texts = {index: text for text, index in model["vocab"].items()}
     found.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
-    found.say(model="gpt2", pre=name or "default")
     if name is None:
         found.notes.append(
             "llama.cpp has no name for the way in which tokenizer.json splits text: the file says 'default', and "
@@ -194,7 +182,7 @@ def _byte_level(
     if normalizers:
         kinds = ", ".join(step["type"] for step in normalizers)
         found.notes.append(f"llama.cpp does not normalize text ({kinds}): what is not normalized tokenizes otherwise")
-    found.list_tokens(scored=False)
+    found.list_tokens("gpt2", name or "default")
     # Spaces within a merge (from files that were never byte-level) are written as GPT-2 writes them.
     found.say(merges=[" ".join(part.replace(" ", "Ġ") for part in merge) for merge in _merges(model)])
 
@@ -220,21 +208,13 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
     found.add_tokens(added)
     if model.get("unk_token") in vocab:
         found.types[vocab[model["unk_token"]]] = UNKNOWN
-    found.say(model="llama", pre="default")
     normal, known = {text for text, index in vocab.items() if found.types.get(index, NORMAL) == NORMAL}, set(merges)
-    other = sum(
-        any(
-            text[:at] in normal and text[at:] in normal and (text[:at], text[at:]) not in known
-            for at in range(1, len(text))
-        )
-        for text in normal
-    )
-    if other:
+    if other := sum(any({*pair} <= normal and pair not in known for pair in splits(text)) for text in normal):
         found.notes.append(
             f"llama.cpp merges into {other:,} of the tokens from pairs that tokenizer.json does not merge: "
             "it may tokenize otherwise"
         )
-    found.list_tokens()
+    found.list_tokens("llama")
 
 
 def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
@@ -244,10 +224,9 @@ def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
     found.add_tokens(added)
     if model.get("unk_id") is not None:
         found.types[model["unk_id"]] = UNKNOWN
-    found.say(model="t5", pre="default")
     if model.get("byte_fallback"):
         found.notes.append("llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there")
-    found.list_tokens()
+    found.list_tokens("t5")
 
 
 def _space_prefix(found: Vocabulary, steps: list[Step], normalizers: list[Step]) -> None:
@@ -318,9 +297,7 @@ SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 
 
 def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
-    """A SentencePiece model with no tokenizer.json beside it, read without its library. Source: sentencepiece's
-    sentencepiece_model.proto, of which the numbers are the fields'.
-    """
+    """A SentencePiece model, read without its library (the numbers are sentencepiece_model.proto's)."""
     found, trainer, normalizer = Vocabulary(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):
@@ -352,8 +329,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
             found.add_tokens({"id": index, **token} for index, token in decoder.items() if isinstance(token, dict))
         except (KeyError, ValueError) as error:
             raise InvalidInput(f"tokenizer_config.json: added_tokens_decoder is broken: {error!s:.80}") from error
-    found.say(model=kind, pre="default")
-    found.list_tokens()
+    found.list_tokens(kind)
     found.say(add_space_prefix=prefixed)
     if kind == "t5":
         found.say(remove_extra_whitespaces=merged)

@@ -2,15 +2,13 @@
 
 A file is its metadata and the list of its tensors, then the tensors, each at a multiple of 32 bytes. All but the
 weights is known beforehand, tensors that stand for numbers of the tree (`rope_freqs.weight`) included: that is the
-header here, and the same for the same checkpoint. Names, layouts and sizes are declared in `architectures.gguf`, the
-tokenizer's part is in `gguf_vocab`. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not
-divide into its blocks, are llama.cpp's conventions (conversion/base.py).
+header here. What stays fp32 whatever was asked for, and F16 in place of Q8_0 where rows do not divide into its blocks,
+are llama.cpp's conventions (conversion/base.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 import struct
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...architectures import BoundLeaf
+from ...architectures.config import parse_config_text
 from ...architectures.ggml import TYPES
 from ...architectures.gguf import ALWAYS_FP32, expressed
 from ...architectures.gguf_rope import LONG
@@ -42,12 +41,7 @@ BLOCK = TYPES[CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> Plan:
-    """One GGUF file, and the companions of the source beside it.
-
-    Notes about what the file does not say go to the source's notes. Raises CannotExpress: llama.cpp computes no such
-    tree; the components in the way are listed. InvalidInput: the tokenizer's files are broken. UsageError: a dtype that
-    GGUF files are not written in.
-    """
+    """One GGUF file with the source's companions beside it; what it cannot say goes to the source's notes."""
     asked = _parse(request.asked)
     tree = expressed(request.source.spec, request.source.origin.family)
     dtypes = request.source.shared_dtypes()
@@ -89,9 +83,8 @@ def _parse(asked: str | None) -> str | None:
     try:
         kind = parse_dtype(asked)
     except UsageError as error:
-        raise UsageError(
-            error.message, f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
-        ) from error
+        hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
+        raise UsageError(error.message, hint) from error
     if kind not in FILE_TYPES:
         raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
     return kind
@@ -132,9 +125,8 @@ def q8_0(name: str) -> Encode:
         # A block's scale is a 127th of its largest value, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
-            raise CheckpointError(
-                f"{name}: values do not fit Q8_0", "Choose a dtype with more range: bfloat16, float32."
-            )
+            hint = "Choose a dtype with more range: bfloat16, float32."
+            raise CheckpointError(f"{name}: values do not fit Q8_0", hint)
         # Below this 1 / scale is infinite, and what C makes of that is its own affair: zeros on x86, and here.
         tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
         if tiny.any():
@@ -191,22 +183,17 @@ def _string(text: str) -> bytes:
 
 def _value(value: Value) -> bytes:
     """A metadata value with its type in front."""
-    if isinstance(value, bool):
-        return struct.pack("<IB", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
+    if isinstance(value, int | float):
+        letter, code = ("B", 7) if isinstance(value, bool) else ("I", 4) if isinstance(value, int) else ("f", 6)
+        return struct.pack(f"<I{letter}", code, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, bytes):
         return struct.pack("<IIQ", 9, 0, len(value)) + value
-    head = struct.pack("<I", 9)
-    if value and isinstance(value[0], int):
-        return head + struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
-    if value and isinstance(value[0], float):
-        return head + struct.pack(f"<IQ{len(value)}f", 6, len(value), *value)
-    return head + struct.pack("<IQ", 8, len(value)) + b"".join(_string(str(text)) for text in value)
+    for kind, letter, code in ((int, "i", 5), (float, "f", 6)):
+        if value and isinstance(value[0], kind):
+            return struct.pack(f"<IIQ{len(value)}{letter}", 9, code, len(value), *value)
+    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(_string(str(text)) for text in value)
 
 
 def _name(reference: str) -> str:
@@ -233,16 +220,8 @@ def _token_files(request: Request) -> dict[str, bytes]:
 
 def _numbered(request: Request) -> dict[str, Any]:
     """Special tokens by id: config.json's, over it generation_config.json's."""
-    found = dict(request.source.origin.config or {})
-    beside = {path.name: path for path in request.companions}
-    text = request.source.texts.get("generation_config.json")
-    if text is None and "generation_config.json" in beside:
-        text = beside["generation_config.json"].read_bytes()
-    if text is not None:
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"generation_config.json is not valid JSON: {error}") from error
-        if isinstance(data, dict):
-            found |= {key: value for key, value in data.items() if value is not None}
-    return found
+    name = "generation_config.json"
+    beside = (path.read_bytes() for path in request.companions if path.name == name)
+    text = request.source.texts.get(name) or next(beside, None)
+    said = {} if text is None else parse_config_text(text, name)
+    return (request.source.origin.config or {}) | {key: value for key, value in said.items() if value is not None}

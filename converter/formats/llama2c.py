@@ -27,24 +27,21 @@ from ...architectures.layout import Shape
 from ...architectures.llama2c import BASE, LEAVES, QUANTISED, TABLES, Sizes, config_of, expressed
 from ...components import ModelSpec
 from ...errors import CheckpointError, UsageError
+from ..tree import Origin
+from . import Opened, Request
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..tree import Origin
     from ..weights import Weights
     from ..write import Plan
-    from . import Opened, Request
 
 MAGIC = struct.pack("<I", 0x616B3432)
-HEADER = 256
-"""Bytes of the header from version 1 on."""
+HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
 MAX_GROUP = 2**16
-OUTPUT = "model.bin"
-"""What llama2.c's train.py calls it."""
-ROWS = 4096
-"""Positions of the tables that are checked at a time."""
+OUTPUT = "model.bin"  # what llama2.c's train.py calls it
+ROWS = 4096  # positions of the tables that are checked at a time
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -59,8 +56,6 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     """The tree and where it comes from, read from the header. Raises InvalidInput."""
-    from ..tree import Origin
-
     config = config_of(_Header(path).sizes)
     return LLAMA.spec(config), Origin(family="llama", config_text=json.dumps(config, indent=2) + "\n"), []
 
@@ -68,7 +63,6 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header and its rotary tables. Raises InvalidInput."""
     from ..weights import Stored, Weights
-    from . import Opened
     from .llama2c_tokenizer import texts_beside
 
     header = _Header(path)
@@ -93,10 +87,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
 
 def plan(request: Request, version: int = 0) -> Plan:
-    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it. Raises CannotExpress:
-    llama2.c computes no such tree; the components in the way are listed. UsageError: a dtype other than float32, or one
-    to be narrowed unasked.
-    """
+    """A file of version 0, the one that run.c reads, or 1, and a tokenizer.bin beside it."""
     from ..block_file import Block
     from ..dtypes import parse_dtype
     from ..write import Output, Plan, Shard
@@ -106,9 +97,8 @@ def plan(request: Request, version: int = 0) -> Plan:
     if request.asked is not None and parse_dtype(request.asked) != "F32":
         raise UsageError(f"llama2.c's files hold float32, not {request.asked}", "Leave --dtype out.")
     if wide and request.asked is None:
-        raise UsageError(
-            f"llama2.c's files hold float32, and {wide[0]} is float64", "Pass --dtype float32 to round it."
-        )
+        hint = "Pass --dtype float32 to round it."
+        raise UsageError(f"llama2.c's files hold float32, and {wide[0]} is float64", hint)
     sizes, bound = expressed(request.source.spec)
     leaves = {leaf.checkpoint: leaf for leaf in bound}
     vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
@@ -151,10 +141,7 @@ def _nbytes(template: str, shape: Shape, version: int, group: int) -> int:
 
 
 class _Header:
-    """What a header says: the version, the sizes, and how many values share a scale.
-
-    Raises CheckpointError unless the file is as long as that takes.
-    """
+    """What a header says: version, sizes, and how many values share a scale; the file has to be as long as that."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.version, self.group = path, 0, 1
@@ -181,9 +168,8 @@ class _Header:
         size = path.stat().st_size
         if size != nbytes:
             what = "is truncated" if size < nbytes else "has trailing bytes"
-            raise CheckpointError(
-                f"{path} {what}: {nbytes} bytes expected, {size} found", "Fetch or copy this file again."
-            )
+            hint = "Fetch or copy this file again."
+            raise CheckpointError(f"{path} {what}: {nbytes} bytes expected, {size} found", hint)
 
     def places(self) -> Iterator[tuple[str, Shape, int, int]]:
         return places(self.sizes, self.version, self.start, self.group)

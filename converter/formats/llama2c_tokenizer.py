@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.bin"
 MAX_BYTES = 2**28
-BOS, EOS, BYTES = 1, 2, 3
-"""Fixed ids: of <s>, of </s>, and of the first of the 256 bytes."""
+BOS, EOS, BYTES = 1, 2, 3  # fixed ids: of <s>, of </s>, and of the first of the 256 bytes
 NAMED = [f"<0x{value:02X}>" for value in range(256)]
 
 _ENTRY = struct.Struct("<fI")
@@ -33,10 +32,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special
 
 
 def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[str]]:
-    """The tokenizer files of a model, from what lies beside it: tok512.bin, tokenizer.bin, or Hugging Face's own.
-
-    Returns them with notes. A file that is another vocabulary's is left alone.
-    """
+    """Tokenizer files, with notes, from tok512.bin, tokenizer.bin or Hugging Face's own beside a model."""
     folder = path.parent
     names = [f"tok{sizes.vocab_size}.bin", TOKENIZER, *sorted(entry.name for entry in folder.glob("tok*.bin"))]
     passed = []
@@ -103,9 +99,7 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
-    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would not tokenize as that does. Raises
-    InvalidInput where the tokenizer's files are broken.
-    """
+    """The file for a checkpoint's tokenizer, with notes; None where llama2.c would tokenize otherwise."""
     files = {path.name: path.read_bytes() for path in request.companions if path.name in _FILES}
     files |= {name: request.source.texts[name] for name in request.source.texts if name in _FILES}
     if "tokenizer.model" in files:

@@ -20,25 +20,22 @@ from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_
 from ...components import Activation, ModelSpec
 from ...errors import CheckpointError
 from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer, untrusted
+from ..tree import Origin
+from . import Opened, Request
 from .torch_archive import archive_of, pickled_tensor, program
 
 if TYPE_CHECKING:
-    from ..tree import Origin
     from ..weights import Stored, Weights
     from ..write import Plan
-    from . import Opened, Request
 
 NAME = "ckpt.pt"
-COMPILED = "_orig_mod."
-"""What torch.compile puts before every name."""
+COMPILED = "_orig_mod."  # what torch.compile puts before every name
 NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A folder's ckpt.pt, or a .pt file unless a config.json beside it says that it is something else: told by the name
-    alone, since a pickle has to be allowed.
-    """
+    """A folder's ckpt.pt, or a .pt file without config.json beside it: by name alone, since it is a pickle."""
     if names is not None:
         return path / NAME if NAME in names else None
     described = (path.parent / name for name in (CONFIG, LOCAL_CONFIG))
@@ -55,8 +52,6 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 def read(file: Path, allow_pickle: bool) -> Opened:
     """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
     from ..pickles import not_as_it_is, unpickled
-    from ..tree import Origin
-    from . import Opened
 
     if not allow_pickle:
         refuse_pointer(file)
@@ -111,23 +106,10 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     weights.check()
     if HEAD not in found:
         return weights, notes
-    about = weights.info[HEAD]
-    if about != weights.info[EMBEDDING] or not (
-        weights.span(HEAD) == weights.span(EMBEDDING) is not None or (about[0] in DTYPES and _are_equal(weights))
-    ):
+    if weights.info[HEAD][0] not in DTYPES or not weights.same(HEAD, EMBEDDING):
         raise CheckpointError(f"{file}: {HEAD} is not the embedding, to which nanoGPT ties it")
     del found[HEAD]
     return Weights(found), [*notes, f"{HEAD} repeats the embedding it is tied to: kept once"]
-
-
-def _are_equal(weights: Weights) -> bool:
-    """Whether head and embedding have the same bytes."""
-    import numpy as np
-
-    return all(
-        np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
-        for a, b in zip(weights.read(HEAD), weights.read(EMBEDDING), strict=True)
-    )
 
 
 def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[dict[str, int], bool]:
@@ -144,23 +126,20 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
 
 
 def plan(request: Request, activation: Activation = "gelu") -> Plan:
-    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU. Raises CannotExpress: nanoGPT's
-    model is no such tree; the components in the way are listed. UsageError: an unknown dtype.
-    """
-    from ..dtypes import parse_dtype, widest
+    """A checkpoint for nanoGPT's model.py as it is today, or for one with another GELU."""
+    from ..dtypes import widest
     from ..safetensors import DTYPES
     from ..write import Output, Plan, Shard
 
     arguments, leaves = expressed(request.source.spec, activation)
     # As model.py lists them: the embeddings, the blocks, the last norm.
     leaves.sort(key=lambda leaf: leaf.checkpoint.startswith("transformer.ln_f."))
-    asked = None if request.asked is None else parse_dtype(request.asked)
-    dtypes = request.source.shared_dtypes()
-    tensors = [(leaf, asked or widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
+    dtypes = request.source.shared_dtypes(request.asked)
+    tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
     files = {"data.pkl": _program(arguments, tensors, activation), "byteorder": b"little", "version": b"3\n"}
     archive = archive_of("ckpt", files, [math.prod(leaf.shape) * DTYPES[dtype].itemsize for leaf, dtype in tensors])
     outputs = tuple(
-        Output(leaf, dtype, member.start, member.size, around=member)
+        Output(leaf, dtype, member.start, member.size, around=(member.head, member.tail))
         for (leaf, dtype), member in zip(tensors, archive.tensors, strict=True)
     )
     return Plan((Shard(NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)

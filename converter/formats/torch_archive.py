@@ -33,7 +33,7 @@ LIMIT = ELSEWHERE
 
 
 @dataclass(frozen=True)
-class Member:
+class _Member:
     """A file of the archive: its own header from byte `start` on, then its bytes; `crc` is None for a tensor's."""
 
     name: str
@@ -78,14 +78,12 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Archive:
-    """An archive: `header` is all before its first tensor, `tensors` are what is filled; around the bytes of the only
-    one stand `head` and `tail`.
-    """
+class _Archive:
+    """`header` is all before the first of the `tensors`; `head` and `tail` stand around the bytes of the only one."""
 
     header: bytes
-    members: tuple[Member, ...]
-    tensors: tuple[Member, ...]
+    members: tuple[_Member, ...]
+    tensors: tuple[_Member, ...]
 
     @property
     def size(self) -> int:
@@ -122,17 +120,17 @@ def _short(value: int) -> int:
     return value if value < LIMIT else ELSEWHERE
 
 
-def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> Archive:
+def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> _Archive:
     """The archive of these small files and of storages of so many bytes, all in the folder `prefix`."""
     header, members, storages = b"", [], []
     for name, data in files.items():
-        members.append(Member(f"{prefix}/{name}", len(header), len(data), zlib.crc32(data)))
+        members.append(_Member(f"{prefix}/{name}", len(header), len(data), zlib.crc32(data)))
         header += members[-1].head + data
     at = len(header)
     for index, nbytes in enumerate(tensors):
-        storages.append(Member(f"{prefix}/data/{index}", at, nbytes, None))
+        storages.append(_Member(f"{prefix}/data/{index}", at, nbytes, None))
         at += storages[-1].size
-    return Archive(header, tuple(members), tuple(storages))
+    return _Archive(header, tuple(members), tuple(storages))
 
 
 def program(value: Any) -> bytes:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file, save_model
 from gptkit.architectures import architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, default_output
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.errors import CheckpointError, GptkitError, UsageError
 from gptkit.modules.load import load as load_model
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from gptkit.architectures import named
 from gptkit.converter.convert import convert
 from gptkit.converter.distributed import deal_out, leads
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.converter.write import Shard
 
 TESTS = Path(__file__).parents[1]

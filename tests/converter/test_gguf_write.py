@@ -22,8 +22,8 @@ from gptkit.converter.dtypes import Quantisation, to_float64
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
-from gptkit.converter.journal import Journal
 from gptkit.converter.lock import Lock
+from gptkit.converter.publish import begin_journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
 from gptkit.report.checkpoints import conversion_lines
@@ -672,9 +672,7 @@ def test_one_writer_of_a_file_who_sweeps_what_others_left(tmp_path: Path) -> Non
     target, left = tmp_path / "out.gguf", tmp_path / ".out.gguf.partial-1-0123abcd"
     left.mkdir()
     (left / "out.gguf").write_bytes(b"half")
-    mark = Journal(left, "")
-    mark.begin()
-    mark.close()
+    begin_journal(left, "")
     lock = Lock(target)
     lock.acquire()
     with pytest.raises(GptkitError, match="another"):

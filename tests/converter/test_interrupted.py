@@ -27,7 +27,7 @@ from killed import contents, noted
 from gptkit.architectures import named
 from gptkit.converter import publish
 from gptkit.converter.convert import convert
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.errors import GptkitError
 
 KILLED = Path(__file__).parents[1] / "killed.py"

@@ -18,16 +18,9 @@ import xxhash
 from helpers.covering import covered
 
 from gptkit.converter import publish
-from gptkit.converter.publish import (
-    MANIFEST,
-    FileRecord,
-    Staging,
-    TensorRecord,
-    check_manifest,
-    copy_file,
-    sha256_file,
-    write_bytes,
-)
+from gptkit.converter.files import copy_file, sha256_file, write_bytes
+from gptkit.converter.manifest import MANIFEST, FileRecord, TensorRecord, check_manifest
+from gptkit.converter.publish import Staging
 from gptkit.errors import GptkitError, UsageError
 
 
@@ -552,9 +545,9 @@ def test_an_interruption_while_taking_over_loses_nothing(tmp_path: Path, monkeyp
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for place in ("Journal._is_right", "write_all"):
+    for place in ("_is_right", "write_all"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"gptkit.converter.journal.{place}", interrupt)
+            patch.setattr(f"gptkit.converter.publish.{place}", interrupt)
             assert interrupted(target, ["c"]) == [f"2 files of {target} finished so far: {GO_ON}"]
     with Staging(target, key="k") as staging:
         assert set(staging.finished) == {"a", "b"}

@@ -376,9 +376,11 @@ def test_a_local_path_that_hides_a_preset(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve("./gpt2").notes == ()
 
 
-def test_another_cache(hub: Hub, tmp_path: Path) -> None:
+def test_another_cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/name"] = Repo(SINGLE)
-    assert resolve("org/name", cache=tmp_path / "mine").path.is_relative_to(tmp_path / "mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "mine"))
+    assert resolve("org/name").path.is_relative_to(tmp_path / "mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with pytest.raises(Offline):
         resolve("org/name", offline=True)
 
@@ -507,11 +509,12 @@ def test_a_cache_that_others_filled_lacks_only_answers(hub: Hub, tmp_path: Path)
     assert resolve("org/name") == resolved
 
 
-def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/name"] = Repo(SINGLE)
     (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(GptkitError, match="could not write org/name to the cache: Not a directory"):
-        resolve("org/name", cache=tmp_path / "file" / "cache")
+        resolve("org/name")
 
 
 def test_a_process_of_its_own(hub: Hub, tmp_path: Path) -> None:

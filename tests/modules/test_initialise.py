@@ -17,8 +17,8 @@ from typer.testing import Result
 
 import gptkit
 from gptkit.components import ModelSpec
+from gptkit.converter.manifest import check_manifest
 from gptkit.converter.outline import outline
-from gptkit.converter.publish import check_manifest
 from gptkit.converter.tree import write_spec
 from gptkit.errors import CheckpointError, GptkitError, UsageError
 from gptkit.modules import Decoder, initialise

@@ -39,7 +39,8 @@ from gptkit.components import (
 )
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
-from gptkit.converter.publish import MANIFEST, Staging
+from gptkit.converter.manifest import MANIFEST
+from gptkit.converter.publish import Staging
 from gptkit.converter.resolve import SAMPLES
 from gptkit.modules.positions import alibi_slopes
 from gptkit.parity.bisect import MIXED, taps

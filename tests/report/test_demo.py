@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import gptkit
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.converter.resolve import SAMPLES, SAMPLES_DIR
 from gptkit.parity.bisect import Divergence
 from gptkit.parity.compare import Difference

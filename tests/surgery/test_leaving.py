@@ -17,7 +17,7 @@ from helpers.generation import generate_ids
 import gptkit
 from gptkit.architectures import ARCHITECTURES, named
 from gptkit.architectures.obstacles import Obstacle, by_layers, express
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR
 from gptkit.errors import CannotExpress, GptkitError, UnknownFamily
 from gptkit.parity.probe import probe

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gptkit
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.surgery.recipe import FOLDER, plain, read_recipe, shipped, step_json
 from gptkit.surgery.registry import Step, parts, swap_for

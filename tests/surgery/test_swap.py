@@ -15,7 +15,7 @@ from helpers.families import CONFIGS, edited, save_hf
 
 import gptkit
 from gptkit.components import LayerNorm, RMSNorm
-from gptkit.converter.publish import check_manifest
+from gptkit.converter.manifest import check_manifest
 from gptkit.converter.resolve import SAMPLES_DIR, located
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.report.surgery import swap_lines
