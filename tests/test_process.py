@@ -38,7 +38,7 @@ def ran(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-c", code, *arguments)
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("module", ["gptkit.cli", "typer", "gptkit.commands.verify", "numpy", "torch._C"])
 def test_a_signal_while_something_is_imported(module: str, number: signal.Signals) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.covering import covered
+from helpers.covering import covered, examples
 from helpers.processes import imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,7 +301,7 @@ def test_findings_are_figures_of_these_trees(goal: str) -> None:
     assert flops["scores"] == pytest.approx(found.costs.flops["scores"] / found.costs.total_flops)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.sampled_from(list(GOALS)), st.integers(20_000_000, 10**12), st.integers(64, 60_000), st.integers(16, 200_000))
 def test_any_size_is_near_or_refused(goal: str, budget: int, vocab: int, context: int) -> None:
     try:

@@ -334,7 +334,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
     return True
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_wrong_map_is_caught(family: str) -> None:
     assert killer(Mutant("none", ARCHITECTURES[family]), family) is None

@@ -632,7 +632,7 @@ def test_rounding_is_exact_where_it_is_hard(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 @example(value=1 + 2**-8 + 2**-40)  # rounding twice gives 1
 @example(value=1 + 2**-8 - 2**-40)

@@ -364,7 +364,7 @@ def headers_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
-@few(3)
+@few(2)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_header_as_large_as_it_gets(case: str, memory_path: Path) -> None:
@@ -392,7 +392,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
 }
 
 
-@few(3)
+@few(2)
 @proc
 @pytest.mark.parametrize("case", LARGE_INDEX)
 def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:
@@ -452,7 +452,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(value=JSON, ascii_only=st.booleans())
 def test_keys_are_counted(value: Any, ascii_only: bool) -> None:
     """By colons outside of strings, whatever strings hold."""

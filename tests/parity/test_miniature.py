@@ -30,7 +30,7 @@ def mistakes(spec):
     return found
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize("name", presets())
 def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     config = presets()[name].config

@@ -19,7 +19,7 @@ from gptkit.parity.verify import verify
 QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
-@few(16)
+@few(8)
 @pytest.mark.parametrize("variant", QUICK, ids=str)
 def test_streamed_logits_are_those_in_memory(variant, tmp_path):
     save_hf(variant.config, tmp_path / "hf", torch.bfloat16)

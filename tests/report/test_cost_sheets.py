@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from helpers.covering import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -223,7 +224,7 @@ def drawn_sheets(draw: st.DrawFn) -> Sheet:
 
 
 @given(drawn_sheets(), st.integers(56, 220))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_sheet_fits_where_one_column_does(sheet: Sheet, width: int) -> None:
     text = printed([sheet], width)
     assert max(map(cell_len, text.splitlines())) <= width

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
 from helpers.random_trees import steps_for
 from helpers.weights import Weights, error
@@ -36,6 +37,7 @@ def fields(spec: ModelSpec) -> dict[str, object]:
     }
 
 
+@few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_swap_holds_or_refuses(name: str) -> None:
     """What is called exact is, in fp64; what is not loses no field on the way."""

@@ -21,7 +21,7 @@ FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer"
 FAMILIES = [name for name in FAMILIES if name in CONFIGS]
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("more", ["+1", "+2", "+7"])
 def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"layers": "+2"}, tmp_path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
@@ -56,7 +56,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", QUICK)
 def test_states_by_rows_are_those_of_the_module(name: str) -> None:
@@ -75,7 +75,7 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
             assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", TREES)
 def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:
@@ -287,6 +287,7 @@ def test_a_large_model_is_measured_on_less_and_says_so(monkeypatch: pytest.Monke
     assert len(affordable(batches, spec, spec)[0]) == 1
 
 
+@exhaustive
 def test_memory_is_not_that_of_the_model(tmp_path: Path) -> None:
     """115 MB in fp64, of which a process that measures it takes a fraction beyond what a small one takes."""
     config = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}

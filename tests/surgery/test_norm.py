@@ -287,7 +287,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
@@ -374,7 +374,7 @@ def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(
     "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
 )

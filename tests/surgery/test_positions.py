@@ -44,7 +44,7 @@ def without_positions(name: str, folder: Path) -> Path:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bloom", "falcon-7b"])
 def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     source = without_positions(name, tmp_path)
@@ -201,7 +201,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "ratio"),
     [
@@ -393,7 +393,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, asked = MUTATIONS[name]

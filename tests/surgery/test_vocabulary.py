@@ -267,7 +267,7 @@ def wrong_promise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "Promise", first)
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("mutate", [shifted, ends_only, first_rows, head_left_behind, wrong_promise])
 def test_a_wrong_row_is_not_published(
     mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

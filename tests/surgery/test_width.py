@@ -18,7 +18,7 @@ from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import width as module
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_wider_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
