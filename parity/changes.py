@@ -41,15 +41,12 @@ CONCENTRATED = 0.5
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One shared tensor in both checkpoints, or in one.
-
-    name: as all formats share it; component: its row in a table of parameters; layer: None outside of layers.
-    shape_a, dtype_a, …: None on a side that does not have it.
-    figures: what values differ by; None where nothing could be held against each other. Of a tensor of another shape
-    whose rows have names they are of the rows that both have; of a head that the other side ties to its embedding,
-    of the head and that embedding.
-    quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and hides the
-    rank of a change.
+    """One shared tensor in both checkpoints, or in one. name: as all formats share it; component: its row in a table of
+    parameters; layer: None outside of layers. shape_a, dtype_a, …: None on a side that does not have it. figures: what
+    values differ by; None where nothing could be held against each other. Of a tensor of another shape whose rows have
+    names they are of the rows that both have; of a head that the other side ties to its embedding, of the head and that
+    embedding. quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and
+    hides the rank of a change.
     """
 
     name: str
@@ -127,10 +124,9 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are told of together: weights or biases of one module, or those of one layer.
-
-    tensors, same: how many there are, and how many of them have the same values.
-    relative, cosine, largest: over those that changed values, and those alone; None where nothing can be told.
+    """Tensors that are told of together: weights or biases of one module, or those of one layer. tensors, same: how
+    many there are, and how many of them have the same values. relative, cosine, largest: over those that changed
+    values, and those alone; None where nothing can be told.
     """
 
     name: str
@@ -188,11 +184,9 @@ class Group:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change such as adapters make: no matrix changed by one of high rank.
-
-    matrices: those of low rank; rank: the largest of theirs; modules: where they are. unclear: other matrices, whose
-    change is too small beside rounding for its rank to be told. alone: nothing else changed, came or went: no norm, no
-    bias, no row of an embedding, no shape.
+    """A change such as adapters make: no matrix changed by one of high rank. matrices: those of low rank; rank: the
+    largest of theirs; modules: where they are. unclear: other matrices, whose change is too small beside rounding for
+    its rank to be told. alone: nothing else changed, came or went: no norm, no bias, no row of an embedding, no shape.
     """
 
     alone: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,9 @@ ROWS = 128
 
 @dataclass(frozen=True)
 class Difference:
-    """One prompt's comparison over `positions` real tokens.
-
-    maximum, mean: absolute difference of logits; kl: mean KL divergence in nats per token; top1: the share of positions
-    with the same most likely token. NaN on one side only makes all of them NaN.
+    """One prompt's comparison over `positions` real tokens. maximum, mean: absolute difference of logits; kl: mean KL
+    divergence in nats per token; top1: the share of positions with the same most likely token. NaN on one side only
+    makes all of them NaN.
     """
 
     name: str
@@ -61,21 +61,17 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
     )
 
 
-def largest_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The largest absolute difference over several sets of logits; NaN where there is one anywhere."""
-    # Not Python's max, which loses a NaN that does not come first.
-    return torch.stack([gap.max() for gap in gaps(a, b)]).max().item()
-
-
-def gap_up_to(expected: Iterable[Tensor], given: Iterable[Tensor], enough: float) -> float:
-    """As `largest_gap`, up to the first further off than `enough`: what is wrong mostly shows on a few tokens."""
-    gap = 0.0
-    for a, b in zip(expected, given, strict=True):
-        here = largest_gap([a], [b])
-        gap = here if not here <= gap else gap
-        if not gap <= enough:
+def largest_gap(a: Iterable[Tensor], b: Iterable[Tensor], enough: float = math.inf) -> float:
+    """The largest absolute difference over several sets of logits, up to the first further off than `enough`: what is
+    wrong mostly shows on a few tokens. NaN where there is one.
+    """
+    largest = 0.0
+    for pair in zip(a, b, strict=True):
+        here = torch.stack([part.max() for part in gaps([pair[0]], [pair[1]])]).max().item()
+        largest = here if not here <= largest else largest
+        if not largest <= enough:
             break
-    return gap
+    return largest
 
 
 def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..converter.tensors import Tree
 from ..errors import GptkitError
 from .passes import trim_heaps
+from .probe import Tokens
 from .rows import head_rows
 
 CHUNK_BYTES = 8 * 2**20
@@ -21,17 +21,13 @@ ROWS = 2048
 TRIMMED = 2**17
 """Logits of one side after which freed memory is given back."""
 
-Tokens = tuple[Sequence[int], Sequence[int]]
-"""The same tokens' ids in two vocabularies."""
-
 
 @dataclass(frozen=True)
 class Compared:
-    """What is known of each of N positions; all (N,), in fp64 (`agree`: bool).
-
-    gap: the largest absolute difference of logits; largest: the largest logit before. kl: KL(before ‖ after) in nats;
-    agree: whether the same token is the likeliest. before, after: minus the log-probability of the token that follows,
-    NaN where none is known. Where the vocabulary changed, all of it is over the tokens that both have.
+    """What is known of each of N positions; all (N,), in fp64 (`agree`: bool). gap: the largest absolute difference of
+    logits; largest: the largest logit before. kl: KL(before ‖ after) in nats; agree: whether the same token is the
+    likeliest. before, after: minus the log-probability of the token that follows, NaN where none is known. Where the
+    vocabulary changed, all of it is over the tokens that both have.
     """
 
     gap: Tensor
@@ -50,14 +46,10 @@ def compare_heads(
     tokens: Tokens | None = None,
     targets: Tensor | None = None,
 ) -> Compared:
-    """Each model's head on its own states, side by side. Raises GptkitError as `require_same_tokens`.
-
-    Args:
-        before: the original.
-        after: what is held against it.
-        states: what comes out of each one's last norm, (N, hidden), in the dtype to compute in.
-        tokens: the ids that are compared, in the one vocabulary and in the other; all where both are one.
-        targets: (N,) the token that follows, as a number among those compared; -1 where none is known.
+    """Each model's head on its own states (N, hidden), which come out of its last norm in the dtype to compute in.
+    Raises GptkitError as `require_same_tokens`. `tokens`: the ids that are compared, in the one vocabulary and in the
+    other; all where both are one. `targets`: (N,) the token that follows, as a number among those compared; -1 where
+    none is known.
     """
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])

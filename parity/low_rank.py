@@ -49,14 +49,10 @@ MEAN_SQUARE = 3 / (8 * math.log(2))
 
 @dataclass(frozen=True)
 class Rank:
-    """What the singular values of a change say.
-
-    rank: how many stand above rounding; `limit` where there are more than that.
-    of: the most that there could be.
-    limit: up to where they were counted.
-    share: of the change's energy (its squared Frobenius norm), in these directions; None where `more`.
-    most: how many directions hold 99 % of the energy; None for more than `limit`.
-    more: the rank is above `limit`.
+    """What the singular values of a change say. rank: how many stand above rounding; `limit` where there are more than
+    that. of: the most that there could be. limit: up to where they were counted. share: of the change's energy (its
+    squared Frobenius norm), in these directions; None where `more`. most: how many directions hold 99 % of the energy;
+    None for more than `limit`. more: the rank is above `limit`.
     """
 
     rank: int
@@ -213,10 +209,8 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 
 def _count(spectrum: Array, floor: float) -> int:
-    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like.
-
-    It is not independent of such a change, and leaves a few values of up to twice the floor: far below the change's
-    own.
+    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
+    independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
     """
     count = int((spectrum > max(floor, RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):

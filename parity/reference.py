@@ -68,9 +68,10 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def reference_logits(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits (B, T, V) of transformers' model."""
-    logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits (B, T, V) of transformers' model or of gptkit's."""
+    given = model(input_ids=input_ids, attention_mask=attention_mask)
+    logits: Tensor = getattr(given, "logits", given)
     return logits
 
 

@@ -35,17 +35,14 @@ from .reference import (
     compute_experts_plainly,
     forget_lengths,
     load_reference,
+    logits_of,
     own_reference,
     quiet,
     reference_folder,
-    reference_logits,
 )
 
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
-
-Call = Callable[[Any, Tensor, Tensor | None], Tensor]
-"""The logits (B, T, V) of a model, of token ids and a mask."""
 
 
 class Absent(Tensor):
@@ -77,14 +74,11 @@ class Stream:
     def __init__(
         self,
         model: nn.Module,
-        call: Call,
         read: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.call, self.read, self.dtype, self.release = model, call, read, dtype, release
-        self.peak = 0
-        """The most bytes of parameters that were present at once."""
+        self.model, self.read, self.dtype, self.release = model, read, dtype, release
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
         self._units = units_of(model) if read is not None else []
         for _, owners in self._units:
@@ -103,14 +97,13 @@ class Stream:
                 trim_heaps()
 
         def call(batch: Batch) -> Tensor:
-            return batch.valid(self.call(self.model, batch.input_ids, batch.attention_mask))
+            return batch.valid(logits_of(self.model, batch.input_ids, batch.attention_mask))
 
         stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
         with hooked(stops):
             return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[Owner]) -> None:
-        total = 0
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
@@ -122,9 +115,7 @@ class Stream:
                 value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=self.dtype)
                 value.copy_(self.read(full))
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
-                total += value.nbytes
         self.release()
-        self.peak = max(self.peak, total)
 
     def _drop(self, owners: Sequence[Owner]) -> None:
         for module, name, full in owners:
@@ -157,12 +148,6 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Owner]]]:
     return found
 
 
-def decoder_logits(model: Decoder, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits (B, T, V) of gptkit's model."""
-    logits: Tensor = model(input_ids, attention_mask)
-    return logits
-
-
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
     """gptkit's decoder of a tree, fed from where its tensors lie."""
     tied = tree.spec.head.tied
@@ -175,7 +160,7 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
     def read(name: str) -> Tensor:
         return tensor_of(tree, "embedding.weight" if name == "head.weight" and tied else name)
 
-    return Stream(model, decoder_logits, read, dtype, tree.release)
+    return Stream(model, read, dtype, tree.release)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
@@ -199,18 +184,16 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:
-        if name in stacked:
-            how, parts = stacked[name]
-            gathered: Tensor = how.gather(parts, read_tensor)
-            return gathered
-        return read_tensor(name)
+        how, parts = stacked.get(name, (None, ()))
+        given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
+        return given
 
     def read_tensor(name: str) -> Tensor:
         leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 
-    return Stream(model.eval(), reference_logits, read, dtype, checkpoint.release)
+    return Stream(model.eval(), read, dtype, checkpoint.release)
 
 
 @contextmanager
@@ -246,7 +229,7 @@ class Sides:
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
         else:
-            stream = Stream(load_reference(self.folder, dtype, path), reference_logits)
+            stream = Stream(load_reference(self.folder, dtype, path))
         with quiet(), watch(stream.model):
             return stream.run(batches)
 
@@ -262,10 +245,9 @@ class Sides:
         if self.folder is None:
             stream = stream_candidate(tree or self.target, dtype, path)
         elif tree is None:
-            stream = Stream(load_checkpoint(self.target, dtype, path), decoder_logits)
+            stream = Stream(load_checkpoint(self.target, dtype, path))
         else:
-            model = filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype)
-            stream = Stream(model, decoder_logits)
+            stream = Stream(filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype))
         with watch(stream.model):
             return stream.run(batches)
 

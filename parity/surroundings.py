@@ -105,10 +105,9 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
-    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all.
-
-    What a file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens
-    alone are compared.
+    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all. What a
+    file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens alone are
+    compared.
     """
     stored = all(each.format in ("hf", "local") for each in (a, b))
     try:

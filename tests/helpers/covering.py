@@ -94,7 +94,7 @@ def model_of(value: Any) -> str | None:
         return value.name
     if isinstance(value, str) and value in REPRESENTATIVES:
         return REPRESENTATIVES[value].name
-    return value if isinstance(value, str) and value in {**CONFIGS, **TREES} else None
+    return value if isinstance(value, str) and (value in CONFIGS or value in TREES) else None
 
 
 @cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import examples, few
+from helpers.covering import examples, exhaustive, few
 from helpers.exactness import Mutation, exactly, gap, is_caught
 from helpers.families import CONFIGS, LLAMA, save_hf, spec_of
 from hypothesis import given, settings
@@ -194,7 +194,7 @@ def test_two_units_beat_one_and_one_beats_the_name(base: str, old: str, new: str
     assert {module.dense_of(block).intermediate_size for block in spec.blocks} == {2 * width}
 
 
-@few(1)
+@exhaustive
 @pytest.mark.parametrize(("sample", "new"), [("gpt2", "silu"), ("falcon", "silu"), ("llama", "gelu")])
 def test_on_trained_models(sample: str, new: str, tmp_path: Path) -> None:
     """KL on text: gpt2 1.6e-4, 1.4e-3 fitted, 3.9e-3, 0.43 by name; llama 8e-6, 4.1e-4, 4.4e-4, 0.066."""

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import gptkit
 from gptkit.errors import GptkitError
-from gptkit.parity.scope import Scope
+from gptkit.parity.probe import Scope
 from gptkit.surgery.base import Promise
 from gptkit.surgery.registry import Step, all_swaps
 from gptkit.surgery.swaps import folds

@@ -276,6 +276,7 @@ PARTS: dict[str, Mutation] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", PARTS)
 def test_wrong_parts_are_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, PARTS, {"mlp": "moe:4x4:split"}, tmp_path)

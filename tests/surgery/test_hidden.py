@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.covering import examples, few
+from helpers.covering import examples, exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS
 from hypothesis import HealthCheck, given, settings
@@ -75,6 +75,7 @@ def test_what_llama_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     assert any("llama takes no width that its 6 heads do not divide" in note for note in notes)
 
 
+@exhaustive
 @pytest.mark.skipif(not (SAMPLES_DIR / "llama").is_dir(), reason="no samples")
 def test_the_rotation_beats_the_largest_coordinates(tmp_path: Path) -> None:
     best = gptkit.swap("sample:llama", tmp_path / "best", hidden="88")

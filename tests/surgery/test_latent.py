@@ -110,6 +110,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"attention": "mla:full"}, tmp_path)

@@ -19,12 +19,11 @@ from torch import Tensor
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
 from gptkit.modules.load import as_array, tensor_of
-from gptkit.parity import heads, rows, scope
+from gptkit.parity import heads, rows
 from gptkit.parity.compare import kl_divergence
 from gptkit.parity.heads import perplexity
-from gptkit.parity.probe import Batch, probe
+from gptkit.parity.probe import Batch, Scope, probe
 from gptkit.parity.rows import states
-from gptkit.parity.scope import Scope
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
 from gptkit.surgery.measure import affordable, measure
@@ -219,8 +218,8 @@ def test_tables_of_different_lengths_are_compared_as_far_as_both_go() -> None:
 
 @pytest.mark.usefixtures("tiny_chunks")
 def test_perplexity_is_that_of_whole_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scope, "WINDOW", 24)
-    monkeypatch.setattr(scope, "TOGETHER", 60)
+    monkeypatch.setattr("gptkit.parity.probe.WINDOW", 24)
+    monkeypatch.setattr("gptkit.parity.probe.TOGETHER", 60)
     before, after = held("llama"), held("llama", seed=1)
     text = torch.randint(97, (101,), generator=torch.Generator().manual_seed(0)).tolist()
     found = measure(before, after, text=text)

@@ -68,6 +68,7 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     assert both.spec.head == spec.head
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
 @pytest.mark.parametrize("value", ["none", "rope:neutral"])
 def test_a_table_of_equal_rows_goes_exactly(name: str, value: str, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def test_kinds() -> None:
     assert kind(replace(spec, positions=LearnedPositions(length=9, size=48))) == "mixed"
 
 
+@few(12)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("value", ["rope", "rope:300", "alibi", "none", "learned:64"])
 def test_from_any_to_any(name: str, value: str, tmp_path: Path) -> None:

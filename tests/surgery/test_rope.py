@@ -315,6 +315,7 @@ def test_the_slowest_pairs_are_the_least(sample: str, value: str) -> None:
     assert kl[0] < 0.7 * on_text(sample, Step("rotary_dim", f"{value}:fastest"))
 
 
+@few(1)
 @pytest.mark.parametrize("value", ["ntk:2", "yarn:2", "llama3:4"])
 def test_better_than_positions_divided(value: str) -> None:
     assert on_text("llama", Step("rope_scaling", value)) < 0.3 * on_text("llama", Step("rope_scaling", "linear:2"))

@@ -134,6 +134,7 @@ def test_a_tokenizer_is_cut_with_its_rows(tmp_path: Path) -> None:
 # --- pruned -----------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "falcon"])
 def test_pruned_to_a_text_it_reads_and_writes_that_text(sample: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
