@@ -159,8 +159,9 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     if not spec.head.tied:
         return None
     table = weights["embedding.weight"]
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table) * 0.02
-    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise}
+    # On the meta device the shape alone is asked for, and a table may be large.
+    noise = table if table.is_meta else torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
+    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
 
 def _slipped(name: str) -> Apply:

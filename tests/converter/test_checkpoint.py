@@ -564,7 +564,7 @@ def test_damaged_archives(copied: Callable[[str], Folder]) -> None:
         path.write_bytes(whole[:left])
         refused(folder, allow_pickle=True)
     start = whole.index(b"data.pkl") + 8
-    for _ in range(60):  # in the pickle itself
+    for _ in range(examples(60)):  # in the pickle itself
         data = bytearray(whole)
         for at in generator.integers(start, start + 1500, 3):
             data[at] = generator.integers(256)

@@ -403,10 +403,12 @@ def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:
 
 @proc
 def test_the_largest_models_of_today_are_read(memory_path: Path) -> None:
-    """140,000 tensors, those of 10^12 parameters in 384 experts a layer: as one file, and in an index of 61 shards."""
+    """140,000 tensors, those of 10^12 parameters in 384 experts a layer: as one file, and in an index of 61 shards; in
+    `make test` those of some of the layers.
+    """
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.{suffix}"
-        for layer in range(61)
+        for layer in range(examples(61))
         for expert in range(384)
         for projection in ("gate", "up", "down")
         for suffix in ("weight", "weight_scale_inv")

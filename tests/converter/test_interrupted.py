@@ -90,7 +90,7 @@ class Fault:
         return wrapped
 
 
-@covered()
+@covered("over_old")
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: bool) -> None:

@@ -154,8 +154,9 @@ def test_the_router_says_how_much_each_counts(tmp_path: Path) -> None:
         weights[rare.format(3)] *= -3
 
     edited(tmp_path / "moe", alter)
+    fitting = {"calibrate": PLAY, "calibrate_tokens": 512}
     shared, plain = (
-        gptkit.swap(tmp_path / "moe", tmp_path / f"{naive}", mlp="dense", approximate=naive, calibrate=PLAY)
+        gptkit.swap(tmp_path / "moe", tmp_path / f"{naive}", mlp="dense", approximate=naive, **fitting)
         for naive in (False, True)
     )
     assert shared.guarantee == plain.guarantee == "approximate"

@@ -91,11 +91,12 @@ def test_influence_and_what_it_drops(tmp_path: Path) -> None:
     scores = module.influences(Stored(source), Calibration(read_text(source, None), source.spec))
     assert len(scores) == len(source.spec.blocks) and all(0 < score < 2 for score in scores)
     # A layer that adds nothing changes no direction, and is the first to go.
-    added = gptkit.swap("sample:falcon", tmp_path / "more", layers="+1")
-    dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=f"auto:{len(source.spec.blocks)}")
+    added = gptkit.swap("sample:falcon", tmp_path / "more", layers="+1", measured=False)
+    back = f"auto:{len(source.spec.blocks)}"
+    dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=back, calibrate_tokens=128)
     assert dropped.guarantee == "exact"
     assert added.chain.swapped[0].summary["added"] == [len(source.spec.blocks)]
-    fewer = gptkit.swap("sample:falcon", tmp_path / "fewer", layers=f"auto:{len(scores) - 1}")
+    fewer = gptkit.swap("sample:falcon", tmp_path / "fewer", layers=f"auto:{len(scores) - 1}", measured=False)
     (gone,) = set(range(len(scores))) - set(fewer.chain.swapped[0].summary["kept"])
     assert scores[gone] == min(scores)
     assert fewer.chain.swapped[0].summary["calibration"]["tokens"] == 2048
