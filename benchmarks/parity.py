@@ -27,8 +27,8 @@ from helpers.families import VARIANTS, Variant, decoder_from, randomised_referen
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
 from gptkit.parity.probe import probe  # noqa: E402
-from gptkit.parity.reference import forget_lengths, logits_of  # noqa: E402
 from gptkit.parity.score import score, unprobed  # noqa: E402
+from gptkit.parity.sides import forget_lengths, logits_of  # noqa: E402
 
 LENGTHS, BATCHES, PADDINGS = (1, 7, 64, 200), (1, 3), ("none", "left", "right")
 STEPS = 48

@@ -125,7 +125,7 @@ class TensorDiff:
 @dataclass(frozen=True)
 class Group:
     """Tensors that are told of together: weights or biases of one module, or those of one layer. tensors, same: how
-    many there are, and how many of them have the same values. relative, cosine, largest: over those that changed
+    many there are, and how many of them have the same values. relative, cosine: over those that changed
     values, and those alone; None where nothing can be told.
     """
 
@@ -151,30 +151,24 @@ class Group:
         return None if self._total is None else self._total.cosine
 
     @property
-    def largest(self) -> float | None:
-        return None if self._total is None else _finite(self._total.largest)
-
-    @property
     def not_finite(self) -> bool:
         """Whether values that are NaN or infinite stand in what changed."""
-        return any(any(x.not_finite) for x in self._figures)
-
-    @property
-    def _figures(self) -> list[Figures]:
-        return [each.figures for each in self.changed if each.figures is not None]
+        return self._total is not None and any(self._total.not_finite)
 
     @cached_property
     def _total(self) -> Figures | None:
-        """Of what changed together, the sums and the extreme."""
-        found = self._figures
+        """Of what changed together, the sums and the extremes."""
+        found = [each.figures for each in self.changed if each.figures is not None]
         names = ("square_a", "square_b", "square", "product")
-        sums: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
-        return Figures(0, **sums, largest=max(x.largest for x in found)) if found else None
+        total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
+        total |= {name: max((getattr(x, name) for x in found), default=0) for name in ("largest", "not_finite")}
+        return Figures(0, **total) if found else None
 
     @property
     def told(self) -> dict[str, Any]:
         """The figures as JSON values: none of them where NaN or infinities changed, which no figure covers."""
-        found = {"relative": self.relative, "max_abs": self.largest, "cosine": self.cosine}
+        largest = None if self._total is None else _finite(self._total.largest)
+        found = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
         return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
 
     def as_json(self) -> dict[str, Any]:

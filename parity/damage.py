@@ -24,7 +24,7 @@ from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.tensors import Tree
 from .bisect import Kept
-from .heads import Compared, compare_heads, perplexity, require_same_tokens
+from .compare import Compared, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Scope, Tokens, inputs
 from .rows import final_norm, states
 
@@ -185,23 +185,16 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: lis
             if alone:
                 notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
         return layers
-    if counts[0] == counts[1]:
-        return [(layer, layer) for layer in range(counts[0])]
-    notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
-    return []
+    if counts[0] != counts[1]:
+        notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
+        return []
+    return [(layer, layer) for layer in range(counts[0])]
 
 
 def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor | None) -> Bin:
-    known = targets is not None
-    return Bin(
-        first=first,
-        last=last,
-        positions=int(here.sum()),
-        kl=found.kl[here].mean().item(),
-        top1=found.agree[here].double().mean().item(),
-        before=perplexity(found.before[here]) if known else None,
-        after=perplexity(found.after[here]) if known else None,
-    )
+    lost = () if targets is None else (perplexity(found.before[here]), perplexity(found.after[here]))
+    kl, top1 = found.kl[here].mean().item(), found.agree[here].double().mean().item()
+    return Bin(first, last, int(here.sum()), kl, top1, *lost)
 
 
 INTO, TABLE = -1, -2
@@ -276,17 +269,17 @@ class _Both:
         """(N, hidden) of all batches in fp64, after a layer."""
         return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.batches))])
 
-    def ended(self, *streams: Tensor, targets: Tensor | None = None) -> Compared:
+    def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> Compared:
         """Each model's last norm and head on a stream, at `rows`."""
         with torch.inference_mode():
-            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, streams, strict=True)]
-        return compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
+            a, b = (norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, (first, second), strict=True))
+        return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> Layer:
         """What both models would say if they ended after these layers."""
         streams = self.stream(0, before), self.stream(1, after)
         targets = None if self.targets is None else self.targets[self.rows]
-        found = self.ended(*streams, targets=targets)
+        found = self.ended(*streams, targets)
         whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
         inside = [self.within(edges)[self.rows] for edges in self.edges]
         by_bin = tuple(found.kl[here].mean().item() for here in inside)
@@ -306,13 +299,17 @@ class _Both:
 
         with closing(Kept()) as made_before:
 
+            def added(path: str, given: Tensor, made: Tensor) -> Tensor:
+                """What a module adds to the stream, in fp64: a block's output has the stream in it."""
+                return (made - given).double() if path.count(".") == 1 else made.double()
+
             def keep(path: str, given: Tensor, made: Tensor) -> None:
-                made_before[_running(), keys[path]] = _added(path, given, made)
+                made_before[_running(), keys[path]] = added(path, given, made)
 
             def hold(path: str, given: Tensor, made: Tensor) -> None:
                 right = made_before[_running(), keys[named[path]]]
                 size, gap = squares.get(path, (0.0, 0.0))
-                difference = _added(path, given, made) - right
+                difference = added(path, given, made) - right
                 squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
 
             states(self.trees[0], self.batches, self.dtype, see=keep, seen=paths[0])
@@ -338,11 +335,6 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
         return None
     size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
     return gap / size if size else gap
-
-
-def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
-    """What a module adds to the stream, in fp64: a block's output has the stream in it."""
-    return (made - given).double() if path.count(".") == 1 else made.double()
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from .compare import Difference, compare, largest_gap, mean_gap
 from .mutations import Weights, of_ports
 from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
-from .reference import NO_CLASS, load_reference, logits_of, quiet, reference_folder
 from .score import assigned, run_tree, wide_weights
-from .sides import Stream
+from .sides import NO_CLASS, Stream, load_reference, logits_of, quiet, reference_folder
 from .verify import IMPRECISE
 
 SHOWN = 3
@@ -131,14 +130,14 @@ def load_port(reference: str) -> nn.Module:
     if not callable(build):
         raise UsageError(f"{reference} is a {type(build).__name__}, not a callable", hint)
     with _blaming(f"{reference} raised", "when it was called"):
+        port = build
         if not isinstance(build, nn.Module):
             try:
-                inspect.signature(build).bind()
+                with suppress(ValueError):  # of a builtin that does not say what it takes: calling it tells
+                    inspect.signature(build).bind()
             except TypeError as error:
                 raise UsageError(f"{reference} cannot be called without arguments: {error}", hint) from error
-            except ValueError:  # a builtin that does not say what it takes: calling it tells
-                pass
-        port = build if isinstance(build, nn.Module) else build()
+            port = build()
     if not isinstance(port, nn.Module):
         raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
     return port.eval()
@@ -304,7 +303,7 @@ def _matches(
             continue
         best, name, columns = min(near, key=lambda each: each[0])
         if name in outputs[1]:
-            own = relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
+            own = relative_gap(*(each[name][:, columns] for each in outputs))
             noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
         matches.append(Match(tap.part(best, noise), name))
     # What a port need not have as a module of its own is left out where something behind it agrees: a later component

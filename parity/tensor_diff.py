@@ -122,12 +122,10 @@ class _Pair:
     def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
         self.dtypes, self.pause = (dtype_a, dtype_b), pause
-        self.matrix = a.ndim == 2
-        rows = a.shape[0] if a.ndim else 1
-        self.rows_all = rows
-        columns = a.size // rows if rows else 0
-        if a.ndim != 2:
-            a, b = a.reshape(rows, columns), b.reshape(rows, columns)
+        self.matrix, self.rows_all = a.ndim == 2, a.shape[0] if a.ndim else 1
+        if not self.matrix:
+            shape = self.rows_all, a.size // self.rows_all if self.rows_all else 0
+            a, b = a.reshape(shape), b.reshape(shape)
         # A transposed matrix (GPT-2's) is compared as it lies, where both are.
         self.turned = self.matrix and all(x.strides[0] < x.strides[1] for x in (a, b)) and min(a.shape) > 1
         self.a, self.b = (a.T, b.T) if self.turned else (a, b)
@@ -154,14 +152,10 @@ class _Pair:
 
     def same(self) -> bool:
         """Whether all bytes are equal, or, in two dtypes, all values, finite ones; stops at the first that are not."""
-        alike = self.dtypes[0] == self.dtypes[1]
-        for _, x, y in self.chunks():
-            if alike:
-                if not same_bytes(x, y):
-                    return False
-            elif not np.array_equal(to_float64(x, self.dtypes[0]), to_float64(y, self.dtypes[1])):
-                return False
-        return True
+        first, second = self.dtypes
+        if first == second:
+            return all(same_bytes(x, y) for _, x, y in self.chunks())
+        return all(np.array_equal(to_float64(x, first), to_float64(y, second)) for _, x, y in self.chunks())
 
 
 class _Sums:
@@ -228,10 +222,8 @@ class _Sums:
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
     def _mark(self, rows: slice, changed: Array) -> None:
-        if self.pair.turned:
-            self.marks |= changed.any(axis=0)
-        else:
-            self.marks[rows] |= changed.any(axis=1)
+        here = slice(None) if self.pair.turned else rows
+        self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
     def finished(self) -> Figures:
         """The figures, once all rows have come."""
@@ -262,13 +254,13 @@ class _Sums:
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:
-            projection = Projection(self.sketch.basis(), self.dtype)
+            projection = Projection(np.linalg.qr(self.sketch.total)[0], self.dtype)
             for _, x, y, equal in self.pair.walk():
                 if not equal:
                     change = y - x
                     projection.add(change if np.isfinite(change).all() else np.nan_to_num(change, False, 0.0, 0.0, 0.0))
             projection.finish()
-            spectrum = projection.spectrum
+            spectrum = projection.values()
         return rank_of(spectrum, square, floor, grids)
 
     def _order(self) -> Order | None:
@@ -290,11 +282,9 @@ class _Sums:
                 bits = bits ^ (bits >> np.uint64(32))
                 by_row[side, part] = (bits * keys).sum(1, np.uint64)
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
-        names: list[Order] = ["columns", "rows"] if self.pair.turned else ["rows", "columns"]
-        for name, count, (one, other) in zip(names, (rows, columns), (by_row, by_column), strict=True):
-            if count > 1 and np.array_equal(np.sort(one), np.sort(other)):
-                return name
-        return None
+        names: tuple[Order, Order] = ("columns", "rows") if self.pair.turned else ("rows", "columns")
+        same = (np.array_equal(*np.sort(sums)) and sums.shape[1] > 1 for sums in (by_row, by_column))
+        return next((name for name, found in zip(names, same, strict=True) if found), None)
 
 
 def _dot(x: Array, y: Array) -> float:

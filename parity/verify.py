@@ -29,6 +29,7 @@ from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
 from ..components import differences, without_rounding
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import not_finite
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
@@ -273,13 +274,7 @@ def verify(
     if mutations is not False:
         say("making mistakes on purpose")
         marks = try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
-    asked = {
-        "long": long,
-        "stream": stream,
-        "allow-pickle": allow_pickle,
-        "allow-extra": allow_extra,
-        "damage": damaged,
-    }
+    flags = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -300,7 +295,7 @@ def verify(
             *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
             *(() if up_to is None else ("--up-to", str(up_to))),
             *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
-            *(f"--{name}" for name, value in asked.items() if value),
+            *(f"--{name}" for name, value in (flags | {"damage": damaged}).items() if value),
         ),
     )
 
@@ -396,9 +391,8 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
     """Raise InvalidInput with the tensors that hold NaN or infinity, whether or not the probe would meet them."""
     bad = []
     for name, array, dtype in checkpoint.tensors():
-        finite = np.isfinite(array) if dtype != "BF16" else (array & 0x7F80) != 0x7F80
-        if not finite.all():
-            bad.append(f"{name} ({int((~finite).sum()):,} values)")
+        if count := not_finite(np.ascontiguousarray(array), dtype):
+            bad.append(f"{name} ({count:,} values)")
         checkpoint.release()
     if bad:
         raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(bad)}")

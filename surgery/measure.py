@@ -10,7 +10,7 @@ import torch
 
 from ..components import ModelSpec
 from ..converter.tensors import Tree
-from ..parity.heads import compare_heads, perplexity, require_same_tokens
+from ..parity.compare import compare_heads, perplexity, require_same_tokens
 from ..parity.probe import Batch, Scope, inputs
 from ..parity.rows import states
 from .base import Promise

@@ -17,7 +17,7 @@ from torch import Tensor
 import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.modules import Cache, Decoder
-from gptkit.parity.reference import forget_lengths
+from gptkit.parity.sides import forget_lengths
 from gptkit.parity.verify import verify
 
 FEW, MANY, APIECE = 4, 300, 15

@@ -19,9 +19,8 @@ from torch import Tensor
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
 from gptkit.modules.load import as_array, tensor_of
-from gptkit.parity import heads, rows
-from gptkit.parity.compare import kl_divergence
-from gptkit.parity.heads import perplexity
+from gptkit.parity import compare, rows
+from gptkit.parity.compare import kl_divergence, perplexity
 from gptkit.parity.probe import Batch, Scope, probe
 from gptkit.parity.rows import states
 from gptkit.surgery import measure as module
@@ -48,8 +47,8 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few thousand bytes come in many pieces."""
     monkeypatch.setattr(rows, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(rows, "MAPPED_BYTES", 2000)
-    monkeypatch.setattr(heads, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(heads, "ROWS", 100)
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(compare, "ROWS", 100)
 
 
 QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
