@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept, tests' too: without them each process of a run begins with some seconds of compiling.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes of one thread each beat one of two on the small models of the tests. Each begins with a half of the
 # tests, so that what a file builds once is built once.
 JOBS ?= 2

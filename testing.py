@@ -22,7 +22,7 @@ from .architectures import Architecture
 from .architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
 from .modules.decoder import Decoder
 from .parity.probe import Batch as Probe
-from .parity.reference import own_reference
+from .parity.sides import own_reference
 
 __all__ = [
     "Probe",

@@ -26,10 +26,9 @@ from helpers.families import VARIANTS, Variant, decoder_from, randomised_referen
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
-from gptkit.parity.diagnose import unprobed  # noqa: E402
 from gptkit.parity.probe import probe  # noqa: E402
-from gptkit.parity.reference import forget_lengths, reference_logits  # noqa: E402
-from gptkit.parity.score import score  # noqa: E402
+from gptkit.parity.score import score, unprobed  # noqa: E402
+from gptkit.parity.sides import forget_lengths, logits_of  # noqa: E402
 
 LENGTHS, BATCHES, PADDINGS = (1, 7, 64, 200), (1, 3), ("none", "left", "right")
 STEPS = 48
@@ -98,7 +97,7 @@ def forward_cases(model: Decoder, reference: Any) -> Iterator[float]:
     """The largest difference of every case of the grid."""
     most = model.spec.positions.length if model.spec.positions is not None else 10**9
     for ids, mask in inputs(model.spec.vocab_size, most):
-        ours, theirs = model(ids, mask), reference_logits(reference, ids, mask)
+        ours, theirs = model(ids, mask), logits_of(reference, ids, mask)
         if mask is not None:
             ours, theirs = ours[mask.bool()], theirs[mask.bool()]
         yield (ours.double() - theirs.double()).abs().max().item()

@@ -71,10 +71,9 @@ def complete_target(incomplete: str) -> list[str]:
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Put together what bash takes apart, and give it the rest of the word that it replaces.
-
-    To bash a colon and an equals sign are words of their own: sample:g arrives as sample, : and g, and what is answered
-    is put in the place of g alone.
+    """Put together what bash takes apart, and give it the rest of the word that it replaces. To bash a colon and an
+    equals sign are words of their own: sample:g arrives as sample, : and g, and what is answered is put in the place of
+    g alone.
     """
     raw, place = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
     if os.environ.get("_GPTKIT_COMPLETE") != "complete_bash" or not place.isdecimal():

@@ -36,10 +36,9 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tap:
-    """One place to look: a component's output, or the input of the projection behind it.
-
-    label: the component in words; layer: its index, None outside of layers; ours, theirs: a module's name and the side
-    of it; rows: which of their output's features are ours, where they fuse several.
+    """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
+    layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
+    output's features are ours, where they fuse several.
     """
 
     label: str
@@ -48,13 +47,16 @@ class Tap:
     theirs: tuple[str, Side]
     rows: Tensor | None = None
 
+    def part(self, relative: float, noise: float) -> Part:
+        """What was found here."""
+        name = self.label if self.layer is None else f"layer {self.layer} {self.label}"
+        return Part(name, self.label, self.layer, relative, noise)
+
 
 @dataclass(frozen=True)
 class Part:
-    """What was found at one tap.
-
-    relative: the largest difference in fp64, over the largest value; noise: what rounding to fp32 makes there, in the
-    reference and in the candidate together.
+    """What was found at one tap. relative: the largest difference in fp64, over the largest value; noise: what rounding
+    to fp32 makes there, in the reference and in the candidate together.
     """
 
     name: str
@@ -73,12 +75,6 @@ class Part:
         fp32; what `mutations` has is 30 times as large at least.
         """
         return not self.relative <= max(2 * self.noise, FLOOR)
-
-
-def part_at(tap: Tap, relative: float, noise: float) -> Part:
-    """What was found at a tap."""
-    name = tap.label if tap.layer is None else f"layer {tap.layer} {tap.label}"
-    return Part(name, tap.label, tap.layer, relative, noise)
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
         run(torch.float32, True, against(ours, ours_noise), good)
     last = Tap("head", None, ("head", "output"), ("head", "output"))
     places = [
-        part_at(tap, worst[i], theirs_noise[i] + ours_noise[i])
+        tap.part(worst[i], theirs_noise[i] + ours_noise[i])
         for i, tap in enumerate([*watched, last])
         if i in worst and i in theirs_noise and i in ours_noise
     ]

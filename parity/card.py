@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.checkpoint import open_checkpoint
 from ..converter.files import sha256_file
 from ..errors import UsageError
 from ..version import __version__
@@ -28,25 +28,30 @@ def card(
     """The card as plain JSON values; hashes both sides' weight files, and raises as `open_checkpoint`."""
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     references = {"model": result.model} | ({} if result.other is None else {"other": result.other})
+    sides = {role: open_checkpoint(each, **options) for role, each in references.items()}
     found = result.bytes
-    if found is None:
-        bytes_word = None
-    elif found.different:
-        bytes_word = "different" if found.required else "different as the trees are"
-    else:
-        bytes_word = "equal in value" if found.cast else "equal"
+    different = "different" if found is None or found.required else "different as the trees are"
+    alike = "equal in value" if found is not None and found.cast else "equal"
+    bytes_word = None if found is None else different if found.different else alike
     return {
         "schema_version": 1,
-        "checkpoints": {role: _describe(open_checkpoint(each, **options)) for role, each in references.items()},
+        "checkpoints": {
+            role: {
+                "reference": checkpoint.reference,
+                "revision": checkpoint.revision,
+                "family": checkpoint.origin.family,
+                "format": checkpoint.format,
+                "parameters": sum(parameter.count for parameter in checkpoint.spec.parameters()),
+                "sha256": {path.name: sha256_file(path) for path in checkpoint.files},
+                "history": list(checkpoint.origin.history),
+            }
+            for role, checkpoint in sides.items()
+        },
         "verdict": {"function": result.verdict, "bytes": bytes_word, "passed": result.passed},
         "up_to": result.up_to,
         "limited": list(result.limited),
-        "versions": {
-            "gptkit": __version__,
-            "transformers": version("transformers"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"gptkit": __version__, "transformers": version("transformers"), "torch": torch.__version__}
+        | {"python": platform.python_version()},
         "hardware": {"machine": platform.machine(), "threads": torch.get_num_threads(), "device": "cpu"},
         "dtype": result.dtype,
         "attention": result.attention,
@@ -63,18 +68,6 @@ def card(
 def command(result: Verification) -> str:
     """What repeats the verification, for a shell."""
     return shlex.join(["gptkit", "verify", *result.arguments])
-
-
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "reference": checkpoint.reference,
-        "revision": checkpoint.revision,
-        "family": checkpoint.origin.family,
-        "format": checkpoint.format,
-        "parameters": sum(parameter.count for parameter in checkpoint.spec.parameters()),
-        "sha256": {path.name: sha256_file(path) for path in checkpoint.files},
-        "history": list(checkpoint.origin.history),
-    }
 
 
 def markdown(data: dict[str, Any]) -> str:

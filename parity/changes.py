@@ -41,15 +41,12 @@ CONCENTRATED = 0.5
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """One shared tensor in both checkpoints, or in one.
-
-    name: as all formats share it; component: its row in a table of parameters; layer: None outside of layers.
-    shape_a, dtype_a, …: None on a side that does not have it.
-    figures: what values differ by; None where nothing could be held against each other. Of a tensor of another shape
-    whose rows have names they are of the rows that both have; of a head that the other side ties to its embedding,
-    of the head and that embedding.
-    quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and hides the
-    rank of a change.
+    """One shared tensor in both checkpoints, or in one. name: as all formats share it; component: its row in a table of
+    parameters; layer: None outside of layers. shape_a, dtype_a, …: None on a side that does not have it. figures: what
+    values differ by; None where nothing could be held against each other. Of a tensor of another shape whose rows have
+    names they are of the rows that both have; of a head that the other side ties to its embedding, of the head and that
+    embedding. quantised: the sides ("a", "b") that store it in blocks of few bits, whose rounding is in the figures and
+    hides the rank of a change.
     """
 
     name: str
@@ -127,10 +124,9 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are told of together: weights or biases of one module, or those of one layer.
-
-    tensors, same: how many there are, and how many of them have the same values.
-    relative, cosine, largest: over those that changed values, and those alone; None where nothing can be told.
+    """Tensors that are told of together: weights or biases of one module, or those of one layer. tensors, same: how
+    many there are, and how many of them have the same values. relative, cosine: over those that changed
+    values, and those alone; None where nothing can be told.
     """
 
     name: str
@@ -155,30 +151,24 @@ class Group:
         return None if self._total is None else self._total.cosine
 
     @property
-    def largest(self) -> float | None:
-        return None if self._total is None else _finite(self._total.largest)
-
-    @property
     def not_finite(self) -> bool:
         """Whether values that are NaN or infinite stand in what changed."""
-        return any(any(x.not_finite) for x in self._figures)
-
-    @property
-    def _figures(self) -> list[Figures]:
-        return [each.figures for each in self.changed if each.figures is not None]
+        return self._total is not None and any(self._total.not_finite)
 
     @cached_property
     def _total(self) -> Figures | None:
-        """Of what changed together, the sums and the extreme."""
-        found = self._figures
+        """Of what changed together, the sums and the extremes."""
+        found = [each.figures for each in self.changed if each.figures is not None]
         names = ("square_a", "square_b", "square", "product")
-        sums: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
-        return Figures(0, **sums, largest=max(x.largest for x in found)) if found else None
+        total: dict[str, Any] = {name: math.fsum(getattr(x, name) for x in found) for name in names}
+        total |= {name: max((getattr(x, name) for x in found), default=0) for name in ("largest", "not_finite")}
+        return Figures(0, **total) if found else None
 
     @property
     def told(self) -> dict[str, Any]:
         """The figures as JSON values: none of them where NaN or infinities changed, which no figure covers."""
-        found = {"relative": self.relative, "max_abs": self.largest, "cosine": self.cosine}
+        largest = None if self._total is None else _finite(self._total.largest)
+        found = {"relative": self.relative, "max_abs": largest, "cosine": self.cosine}
         return {**(dict.fromkeys(found) if self.not_finite else found), "not_finite": self.not_finite}
 
     def as_json(self) -> dict[str, Any]:
@@ -188,11 +178,9 @@ class Group:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change such as adapters make: no matrix changed by one of high rank.
-
-    matrices: those of low rank; rank: the largest of theirs; modules: where they are. unclear: other matrices, whose
-    change is too small beside rounding for its rank to be told. alone: nothing else changed, came or went: no norm, no
-    bias, no row of an embedding, no shape.
+    """A change such as adapters make: no matrix changed by one of high rank. matrices: those of low rank; rank: the
+    largest of theirs; modules: where they are. unclear: other matrices, whose change is too small beside rounding for
+    its rank to be told. alone: nothing else changed, came or went: no norm, no bias, no row of an embedding, no shape.
     """
 
     alone: bool

@@ -24,10 +24,9 @@ from ..analysis.parameters import count
 from ..components import ModelSpec
 from ..converter.weights import Tree
 from .bisect import Kept
-from .heads import Compared, Tokens, compare_heads, perplexity, require_same_tokens
-from .probe import RUNNING, Batch
+from .compare import Compared, compare_heads, perplexity, require_same_tokens
+from .probe import RUNNING, Scope, Tokens, inputs
 from .rows import final_norm, states
-from .scope import Scope, inputs
 
 SMALL = 50_000_000
 """Parameters up to which fp64 is computed in, and all positions are looked at."""
@@ -50,10 +49,9 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Bin:
-    """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it.
-
-    kl: mean KL(before ‖ after) in nats per token; top1: the share of positions with the same likeliest token; before
-    and after: perplexity, None where what follows is not text.
+    """Positions `first` to `last`, counted from 0: what is predicted from the token there and those before it. kl: mean
+    KL(before ‖ after) in nats per token; top1: the share of positions with the same likeliest token; before and after:
+    perplexity, None where what follows is not text.
     """
 
     first: int
@@ -71,10 +69,9 @@ class Bin:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of each model, and what stands after both.
-
-    stream: the difference of the residual streams over the original's size (root mean squares), None where they are not
-    as wide. kl, top1, perplexity before and after: as in `Bin`, if the models ended here; by_bin: that KL in each bin.
+    """A layer of each model, and what stands after both. stream: the difference of the residual streams over the
+    original's size (root mean squares), None where they are not as wide. kl, top1, perplexity before and after: as in
+    `Bin`, if the models ended here; by_bin: that KL in each bin.
     """
 
     before: int
@@ -105,10 +102,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Damage:
-    """All of it. `on` says what the models were given; `total` is over all positions.
-
-    places: every component in the order of computation, empty where streams cannot be compared. notes: why something is
-    not there, and on how much it was computed.
+    """All of it. `on` says what the models were given; `total` is over all positions. places: every component in the
+    order of computation, empty where streams cannot be compared. notes: why something is not there, and on how much it
+    was computed.
     """
 
     on: str
@@ -147,28 +143,21 @@ def damage(
     layers: Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
-    """Run both and lay them side by side. Raises GptkitError as `require_same_tokens`.
-
-    Args:
-        before: the original.
-        after: what it became.
-        text: token ids of the old vocabulary; without, the probe's tokens, which have no perplexity.
-        tokens: the same tokens' ids before and after, where the vocabulary changed.
-        most: tokens that a model is given at most.
-        layers: those that stand for one another; by default each and its like, where there are as many.
-        progress: told what is being done.
+    """Run both and lay them side by side, on `text` (token ids of the old vocabulary) or the probe. Raises GptkitError
+    as `require_same_tokens`. `tokens`: the same tokens' ids before and after, where the vocabulary changed; `most`:
+    tokens that a model is given at most; `layers`: those that stand for one another, by default each and its like,
+    where there are as many.
     """
     require_same_tokens(before, after, tokens)
     say = progress or (lambda _: None)
-    given = _given(Scope(before.spec, after.spec, tokens, most), text)
-    notes = [*given.notes]
-    pairs = _pairs(before.spec, after.spec, layers, notes)
     with closing(Kept()) as first, closing(Kept()) as second:
-        both = _Both((before, after), given, tokens, (first, second))
+        both = _Both((before, after), Scope(before.spec, after.spec, tokens, most), text, (first, second))
+        notes, positions, targets = both.notes, both.positions, both.targets
+        pairs = _pairs(before.spec, after.spec, layers, notes)
         total = both.run(say)
         say("layer by layer")
-        if len(both.rows) < len(given.positions):
-            notes.append(f"by layer on {len(both.rows):,} of {len(given.positions):,} positions")
+        if len(both.rows) < len(positions):
+            notes.append(f"by layer on {len(both.rows):,} of {len(positions):,} positions")
         by_layer = tuple(both.lens(*pair) for pair in pairs)
         say("component by component")
         tables = _relative(*(both.stream(side, TABLE) for side in range(2)))
@@ -176,64 +165,15 @@ def damage(
         if reason is not None:
             notes.append(f"no component was given the original's stream: {reason}")
         apart = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
-    whole = torch.ones(len(given.positions), dtype=torch.bool)
     return Damage(
-        on=given.on,
+        on=both.on,
         dtype=str(both.dtype).removeprefix("torch."),
-        total=_bin(0, int(given.positions.max()), whole, total, given.targets),
-        bins=tuple(_bin(*edges, given.within(edges), total, given.targets) for edges in given.edges),
+        total=_bin(0, int(positions.max()), positions >= 0, total, targets),
+        bins=tuple(_bin(*edges, both.within(edges), total, targets) for edges in both.edges),
         layers=by_layer,
         places=tuple(Place(*place, gap, not gap <= FLOORS[both.dtype]) for place, gap in apart.items()),
         notes=tuple(notes),
     )
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Batches without padding, each named by its number, in the old vocabulary and in the new one; of each of their
-    tokens (N in all) its position and what follows, where that is known.
-    """
-
-    batches: list[Batch]
-    renamed: list[Batch]
-    positions: Tensor
-    targets: Tensor | None
-    on: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def edges(self) -> list[tuple[int, int]]:
-        """The bins, each twice as wide as the one before: (first, last)."""
-        last = int(self.positions.max())
-        starts = [0] + [2**power for power in range(last.bit_length())]
-        return [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
-
-    def within(self, edges: tuple[int, int]) -> Tensor:
-        """Which of the positions are in a bin."""
-        return (self.positions >= edges[0]) & (self.positions <= edges[1])
-
-
-def _given(scope: Scope, text: Sequence[int] | None) -> _Given:
-    deepest = max(len(scope.before.blocks), len(scope.after.blocks)) + 1
-    room = STREAM_BYTES // (8 * deepest * max(scope.before.hidden_size, scope.after.hidden_size))
-    budget = max(2, min(room, TEXT))
-    windows = [] if text is None else scope.windows(text[: budget + 1])
-    notes: tuple[str, ...] = ()
-    targets = None
-    if windows:
-        batches, targets = inputs(windows), scope.targets(windows)
-        on = f"{len(targets):,} token{'s' if len(targets) > 1 else ''} of text"
-    else:
-        batches, taken = [], 0
-        for batch in sorted(scope.probe(), key=lambda each: each.input_ids.numel()):
-            if batch.attention_mask is None and (not batches or taken + batch.input_ids.numel() <= budget):
-                batches.append(batch)
-                taken += batch.input_ids.numel()
-        on = f"{taken:,} tokens of the probe"
-        notes = ("no text: the probe's tokens are made up, and have no perplexity",)
-    batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
-    positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in (b.input_ids.shape for b in batches)])
-    return _Given(batches, [scope.renamed(batch) for batch in batches], positions, targets, on, notes)
 
 
 def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: list[str]) -> Pairs:
@@ -245,23 +185,16 @@ def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: lis
             if alone:
                 notes.append(f"not compared: {of} layer{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))}")
         return layers
-    if counts[0] == counts[1]:
-        return [(layer, layer) for layer in range(counts[0])]
-    notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
-    return []
+    if counts[0] != counts[1]:
+        notes.append(f"not compared by layer: {counts[0]} layers before, {counts[1]} after")
+        return []
+    return [(layer, layer) for layer in range(counts[0])]
 
 
 def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor | None) -> Bin:
-    known = targets is not None
-    return Bin(
-        first=first,
-        last=last,
-        positions=int(here.sum()),
-        kl=found.kl[here].mean().item(),
-        top1=found.agree[here].double().mean().item(),
-        before=perplexity(found.before[here]) if known else None,
-        after=perplexity(found.after[here]) if known else None,
-    )
+    lost = () if targets is None else (perplexity(found.before[here]), perplexity(found.after[here]))
+    kl, top1 = found.kl[here].mean().item(), found.agree[here].double().mean().item()
+    return Bin(first, last, int(here.sum()), kl, top1, *lost)
 
 
 INTO, TABLE = -1, -2
@@ -271,22 +204,53 @@ PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole 
 
 
 class _Both:
-    """The two models, what they are given, and the residual stream of each batch after each block, in files."""
+    """The two models; batches without padding, each named by its number, in the old vocabulary and in the new one; of
+    each of their tokens (N in all) its position and what follows, where that is known; and the residual stream of each
+    batch after each block, in files.
+    """
 
-    def __init__(self, trees: tuple[Tree, Tree], given: _Given, tokens: Tokens | None, kept: tuple[Kept, Kept]) -> None:
-        self.trees, self.given, self.tokens, self.kept = trees, given, tokens, kept
-        specs = [tree.spec for tree in trees]
+    def __init__(
+        self, trees: tuple[Tree, Tree], scope: Scope, text: Sequence[int] | None, kept: tuple[Kept, Kept]
+    ) -> None:
+        self.trees, self.tokens, self.kept = trees, scope.tokens, kept
+        specs, self.notes = [tree.spec for tree in trees], list[str]()
+        self.targets: Tensor | None = None
+        deepest, widest = (max(each) for each in zip(*((len(x.blocks) + 1, x.hidden_size) for x in specs), strict=True))
+        budget = max(2, min(STREAM_BYTES // (8 * deepest * widest), TEXT))
+        windows = [] if text is None else scope.windows(text[: budget + 1])
+        if windows:
+            batches, self.targets = inputs(windows), scope.targets(windows)
+            self.on = f"{len(self.targets):,} token{'s' if len(self.targets) > 1 else ''} of text"
+        else:
+            batches, taken = [], 0
+            for batch in sorted(scope.probe(), key=lambda each: each.input_ids.numel()):
+                if batch.attention_mask is None and (not batches or taken + batch.input_ids.numel() <= budget):
+                    batches.append(batch)
+                    taken += batch.input_ids.numel()
+            self.on = f"{taken:,} tokens of the probe"
+            self.notes.append("no text: the probe's tokens are made up, and have no perplexity")
+        self.batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
+        self.renamed = [scope.renamed(batch) for batch in self.batches]
+        shapes = [batch.input_ids.shape for batch in batches]
+        self.positions = torch.cat([torch.arange(steps).repeat(rows) for rows, steps in shapes])
+        last = int(self.positions.max())
+        starts = [0] + [2**power for power in range(last.bit_length())]
+        self.edges = [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
+        """The bins, each twice as wide as the one before: (first, last)."""
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
         self.norms = [final_norm(tree, self.dtype) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        last = len(given.positions) - 1
-        taken = min(last + 1, max(LENS_WORK // work, len(given.edges)))
-        self.rows = torch.linspace(0, last, taken, dtype=torch.float64).round().long()
+        taken = min(len(self.positions), max(LENS_WORK // work, len(self.edges)))
+        self.rows = torch.linspace(0, len(self.positions) - 1, taken, dtype=torch.float64).round().long()
         """The positions that are looked at by layer."""
+
+    def within(self, edges: tuple[int, int]) -> Tensor:
+        """Which of the positions are in a bin."""
+        return (self.positions >= edges[0]) & (self.positions <= edges[1])
 
     def run(self, say: Callable[[str], None]) -> Compared:
         """Both as they are, their streams kept."""
-        final, batches = [], (self.given.batches, self.given.renamed)
+        final, batches = [], (self.batches, self.renamed)
         for tree, kept, inputs_, name in zip(self.trees, self.kept, batches, ("original", "other"), strict=True):
             say(f"the {name}")
 
@@ -299,25 +263,25 @@ class _Both:
             blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]
             ends = states(tree, inputs_, self.dtype, see=see, seen=["embedding", *blocks])
             final.append(torch.cat([x.flatten(0, 1) for x in ends]))
-        return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.given.targets)
+        return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.targets)
 
     def stream(self, side: int, layer: int) -> Tensor:
         """(N, hidden) of all batches in fp64, after a layer."""
-        return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.given.batches))])
+        return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.batches))])
 
-    def ended(self, *streams: Tensor, targets: Tensor | None = None) -> Compared:
+    def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> Compared:
         """Each model's last norm and head on a stream, at `rows`."""
         with torch.inference_mode():
-            normed = [norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, streams, strict=True)]
-        return compare_heads(*self.trees, (normed[0], normed[1]), tokens=self.tokens, targets=targets)
+            a, b = (norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, (first, second), strict=True))
+        return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> Layer:
         """What both models would say if they ended after these layers."""
         streams = self.stream(0, before), self.stream(1, after)
-        targets = None if self.given.targets is None else self.given.targets[self.rows]
-        found = self.ended(*streams, targets=targets)
+        targets = None if self.targets is None else self.targets[self.rows]
+        found = self.ended(*streams, targets)
         whole = _bin(0, 0, torch.ones(len(self.rows), dtype=torch.bool), found, targets)
-        inside = [self.given.within(edges)[self.rows] for edges in self.given.edges]
+        inside = [self.within(edges)[self.rows] for edges in self.edges]
         by_bin = tuple(found.kl[here].mean().item() for here in inside)
         return Layer(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
@@ -335,17 +299,21 @@ class _Both:
 
         with closing(Kept()) as made_before:
 
+            def added(path: str, given: Tensor, made: Tensor) -> Tensor:
+                """What a module adds to the stream, in fp64: a block's output has the stream in it."""
+                return (made - given).double() if path.count(".") == 1 else made.double()
+
             def keep(path: str, given: Tensor, made: Tensor) -> None:
-                made_before[_running(), keys[path]] = _added(path, given, made)
+                made_before[_running(), keys[path]] = added(path, given, made)
 
             def hold(path: str, given: Tensor, made: Tensor) -> None:
                 right = made_before[_running(), keys[named[path]]]
                 size, gap = squares.get(path, (0.0, 0.0))
-                difference = _added(path, given, made) - right
+                difference = added(path, given, made) - right
                 squares[path] = size + right.square().sum().item(), gap + difference.square().sum().item()
 
-            states(self.trees[0], self.given.batches, self.dtype, see=keep, seen=paths[0])
-            states(self.trees[1], self.given.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
+            states(self.trees[0], self.batches, self.dtype, see=keep, seen=paths[0])
+            states(self.trees[1], self.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
         found: dict[tuple[str, int | None], float] = {}
         for _, layer in pairs:
             for part, label in PARTS.items():
@@ -367,11 +335,6 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
         return None
     size, gap = (each.square().mean().sqrt().item() for each in (a, b - a))
     return gap / size if size else gap
-
-
-def _added(path: str, given: Tensor, made: Tensor) -> Tensor:
-    """What a module adds to the stream, in fp64: a block's output has the stream in it."""
-    return (made - given).double() if path.count(".") == 1 else made.double()
 
 
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:

@@ -49,14 +49,10 @@ MEAN_SQUARE = 3 / (8 * math.log(2))
 
 @dataclass(frozen=True)
 class Rank:
-    """What the singular values of a change say.
-
-    rank: how many stand above rounding; `limit` where there are more than that.
-    of: the most that there could be.
-    limit: up to where they were counted.
-    share: of the change's energy (its squared Frobenius norm), in these directions; None where `more`.
-    most: how many directions hold 99 % of the energy; None for more than `limit`.
-    more: the rank is above `limit`.
+    """What the singular values of a change say. rank: how many stand above rounding; `limit` where there are more than
+    that. of: the most that there could be. limit: up to where they were counted. share: of the change's energy (its
+    squared Frobenius norm), in these directions; None where `more`. most: how many directions hold 99 % of the energy;
+    None for more than `limit`. more: the rank is above `limit`.
     """
 
     rank: int
@@ -129,6 +125,11 @@ class _Products:
     def _multiply(self, change: Array) -> None:
         raise NotImplementedError
 
+    def values(self) -> Array:
+        """The singular values, falling, of what `total` has the inner products of."""
+        found: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
+        return found
+
 
 class Sketch(_Products):
     """The first pass."""
@@ -151,7 +152,7 @@ class Sketch(_Products):
     @property
     def spectrum(self) -> Array | None:
         """The singular values, falling, where this pass is enough for them."""
-        return _values(self.total)[: min(self.rows, self.columns)] if self.direct else None
+        return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
     def surely_more(self, floor: Floor, dtype: str) -> bool:
         """Whether the change has more than LIMIT directions above rounding, spread too far for few to hold it."""
@@ -162,13 +163,9 @@ class Sketch(_Products):
         spread = float((values[self.width // 2 :] ** 2).sum()) > 2 * (1 - MOST) * energy
         return spread and float(values[LIMIT]) > 2 * floor.sketched(dtype, self.width)
 
-    def basis(self) -> Array:
-        """(columns, width), orthonormal: the directions in which the change lies."""
-        return np.linalg.qr(self.total)[0]
-
 
 class Projection(_Products):
-    """The second pass: the change in the sketch's directions."""
+    """The second pass: the change in the directions of a sketch, an orthonormal basis (columns, width)."""
 
     def __init__(self, basis: Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
@@ -178,17 +175,6 @@ class Projection(_Products):
     def _multiply(self, change: Array) -> None:
         part = (change @ self._basis).astype(np.float64)
         self.total += part.T @ part
-
-    @property
-    def spectrum(self) -> Array:
-        """The largest singular values, falling."""
-        return _values(self.total)
-
-
-def _values(gram: Array) -> Array:
-    """Singular values from a matrix of inner products."""
-    values: Array = np.sqrt(np.clip(np.linalg.eigvalsh(gram)[::-1], 0.0, None))
-    return values
 
 
 def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
@@ -213,10 +199,8 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
 
 
 def _count(spectrum: Array, floor: float) -> int:
-    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like.
-
-    It is not independent of such a change, and leaves a few values of up to twice the floor: far below the change's
-    own.
+    """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
+    independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
     """
     count = int((spectrum > max(floor, RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):

@@ -67,7 +67,7 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     """Every mistake that a port may have made, in words, each with its mutant: the usual wrong values, those that have
     a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
     """
-    tried = [(words, _valued(fields)) for words, fields in _usual().items()]
+    tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     tried += [(name, _slipped(name)) for name in IN_PORTS]
     tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten(), *_declared(spec))]
     tried += [(each.name + BACK, each.undo) for each in MUTATIONS if each.undo is not None]
@@ -159,8 +159,9 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     if not spec.head.tied:
         return None
     table = weights["embedding.weight"]
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table) * 0.02
-    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise}
+    # On the meta device the shape alone is asked for, and a table may be large.
+    noise = table if table.is_meta else torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
+    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
 
 def _slipped(name: str) -> Apply:
@@ -191,35 +192,26 @@ Fields = dict[type[Component], tuple[str, Any]]
 """Of each kind a field and a value."""
 
 
-def _forgettable() -> dict[str, Fields]:
-    """For every field of every kind that changes what it computes, the mistake that it is as by default."""
+def _mistaken_fields(usual: bool = False) -> dict[str, Fields]:
+    """For every field of every kind that changes what it computes, the mistake that it is as by default; of `usual`
+    ones, that others' models' numbers and activations stand in the place of this one's.
+    """
     found: dict[str, Fields] = {}
     for kind in KINDS.values():
-        for name, value in kind.choices().items():
-            words = kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten")
+        told = {name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()}
+        mistakes = [(told[name], name, value) for name, value in kind.choices().items()]
+        if usual:
+            mistakes = [(words.format(v), name, v) for name, (words, values) in kind.usual.items() for v in values]
+        for words, name, value in mistakes:
             found.setdefault(words, {})[kind] = (name, value)
-    return found
-
-
-def _usual() -> dict[str, Fields]:
-    """Numbers and activations that others' models have, in the place of this one's."""
-    found: dict[str, Fields] = {}
-    for kind in KINDS.values():
-        for name, (words, values) in kind.usual.items():
-            for value in values:
-                found.setdefault(words.format(value), {})[kind] = (name, value)
     return found
 
 
 def forgotten() -> list[Mutation]:
     """What is forgotten, but for what `MUTATIONS` has under the same words."""
-    return [
-        Mutation(
-            words, f"the reference's {' or '.join(sorted({name for name, _ in fields.values()}))}", _valued(fields)
-        )
-        for words, fields in _forgettable().items()
-        if words not in {mutation.name for mutation in MUTATIONS}
-    ]
+    known, found = {mutation.name for mutation in MUTATIONS}, _mistaken_fields()
+    names = {words: " or ".join(sorted({name for name, _ in fields.values()})) for words, fields in found.items()}
+    return [Mutation(w, f"the reference's {names[w]}", _valued(found[w])) for w in found if w not in known]
 
 
 def _declared(spec: ModelSpec) -> list[Mutation]:
@@ -232,7 +224,7 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
 
 
 def _forgotten(words: str) -> Apply:
-    return lambda spec, weights: _valued(_forgettable()[words])(spec, weights)
+    return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
 def _valued(fields: Fields) -> Apply:

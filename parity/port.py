@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,13 @@ from ..components import ModelSpec
 from ..converter.checkpoint import open_checkpoint
 from ..converter.threads import as_before, suit
 from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
-from .bisect import Part, Tap, part_at, relative_gap, taps, valid_rows, watching
+from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
-from .diagnose import wide_weights
 from .mutations import Weights, of_ports
 from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
-from .reference import NO_CLASS, load_reference, quiet, reference_folder, reference_logits
-from .score import assigned, tree_gap
-from .sides import Call, Stream, decoder_logits
+from .score import assigned, run_tree, wide_weights
+from .sides import NO_CLASS, Stream, load_reference, logits_of, quiet, reference_folder
 from .verify import IMPRECISE
 
 SHOWN = 3
@@ -47,9 +45,8 @@ REST = 1e-5
 
 @dataclass(frozen=True)
 class Match:
-    """One component of the reference and the port's module that comes closest to it.
-
-    module: the port's module name and side, None where none has an output of that size; place: the difference.
+    """One component of the reference and the port's module that comes closest to it. module: the port's module name and
+    side, None where none has an output of that size; place: the difference.
     """
 
     place: Part
@@ -58,10 +55,9 @@ class Match:
 
 @dataclass(frozen=True)
 class Made:
-    """A mistake that was made in the reference and explains what the port computes.
-
-    mistake: in words. explains: the reference with it gives the port's logits; otherwise it gives what the port
-    computes at the place where they part, and more is wrong behind it. left: the difference of logits that remains.
+    """A mistake that was made in the reference and explains what the port computes. mistake: in words. explains: the
+    reference with it gives the port's logits; otherwise it gives what the port computes at the place where they part,
+    and more is wrong behind it. left: the difference of logits that remains.
     """
 
     mistake: str
@@ -71,12 +67,10 @@ class Made:
 
 @dataclass(frozen=True)
 class PortVerification:
-    """The result for a port; `verdict` as in `verify`.
-
-    functions: the largest difference of logits in fp64; allowed: twice what rounding to fp32 makes in the reference.
-    rounding: the mean error in fp32 of (the reference, the port) against their own fp64. causes: mistakes that explain
-    the difference, empty where none of those tried does. left_out: probes that the port was not given, since it takes
-    no mask. notes: what a person should know.
+    """The result for a port; `verdict` as in `verify`. functions: the largest difference of logits in fp64; allowed:
+    twice what rounding to fp32 makes in the reference. rounding: the mean error in fp32 of (the reference, the port)
+    against their own fp64. causes: mistakes that explain the difference, empty where none of those tried does.
+    left_out: probes that the port was not given, since it takes no mask. notes: what a person should know.
     """
 
     model: str
@@ -132,25 +126,21 @@ def load_port(reference: str) -> nn.Module:
         sys.path.remove(here)
     if build is None:
         raise UsageError(f"cannot import {reference}: {name} has no {attribute}")
-    with _blaming(f"{reference} raised", "when it was called"):
-        port = build if isinstance(build, nn.Module) else _called(reference, build)
-    if not isinstance(port, nn.Module):
-        raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
-    return port.eval()
-
-
-def _called(reference: str, build: Any) -> Any:
-    """What the callable returns. Raises UsageError where it is none that can be called without arguments."""
     hint = "Name a function that returns your torch module."
     if not callable(build):
         raise UsageError(f"{reference} is a {type(build).__name__}, not a callable", hint)
-    try:
-        inspect.signature(build).bind()
-    except TypeError as error:
-        raise UsageError(f"{reference} cannot be called without arguments: {error}", hint) from error
-    except ValueError:  # a builtin that does not say what it takes: calling it tells
-        pass
-    return build()
+    with _blaming(f"{reference} raised", "when it was called"):
+        port = build
+        if not isinstance(build, nn.Module):
+            try:
+                with suppress(ValueError):  # of a builtin that does not say what it takes: calling it tells
+                    inspect.signature(build).bind()
+            except TypeError as error:
+                raise UsageError(f"{reference} cannot be called without arguments: {error}", hint) from error
+            port = build()
+    if not isinstance(port, nn.Module):
+        raise UsageError(f"{reference} returned a {type(port).__name__}, not a torch module")
+    return port.eval()
 
 
 @contextmanager
@@ -218,7 +208,7 @@ def verify_port(
     with reference_folder(source) as folder:
         narrow, wide = (load_reference(folder, dtype, path) for dtype in (torch.float32, torch.float64))
         with quiet():
-            reference, exact = (Stream(model, reference_logits).run(batches) for model in (narrow, wide))
+            reference, exact = (Stream(model).run(batches) for model in (narrow, wide))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
@@ -241,11 +231,11 @@ def verify_port(
         del narrow, wide
         say("mistakes that explain it")
         part = next((match.place for match in matches if match.place.parts), None)
-        parting = [tap for tap in watched if part is not None and part_at(tap, 0.0, 0.0).name == part.name]
+        parting = [tap for tap in watched if part is not None and tap.part(0.0, 0.0).name == part.name]
 
         def explained(tree: ModelSpec, weights: Weights) -> bool:
             """Whether some module of the port computes what this tree does where they part."""
-            seen = _seen(assigned(tree, weights), parting, True, batch, decoder_logits, None) if parting else {}
+            seen = _seen(assigned(tree, weights), parting, True, batch) if parting else {}
             gaps = [gap for gap, _, _ in _near(seen[0], outputs[0])] if seen else []
             return part is not None and not replace(part, relative=min(gaps, default=float("inf"))).parts
 
@@ -301,22 +291,21 @@ def _matches(
     watched: Sequence[Tap], batch: Batch, reference: tuple[Any, Any], outputs: Sequence[Mapping[str, Tensor]]
 ) -> list[Match]:
     """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
-    mask = batch.attention_mask
     with quiet():
-        wide, narrow = (_seen(model, watched, False, batch, reference_logits, mask) for model in reference)
+        wide, narrow = (_seen(model, watched, False, batch) for model in reference)
     matches = []
     for index, tap in enumerate(watched):
         if index not in wide:
             continue
         near, noise = _near(wide[index], outputs[0]), relative_gap(wide[index], narrow[index])
         if not near:
-            matches.append(Match(part_at(tap, float("inf"), noise), None))
+            matches.append(Match(tap.part(float("inf"), noise), None))
             continue
         best, name, columns = min(near, key=lambda each: each[0])
         if name in outputs[1]:
-            own = relative_gap(outputs[0][name][:, columns], outputs[1][name][:, columns])
+            own = relative_gap(*(each[name][:, columns] for each in outputs))
             noise += min(own, IMPRECISE * max(noise, torch.finfo(torch.float32).eps))  # nobody widens his own bound
-        matches.append(Match(part_at(tap, best, noise), name))
+        matches.append(Match(tap.part(best, noise), name))
     # What a port need not have as a module of its own is left out where something behind it agrees: a later component
     # of the same layer that is computed rightly shows that what it is computed from was right too.
     kept = []
@@ -328,9 +317,7 @@ def _matches(
     return kept
 
 
-def _seen(
-    model: Any, watched: Sequence[Tap], ours: bool, batch: Batch, call: Call, mask: Tensor | None
-) -> dict[int, Tensor]:
+def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: Batch) -> dict[int, Tensor]:
     """What taps see of a model, (N, features) in fp64 by their index."""
     seen: dict[int, Tensor] = {}
 
@@ -338,7 +325,7 @@ def _seen(
         seen[index] = valid_rows(value, batch).clone()  # Falcon adds to a module's output in place
 
     with torch.inference_mode(), watching(model, watched, ours, see):
-        call(model, batch.input_ids, mask)
+        logits_of(model, batch.input_ids, batch.attention_mask)
     return seen
 
 
@@ -375,10 +362,10 @@ def _causes(
     enough = max(allowed, REST * largest_gap(exact, port))
     at_place: list[Made] = []
     for mistake, (tree, changed) in of_ports(spec, weights):
-        gap = tree_gap(tree, changed, inputs, wanted, enough=enough)
+        gap = largest_gap(wanted, run_tree(tree, changed, inputs), enough)
         if gap <= enough:
             yield Made(mistake, True, gap)
             return
         if len(at_place) < SHOWN and explained(tree, changed):
-            at_place.append(Made(mistake, False, tree_gap(tree, changed, inputs, wanted, enough=float("inf"))))
+            at_place.append(Made(mistake, False, largest_gap(wanted, run_tree(tree, changed, inputs))))
     yield from sorted(at_place, key=lambda made: made.left)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..analysis.parameters import count
 from ..components import ModelSpec, differences
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
@@ -26,17 +27,22 @@ from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, Front
 from ..modules.load import as_array, filled, tensor_of
-from .bisect import Cause, Part
-from .compare import gap_up_to, largest_gap
+from .bisect import Cause, Divergence, Part, bisect
+from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .passes import hooked
-from .probe import RUNNING, Batch
+from .probe import RUNNING, TABLES, Batch
 from .rows import final_norm, head_rows
+from .score import SMALL
 from .sides import Sides
 
 Unit = int | Literal["front", "back"]
 """A layer by its index, what stands before all layers (embedding, its norm, positions), or behind (norm, head)."""
 
+TOKENS = 256
+"""Tokens that a model of more than `SMALL` parameters is laid side by side on; more only where one batch has more."""
+ROOM = 2**30
+"""Bytes that one side's outputs of all components may take in the temporary folder."""
 FEW = 4
 """Tensors that a repair may take from each other across layers."""
 TRIED = 3
@@ -54,9 +60,8 @@ class Repair:
 
 
 class Repaired:
-    """A checkpoint's tree and weights in fp64 with a repair made in all of it or in one unit alone, read by name.
-
-    What a repair changes is learnt from running it on the meta device, where every tensor has a shape and no memory.
+    """A checkpoint's tree and weights in fp64 with a repair made in all of it or in one unit alone, read by name. What
+    a repair changes is learnt from running it on the meta device, where every tensor has a shape and no memory.
     """
 
     def __init__(
@@ -111,12 +116,12 @@ def unit_of(name: str) -> Unit:
 
 def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
     """A tree with one unit of another."""
-    replace = msgspec.structs.replace
+    change = msgspec.structs.replace
     if unit == "front":
-        return replace(own, embedding=other.embedding, positions=other.positions)
+        return change(own, embedding=other.embedding, positions=other.positions)
     if unit == "back":
-        return replace(own, final_norm=other.final_norm, head=other.head)
-    return replace(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
+        return change(own, final_norm=other.final_norm, head=other.head)
+    return change(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
 Seen = dict[int, Tensor]
@@ -158,7 +163,65 @@ def _around(model: nn.Module, name: str, seen: tuple[Seen, Seen]) -> ExitStack:
     return hooked([before, module.register_forward_hook(coming_out)])
 
 
-def find_causes(
+def diagnose(
+    both: Sides,
+    batches: Sequence[Batch],
+    path: Kernel,
+    allowed: float | None,
+    notes: list[str],
+    *,
+    gaps: Sequence[Tensor] | None = None,
+    asked: bool = False,
+) -> Divergence | None:
+    """Where the two sides part, and what would put it right; None, with a note, where they cannot be laid side by side,
+    or are large and nobody asked. `allowed` is the difference of logits that rounding explains; None looks for no
+    cause, since the models are one. `gaps` says how much the logits of each position differ, (N,) a batch: a large
+    model is looked at where most do.
+    """
+    source, target = both.source, both.target
+    large = max(count(each.spec).total for each in (source, target)) > SMALL
+    if large and both.folder is not None and not asked:
+        notes.append("not bisected: that takes seven passes, and is done unasked up to 50 million parameters")
+        return None
+    if len(source.spec.blocks) != len(target.spec.blocks):
+        notes.append("not bisected: the models have different numbers of layers")
+        return None
+    if large:
+        # About what one position takes in fp64, of all outputs, and of as many inputs of projections.
+        row = 16 * sum(each.shape[0] for each in source.spec.parameters() if each.name not in TABLES)
+        batches = where_they_differ(batches, gaps, row)
+    places = bisect(both, batches, path)
+    if allowed is None or source.spec.hidden_size != target.spec.hidden_size:
+        return Divergence(tuple(places))
+    return Divergence(tuple(places), tuple(_find_causes(both, batches, path, allowed, places, few=large)))
+
+
+def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
+    """The batches where two models differ most, of `TOKENS` tokens together, and of theirs the positions where they do:
+    as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
+    differ, (N,) a batch; None where they do not.
+    """
+    if gaps is None:
+        gaps = [torch.zeros(len(batch.valid(batch.input_ids[..., None]))) for batch in batches]
+    taken, tokens = list[int](), 0
+    for index in sorted(range(len(batches)), key=lambda index: -gaps[index].max().item()):
+        size = batches[index].input_ids.numel()
+        if not taken or tokens + size <= TOKENS:
+            taken.append(index)
+            tokens += size
+    taken.sort()
+    all_gaps = torch.cat([gaps[index] for index in taken])
+    most = torch.zeros(len(all_gaps), dtype=torch.bool)
+    most[all_gaps.topk(min(max(ROOM // row, 1), len(all_gaps))).indices] = True
+    kept = torch.split(most, [len(gaps[index]) for index in taken])
+    return [
+        replace(batches[index], rows=rows.nonzero().flatten())
+        for index, rows in zip(taken, kept, strict=True)
+        if bool(rows.any())
+    ]
+
+
+def _find_causes(
     both: Sides, batches: Sequence[Batch], path: Kernel, allowed: float, places: Sequence[Part], few: bool
 ) -> list[Cause]:
     """Repairs that bring the candidate's logits closer, those that restore parity first, for sides of one width and one
@@ -202,7 +265,7 @@ def find_causes(
         tree = Repaired(target, source, repair, unit)
         if not tree.changes:
             continue
-        gap = gap_up_to(outputs, _run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
+        gap = largest_gap(outputs, _run_unit(tree, unit, inputs, batches, path), max(rounding, start / 10))
         if gap <= rounding or gap < start / 10:
             helps.append((gap <= rounding, repair))
     helps.sort(key=lambda pair: not pair[0])

@@ -48,17 +48,10 @@ def states(
     feed: Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
-    """The last norm's output, (B, T, hidden) a batch. Raises IndexError for a token id beyond the vocabulary, or more
-    tokens than a table has positions.
-
-    Args:
-        tree: the model, read by rows.
-        batches: the inputs.
-        dtype: what is computed in; weights are widened (or rounded) to it.
-        see: told what the modules in `seen` make of their inputs; every block's path is "blocks.N".
-        seen: paths of modules in the decoder.
-        feed: exchanges the input of blocks.
-        progress: called with the bytes of every weight that was read.
+    """The last norm's output, (B, T, hidden) a batch, computed in `dtype`, to which weights are widened (or rounded).
+    Raises IndexError for a token id beyond the vocabulary, or more tokens than a table has positions. `see` is told
+    what the modules in `seen` (paths in the decoder; every block's is "blocks.N") make of their inputs, `feed`
+    exchanges the input of blocks, `progress` is called with the bytes of every weight that was read.
     """
     model = _model(tree, dtype)
     modules = dict(model.named_modules())

@@ -16,22 +16,24 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..components import Block, Mixer, ModelSpec
+from ..converter.checkpoint import Checkpoint
 from ..modules import Decoder
-from .compare import gap_up_to, largest_gap
+from ..modules.load import load_checkpoint
+from .compare import largest_gap
 from .mutations import Weights, applicable
 from .probe import AFFORDABLE, LONG, TABLES, Batch, limits, longest
 
 
 @dataclass(frozen=True)
 class Score:
-    """The mistakes that were tried, by name.
-
-    caught: seen with the checkpoint's own weights. caught_random: only with random ones, since they change nothing on
-    this checkpoint that rounding would not (eps behind large activations, q and k where one score is all). invisible:
-    with no weights, on no input: they change nothing in this tree (a rotary scaling by one). missed: on an input that
-    the probe should have. allowed: the difference in logits that rounding explains, above which a mistake counts as
-    seen. small_copy: made on a small copy of the tree with random weights, since the model itself is too large.
+    """The mistakes that were tried, by name. caught: seen with the checkpoint's own weights. caught_random: only with
+    random ones, since they change nothing on this checkpoint that rounding would not (eps behind large activations, q
+    and k where one score is all). invisible: with no weights, on no input: they change nothing in this tree (a rotary
+    scaling by one). missed: on an input that the probe should have. allowed: the difference in logits that rounding
+    explains, above which a mistake counts as seen. small_copy: made on a small copy of the tree with random weights,
+    since the model itself is too large.
     """
 
     caught: tuple[str, ...]
@@ -49,6 +51,10 @@ class Score:
 
 replace = msgspec.structs.replace
 
+SMALL = 50_000_000
+"""Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
+pass in fp64.
+"""
 CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
 SIZES = (1.0, 0.05, 0.002)
@@ -63,15 +69,40 @@ QUIET = 0.05
 """The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""
 
 
+def try_mistakes(
+    source: Checkpoint, batches: Sequence[Batch], asked: bool, stream: bool, notes: list[str], up_to: int | None
+) -> Score:
+    """What the probe would have caught: in the model, or, of a large one unasked, in a small copy (a note says so)."""
+    if not stream and (asked or count(source.spec).total <= SMALL):
+        return score(source.spec, wide_weights(source), batches, unprobed(source.spec, batches), up_to)
+    own = "" if stream else "; --mutations makes them in the model itself"
+    notes.append(f"mistakes on purpose were made on a small copy of this tree with random weights{own}")
+    copy = miniature(source.spec, max(batch.input_ids.shape[1] for batch in batches))
+    narrow, beyond = narrow_batches(batches, copy), unprobed(source.spec, batches)
+    return replaced(score(copy, random_weights(copy), narrow, beyond, up_to), small_copy=True)
+
+
+def wide_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters in fp64 by shared name."""
+    model = load_checkpoint(checkpoint, torch.float64)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def unprobed(spec: ModelSpec, batches: Sequence[Batch]) -> list[str]:
+    """Mutations that only show beyond a length that the probe does not go to; a note says that it does not."""
+    tokens = max(batch.input_ids.shape[1] for batch in batches)
+    beyond = {limit.name for limit in limits(spec) if tokens <= limit.tokens}
+    shows = {"window": "window ignored", "original context": "rope scaling dropped"}
+    return [shows[name] for name in beyond]
+
+
 def score(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], unprobed: Sequence[str] = (), up_to: int | None = None
 ) -> Score:
     """Make every mutation that applies to a tree with weights in fp64, and see whether the batches tell it from the
-    original.
-
-    What they do not is made with random weights too, and then on inputs that were made for this tree (`_plain_inputs`),
-    whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the probe says it does
-    not reach, which are not counted; `up_to` is the longest sequence that matters.
+    original. What they do not is made with random weights too, and then on inputs that were made for this tree
+    (`_plain_inputs`), whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the
+    probe says it does not reach, which are not counted; `up_to` is the longest sequence that matters.
     """
     names = [mutation.name for mutation, _ in applicable(spec, weights) if mutation.name not in unprobed]
     caught, allowed = _caught(spec, weights, batches, names)
@@ -113,13 +144,15 @@ def _caught(
     spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
 ) -> tuple[list[str], float]:
     """Which of these mutations differ by more than rounding explains, `clear` times, and what it explains."""
-    exact = run_tree(spec, weights, batches)
+    exact = list(run_tree(spec, weights, batches))
     rounded = run_tree(spec, {name: tensor.float() for name, tensor in weights.items()}, batches)
     # The rule of the verdict: both sides' noise together, which here is twice the same.
     allowed = 2 * largest_gap(exact, rounded)
     made = [(mutation.name, mutant) for mutation, mutant in applicable(spec, weights) if mutation.name in names]
     enough = clear * allowed
-    return [name for name, mutant in made if not tree_gap(*mutant, batches, exact, enough) <= enough], allowed
+    return [
+        name for name, mutant in made if not largest_gap(exact, run_tree(*mutant, batches), enough) <= enough
+    ], allowed
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -130,19 +163,8 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
     return noise if name in TABLES else noise / tensor.shape[1] ** 0.5
 
 
-def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> list[Tensor]:
+def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
     """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
-    return list(_logits(spec, weights, batches))
-
-
-def tree_gap(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], expected: Sequence[Tensor], enough: float
-) -> float:
-    """How far a tree's logits are from those expected, as `gap_up_to`."""
-    return gap_up_to(expected, _logits(spec, weights, batches), enough)
-
-
-def _logits(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
     model = assigned(spec, weights)
     for batch in batches:
         with torch.inference_mode():

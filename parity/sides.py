@@ -1,54 +1,190 @@
 """The two sides of a verification: transformers' logits and gptkit's, in memory or a layer at a time.
 
-Of models larger than memory both sides run their own, unchanged forward with parameters on the meta device: just before
-a layer (or the embedding, the last norm, the head) is called its weights are read from the files, and dropped right
-after. All batches go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while
-it is converted, and the activations.
+The reference is transformers' own class, loaded from files that it reads without remote code. Of models larger than
+memory both sides run their own, unchanged forward with parameters on the meta device: just before a layer (or the
+embedding, the last norm, the head) is called its weights are read from the files, and dropped right after. All batches
+go through a layer before the next is read (see `passes`). Memory is the largest layer's, twice while it is converted,
+and the activations.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
+from ..architectures import BY_MODEL_TYPE
 from ..converter.checkpoint import Checkpoint
+from ..converter.convert import plan_conversion
+from ..converter.publish import Staging
 from ..converter.weights import Tree
-from ..errors import CannotExpress, GptkitError
+from ..converter.write import execute
+from ..errors import CannotExpress, CheckpointError, GptkitError
 from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import Batch
-from .reference import (
-    NO_CLASS,
-    class_options,
-    compute_experts_plainly,
-    forget_lengths,
-    load_reference,
-    own_reference,
-    quiet,
-    reference_folder,
-    reference_logits,
-)
 
+NO_CLASS = "this tree never had a transformers class to compare with"
 KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
 
-Call = Callable[[Any, Tensor, Tensor | None], Tensor]
-"""The logits (B, T, V) of a model, of token ids and a mask."""
+
+@contextmanager
+def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
+    """A folder that `AutoModelForCausalLM.from_pretrained` loads: the checkpoint's own where it can be, else the
+    checkpoint converted to HF files in a temporary place. Raises CannotExpress where no transformers class computes it.
+    """
+    architecture = checkpoint.architecture
+    if architecture is None:
+        raise CannotExpress(NO_CLASS)
+    readable = checkpoint.format == "hf" and checkpoint.path.is_dir() and not checkpoint.notes
+    if readable and architecture.export_config(checkpoint.spec, checkpoint.origin.config) is None:
+        yield checkpoint.path
+        return
+    try:
+        plan = plan_conversion(checkpoint, "hf")
+    except CannotExpress as error:
+        raise CannotExpress(
+            error.message, "compare with the checkpoint it was made from: gptkit verify ORIGINAL THIS"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="gptkit-reference-") as parent:
+        target = Path(parent) / "hf"
+        with Staging(target) as staging:
+            files = execute(plan, checkpoint.tensors(), staging)
+            staging.commit({}, files=files)
+        yield target
 
 
-class Absent(Tensor):
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' advice to its own users, its progress bars and its warnings."""
+    from transformers import logging
+
+    level = logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            logging.enable_progress_bar()
+
+
+def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits (B, T, V) of transformers' model or of gptkit's."""
+    given = model(input_ids=input_ids, attention_mask=attention_mask)
+    logits: Tensor = getattr(given, "logits", given)
+    return logits
+
+
+def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The transformers model in `folder`, in eval mode, of from_pretrained(dtype=…): `model.to(dtype)` would round
+    its rotary frequencies too. Raises CheckpointError where transformers left a tensor at random or had no use for one,
+    and GptkitError where it cannot load the folder at all.
+    """
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if (own := own_reference(config, dtype, attention)) is not None:
+        stored = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+        unexpected = own.load_state_dict(stored, strict=False).unexpected_keys
+        missing = [name for name, _ in own.named_parameters() if name not in stored]  # a tied one has one name here
+        if missing or unexpected:
+            raise CheckpointError(f"the family's own model and {folder.name} differ in {(missing + unexpected)[:5]}")
+        return own.eval()
+    try:
+        with quiet():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                **_class_options(dtype, attention),
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()
+        raise GptkitError(f"transformers cannot load {folder.name}: {reason[0] if reason else error!r}") from error
+    for kind, what in (
+        ("missing_keys", "left tensors at random (missing)"),
+        ("mismatched_keys", "left tensors at random (mismatched)"),
+        ("unexpected_keys", "has no use for tensors"),
+    ):
+        if info.get(kind):
+            names = ", ".join(str(name) for name in list(info[kind])[:5])
+            raise CheckpointError(f"transformers {what}: {names}")
+    _compute_experts_plainly(model)
+    forget_lengths(model)
+    # from_pretrained leaves parameters where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products
+    # sum in another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def _class_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
+    """How transformers is to build a class; its default way to compute a mixture of experts has no fp64."""
+    experts = "eager" if dtype == torch.float64 else None
+    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": experts}
+
+
+def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
+    """The model of a family that brings its own (`Architecture.model`), its weights not filled; None of any other."""
+    family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is None or not family.model:
+        return None
+    module, _, name = family.model.partition(":")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return getattr(import_module(module), name)(config, attention)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _compute_experts_plainly(model: Any) -> None:
+    """Compute experts of rows of no multiple of 16 bytes one by one: torch's grouped product raises on such."""
+    stacked = [each for each in model.parameters() if each.ndim == 3]
+    if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
+        model.set_experts_implementation("eager")
+
+
+def forget_lengths(model: Any) -> None:
+    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base, and that of
+    each kind of layer where these have positions of their own.
+    """
+
+    def forget(module: Any, prefixes: list[str]) -> None:
+        for prefix in prefixes:
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_prefix = {f"{kind}_": each for kind, each in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+        dynamic = [prefix for prefix, each in by_prefix.items() if "dynamic" in str(each)]
+        if dynamic:
+            module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
+
+
+class _Absent(Tensor):
     """A parameter that is not there: its shape, and a refusal of any other use. torch computes some products with a
     tensor of the meta device, from whatever lies in memory.
     """
@@ -77,14 +213,11 @@ class Stream:
     def __init__(
         self,
         model: nn.Module,
-        call: Call,
         read: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.call, self.read, self.dtype, self.release = model, call, read, dtype, release
-        self.peak = 0
-        """The most bytes of parameters that were present at once."""
+        self.model, self.read, self.dtype, self.release = model, read, dtype, release
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
         self._units = units_of(model) if read is not None else []
         for _, owners in self._units:
@@ -103,14 +236,13 @@ class Stream:
                 trim_heaps()
 
         def call(batch: Batch) -> Tensor:
-            return batch.valid(self.call(self.model, batch.input_ids, batch.attention_mask))
+            return batch.valid(logits_of(self.model, batch.input_ids, batch.attention_mask))
 
         stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
         with hooked(stops):
             return run_together(call, batches, serve)
 
     def _fill(self, owners: Sequence[Owner]) -> None:
-        total = 0
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
@@ -122,16 +254,14 @@ class Stream:
                 value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                 value.copy_(self.read(full))
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
-                total += value.nbytes
         self.release()
-        self.peak = max(self.peak, total)
 
     def _drop(self, owners: Sequence[Owner]) -> None:
         for module, name, full in owners:
             held: Any = module._parameters[name]
             if held.device.type != "meta" and held.nbytes <= KEPT_BYTES:  # tables are too large to keep
                 self._spare.setdefault((held.shape, held.stride(), held.dtype), []).append(held.data)
-            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(Absent)
+            empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(_Absent)
             empty.full_name = full
             module._parameters[name] = empty  # type: ignore[assignment]
 
@@ -157,12 +287,6 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Owner]]]:
     return found
 
 
-def decoder_logits(model: Decoder, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits (B, T, V) of gptkit's model."""
-    logits: Tensor = model(input_ids, attention_mask)
-    return logits
-
-
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
     """gptkit's decoder of a tree, fed from where its tensors lie."""
     tied = tree.spec.head.tied
@@ -175,7 +299,7 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
     def read(name: str) -> Tensor:
         return tensor_of(tree, "embedding.weight" if name == "head.weight" and tied else name)
 
-    return Stream(model, decoder_logits, read, dtype, tree.release)
+    return Stream(model, read, dtype, tree.release)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
@@ -193,17 +317,15 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         model = own_reference(config, dtype, attention)
         if model is None:
             made = transformers.AutoConfig.for_model(**config)
-            model = transformers.AutoModelForCausalLM.from_config(made, **class_options(dtype, attention))
-            compute_experts_plainly(model)
+            model = transformers.AutoModelForCausalLM.from_config(made, **_class_options(dtype, attention))
+            _compute_experts_plainly(model)
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
     def read(name: str) -> Tensor:
-        if name in stacked:
-            how, parts = stacked[name]
-            gathered: Tensor = how.gather(parts, read_tensor)
-            return gathered
-        return read_tensor(name)
+        how, parts = stacked.get(name, (None, ()))
+        given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
+        return given
 
     def read_tensor(name: str) -> Tensor:
         leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
@@ -214,7 +336,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         for name, buffer in model.named_buffers():
             if name in leaves or name in stacked:  # of the others none is stored
                 buffer.copy_(read(name))
-    return Stream(model.eval(), reference_logits, read, dtype, checkpoint.release)
+    return Stream(model.eval(), read, dtype, checkpoint.release)
 
 
 @contextmanager
@@ -250,7 +372,7 @@ class Sides:
         if self.folder is None:
             stream = stream_reference(self.source, dtype, path)
         else:
-            stream = Stream(load_reference(self.folder, dtype, path), reference_logits)
+            stream = Stream(load_reference(self.folder, dtype, path))
         with quiet(), watch(stream.model):
             return stream.run(batches)
 
@@ -266,10 +388,9 @@ class Sides:
         if self.folder is None:
             stream = stream_candidate(tree or self.target, dtype, path)
         elif tree is None:
-            stream = Stream(load_checkpoint(self.target, dtype, path), decoder_logits)
+            stream = Stream(load_checkpoint(self.target, dtype, path))
         else:
-            model = filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype)
-            stream = Stream(model, decoder_logits)
+            stream = Stream(filled(partial(Decoder, tree.spec, path), partial(tensor_of, tree), dtype))
         with watch(stream.model):
             return stream.run(batches)
 

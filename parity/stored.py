@@ -27,6 +27,7 @@ from ..modules.load import filled
 from .passes import hooked
 from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
 from .rows import final_norm, head_rows
+from .tensor_diff import same_bytes
 
 replace = msgspec.structs.replace
 
@@ -45,12 +46,11 @@ TIMES = 4.0
 
 @dataclass(frozen=True)
 class BytesVerdict:
-    """How many tensors were compared byte by byte, against what, and the names of those that differ.
-
-    cast: those stored in another dtype that hold the same values all the same (a GGUF keeps norms in fp32). required:
-    whether the trees leave no reason for other bytes; where they do, what differs is held by the function alone.
-    alone: tensors that one side has and the other has not, or has in another shape; of tables of two lengths the rows
-    that both have are compared.
+    """How many tensors were compared byte by byte, against what, and the names of those that differ. cast: those stored
+    in another dtype that hold the same values all the same (a GGUF keeps norms in fp32). required: whether the trees
+    leave no reason for other bytes; where they do, what differs is held by the function alone. alone: tensors that one
+    side has and the other has not, or has in another shape; of tables of two lengths the rows that both have are
+    compared.
     """
 
     compared: int
@@ -103,7 +103,8 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
     different = []
     for leaf in source.leaves:
         stored = source.read(leaf)
-        if not same(leaf.to_checkpoint(leaf.to_shared(stored)), stored):
+        again = leaf.to_checkpoint(leaf.to_shared(stored))
+        if again.shape != stored.shape or not same_bytes(*map(np.ascontiguousarray, (again, stored))):
             different.append(leaf.checkpoint)
         source.release()
     # Nothing else could tell here: the reference is made of the same files.
@@ -114,12 +115,6 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
             "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
         )
     return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))
-
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Bit for bit, NaN and signed zero included."""
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
-    return a.shape == b.shape and np.array_equal(first, second)
 
 
 def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarray:
@@ -147,10 +142,9 @@ def rows_to_probe(
     long: bool,
     up_to: int | None,
 ) -> tuple[list[Batch], list[str]]:
-    """Batches that read the rows which no batch of the probe does, and in words those that nothing looked at.
-
-    Where the same bytes are `required` there is nothing to be shown of a row but its effect; `long` reads all of them,
-    however many; `up_to` is the longest sequence that matters.
+    """Batches that read the rows which no batch of the probe does, and in words those that nothing looked at. Where the
+    same bytes are `required` there is nothing to be shown of a row but its effect; `long` reads all of them, however
+    many; `up_to` is the longest sequence that matters.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
     most = longest(source.spec, target.spec)
@@ -208,12 +202,11 @@ def _too_many(left: np.ndarray, name: str) -> str:
 
 
 def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: np.ndarray) -> np.ndarray:
-    """Which rows of a table give the same logits where the layers are left out of both models, (len(rows),) of bool.
-
-    A swap that changes a table changes the residual stream's basis, for all that reads and writes it: what tables put
-    into the stream the last norm and the head take out again, and a row that is out of line with the others shows.
-    Each row is looked at on top of token 0, so that its size counts behind a norm, in fp64, and may be off by what
-    rounding to fp32 makes in the reference, in this row or in most of them.
+    """Which rows of a table give the same logits where the layers are left out of both models, (len(rows),) of bool. A
+    swap that changes a table changes the residual stream's basis, for all that reads and writes it: what tables put
+    into the stream the last norm and the head take out again, and a row that is out of line with the others shows. Each
+    row is looked at on top of token 0, so that its size counts behind a norm, in fp64, and may be off by what rounding
+    to fp32 makes in the reference, in this row or in most of them.
     """
     if not len(rows):
         return np.zeros(0, bool)

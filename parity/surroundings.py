@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..components.ranges import number_ranges
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
+from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
 MOST_BYTES = 64 * 2**20
@@ -105,10 +106,9 @@ def _words(value: Any) -> str:
 
 
 def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
-    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all.
-
-    What a file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens
-    alone are compared.
+    """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all. What a
+    file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens alone are
+    compared.
     """
     stored = all(each.format in ("hf", "local") for each in (a, b))
     try:
@@ -154,15 +154,13 @@ def _told(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
         return None
     if not isinstance(one, dict) or not isinstance(other, dict):
         return ()
-    if name == "tokenizer.json":
-        return _vocabularies(one, other)
-    return _keys(one, other)
+    return (_vocabularies if name == "tokenizer.json" else _keys)(one, other)
 
 
-def _keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+def _keys(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
     """The keys that differ, with short values."""
 
-    def short(data: Mapping[str, Any], key: str) -> str:
+    def short(data: dict[str, Any], key: str) -> str:
         text = json.dumps(data[key], ensure_ascii=False) if key in data else "absent"
         return text if len(text) <= 40 else text[:37] + "…"
 
@@ -170,35 +168,24 @@ def _keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{key}: {short(one, key)} → {short(other, key)}" for key in keys)
 
 
-def _vocabularies(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
     """Tokens that came, went, or have another id."""
     x, y = _tokens(one), _tokens(other)
     if x is None or y is None or x == y:
         return ()
     added, gone = [token for token in y if token not in x], [token for token in x if token not in y]
     moved = [token for token in x if token in y and x[token] != y[token]]
-    lines = {"added": added, "gone": gone, "with another id": moved}
-    return tuple(_some(what, tokens) for what, tokens in lines.items() if tokens)
+    lines = []
+    for what, tokens in (("added", added), ("gone", gone), ("with another id", moved)):
+        shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:TOLD])
+        count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
+        lines += [f"{count}: {shown}{', …' if len(tokens) > TOLD else ''}"] if tokens else []
+    return tuple(lines)
 
 
-def _tokens(data: Mapping[str, Any]) -> dict[str, int] | None:
+def _tokens(data: dict[str, Any]) -> dict[str, int] | None:
     """Token -> id of a tokenizer.json; None where it has them in a form that is not known here."""
-    model, more = data.get("model"), data.get("added_tokens") or []
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # Unigram's [[token, score], …], the id its place
-        pairs: Iterable[Any] = ((each[0], at) for at, each in enumerate(vocabulary) if isinstance(each, list) and each)
-    elif isinstance(vocabulary, dict):
-        pairs = vocabulary.items()
-    else:
+    try:
+        return Vocabulary({**data, "added_tokens": data.get("added_tokens") or ()}, {}).tokens
+    except (LookupError, TypeError, ValueError):
         return None
-    found = {token: at for token, at in pairs if isinstance(token, str) and isinstance(at, int)}
-    for each in more if isinstance(more, list) else []:
-        if isinstance(each, dict) and isinstance(each.get("content"), str) and isinstance(each.get("id"), int):
-            found[each["content"]] = each["id"]
-    return found
-
-
-def _some(what: str, tokens: list[str]) -> str:
-    shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:TOLD])
-    count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
-    return f"{count}: {shown}{', …' if len(tokens) > TOLD else ''}"

@@ -31,19 +31,14 @@ TINY = 1e-270
 """Below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
-    """What two tensors of one shape differ by. Sums and extremes are over the values that are finite in both.
-
-    elements, changed: numbers, and those with another value.
-    same_bytes: in the same dtype, bit for bit; `changed` 0 without it is equal values all the same.
-    rows: runs of rows (first, last) that changed; rows_changed, rows_all: how many, and of how many.
-    square_a, square_b, square, product: Σa², Σb², Σ(b - a)², Σab.
-    largest: max |b - a|.
-    not_finite: values that are NaN or infinite, in either.
-    rounded: the dtype to which one side is the other, rounded, and which one is; None where it is not.
-    rank: of a matrix that changed.
-    order: what lies in another order and is the same otherwise.
+    """What two tensors of one shape differ by. Sums and extremes are over the values that are finite in both. elements,
+    changed: numbers, and those with another value. same_bytes: in the same dtype, bit for bit; `changed` 0 without it
+    is equal values all the same. rows: runs of rows (first, last) that changed; rows_changed, rows_all: how many, and
+    of how many. square_a, square_b, square, product: Σa², Σb², Σ(b - a)², Σab. largest: max |b - a|. not_finite: values
+    that are NaN or infinite, in either. rounded: the dtype to which one side is the other, rounded, and which one is;
+    None where it is not. rank: of a matrix that changed. order: what lies in another order and is the same otherwise.
     """
 
     elements: int
@@ -110,7 +105,7 @@ def compare_tensors(
     sums = _Sums(pair, rank)
     for rows, x, y, equal in pair.walk():
         sums.add(rows, x, y, equal)
-    return sums.figures()
+    return sums.finished()
 
 
 def same_bytes(x: Array, y: Array) -> bool:
@@ -127,12 +122,10 @@ class _Pair:
     def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
         self.dtypes, self.pause = (dtype_a, dtype_b), pause
-        self.matrix = a.ndim == 2
-        rows = a.shape[0] if a.ndim else 1
-        self.rows_all = rows
-        columns = a.size // rows if rows else 0
-        if a.ndim != 2:
-            a, b = a.reshape(rows, columns), b.reshape(rows, columns)
+        self.matrix, self.rows_all = a.ndim == 2, a.shape[0] if a.ndim else 1
+        if not self.matrix:
+            shape = self.rows_all, a.size // self.rows_all if self.rows_all else 0
+            a, b = a.reshape(shape), b.reshape(shape)
         # A transposed matrix (GPT-2's) is compared as it lies, where both are.
         self.turned = self.matrix and all(x.strides[0] < x.strides[1] for x in (a, b)) and min(a.shape) > 1
         self.a, self.b = (a.T, b.T) if self.turned else (a, b)
@@ -159,14 +152,10 @@ class _Pair:
 
     def same(self) -> bool:
         """Whether all bytes are equal, or, in two dtypes, all values, finite ones; stops at the first that are not."""
-        alike = self.dtypes[0] == self.dtypes[1]
-        for _, x, y in self.chunks():
-            if alike:
-                if not same_bytes(x, y):
-                    return False
-            elif not np.array_equal(to_float64(x, self.dtypes[0]), to_float64(y, self.dtypes[1])):
-                return False
-        return True
+        first, second = self.dtypes
+        if first == second:
+            return all(same_bytes(x, y) for _, x, y in self.chunks())
+        return all(np.array_equal(to_float64(x, first), to_float64(y, second)) for _, x, y in self.chunks())
 
 
 class _Sums:
@@ -174,15 +163,13 @@ class _Sums:
 
     def __init__(self, pair: _Pair, rank: bool) -> None:
         rows, columns = pair.shape
-        self.pair = pair
-        self.changed, self.largest = 0, 0.0
-        self.not_finite = [0, 0]
-        self.squares = np.zeros(4)  # Σa², Σb², Σ(b - a)², Σab
+        self.pair, self.figures = pair, Figures(int(pair.a.size), rows_all=pair.rows_all)
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
         floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
         self.grids = tuple([*(g for g in GRIDS if EPS[g] > EPS[stored]), stored] for stored in floats)
-        self.roundings = [(grid, side) for grid in GRIDS[:-1] for side in ("a", "b")]
+        sides: tuple[Literal["a", "b"], ...] = ("a", "b")
+        self.roundings = [(grid, side) for grid in GRIDS[:-1] for side in sides]
         # 24 bits are plenty for a change between values of 8 or 11.
         self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
@@ -194,18 +181,20 @@ class _Sums:
             if not equal:
                 self._look(x, y)
             x, y = self._finite(rows, x, y)
-            square = _dot(x, x)
+            figures, square = self.figures, _dot(x, x)
+            figures.square_a += square
+            figures.square_b += square if equal else _dot(y, y)
+            figures.product += square if equal else _dot(x, y)
             if equal:
-                self.squares += np.array((square, square, 0.0, square))
                 return
             change = y - x
-            self.squares += np.array((square, _dot(y, y), _dot(change, change), _dot(x, y)))
-            self.largest = max(self.largest, float(change.max(initial=0.0)), -float(change.min(initial=0.0)))
+            figures.square += _dot(change, change)
+            figures.largest = max(figures.largest, float(change.max(initial=0.0)), -float(change.min(initial=0.0)))
             both = x * x
             both += y * y
             self.row_sums[rows] = both.sum(1)
             self.column_sums += both.sum(0)
-        self.changed += int(np.count_nonzero(change))
+        figures.changed += int(np.count_nonzero(change))
         self._mark(rows, change != 0)
         if self.sketch is not None:
             self.sketch.add(change)
@@ -224,52 +213,35 @@ class _Sums:
         """Both with 0 where either is not finite; those are counted, and whether they changed."""
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
-        good, fine = np.isfinite(x), np.isfinite(y)
-        self.not_finite[0] += int(np.count_nonzero(~good))
-        self.not_finite[1] += int(np.count_nonzero(~fine))
+        good, fine, known = np.isfinite(x), np.isfinite(y), self.figures.not_finite
+        self.figures.not_finite = known[0] + int(np.count_nonzero(~good)), known[1] + int(np.count_nonzero(~fine))
         both = good & fine
         other = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
-        self.changed += int(np.count_nonzero(other))
+        self.figures.changed += int(np.count_nonzero(other))
         self._mark(rows, other)
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
     def _mark(self, rows: slice, changed: Array) -> None:
-        if self.pair.turned:
-            self.marks |= changed.any(axis=0)
-        else:
-            self.marks[rows] |= changed.any(axis=1)
+        here = slice(None) if self.pair.turned else rows
+        self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
-    def figures(self) -> Figures:
-        square_a, square_b, square, product = (float(value) for value in self.squares)
-        if square == 0 and self.largest > 0:
-            square = math.nan  # there is a change, and its square is too small for fp64
-        found: tuple[str, Literal["a", "b"]] | None = None
-        grids = (self.grids[0][0], self.grids[1][0])
-        if self.changed and self.roundings and not any(self.not_finite):
+    def finished(self) -> Figures:
+        """The figures, once all rows have come."""
+        figures, self.figures.grids = self.figures, (self.grids[0][0], self.grids[1][0])
+        if figures.square == 0 and figures.largest > 0:
+            figures.square = math.nan  # there is a change, and its square is too small for fp64
+        figures.rows, figures.rows_changed = runs(self.marks), int(self.marks.sum())
+        if figures.changed and self.roundings and not any(figures.not_finite):
             # The finest that explains it: what bf16 explains of values that fp16 has too, fp16 does as well.
-            grid, side = max(self.roundings, key=lambda each: GRIDS.index(each[0]))
-            found = (grid, "a" if side == "a" else "b")
-        order = self._order(square_a, square_b, square)
-        return Figures(
-            elements=int(self.pair.a.size),
-            changed=self.changed,
-            rows=runs(self.marks),
-            rows_changed=int(self.marks.sum()),
-            rows_all=self.pair.rows_all,
-            square_a=square_a,
-            square_b=square_b,
-            square=square,
-            product=product,
-            largest=self.largest,
-            not_finite=(self.not_finite[0], self.not_finite[1]),
-            rounded=found,
-            rank=None if found is not None or order is not None else self._rank(square, grids),
-            order=order,
-            grids=grids,
-        )
+            figures.rounded = max(self.roundings, key=lambda each: GRIDS.index(each[0]))
+        figures.order = self._order()
+        if figures.rounded is None and figures.order is None:
+            figures.rank = self._rank()
+        return figures
 
-    def _rank(self, square: float, grids: tuple[str, str]) -> Rank | None:
+    def _rank(self) -> Rank | None:
         """Of the change; a second pass where the sketch alone does not tell."""
+        square, grids = self.figures.square, self.figures.grids
         if self.sketch is None or not square >= TINY or not math.isfinite(square):
             return None
         least = min(self.pair.shape)
@@ -282,18 +254,19 @@ class _Sums:
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:
-            projection = Projection(self.sketch.basis(), self.dtype)
+            projection = Projection(np.linalg.qr(self.sketch.total)[0], self.dtype)
             for _, x, y, equal in self.pair.walk():
                 if not equal:
                     change = y - x
                     projection.add(change if np.isfinite(change).all() else np.nan_to_num(change, False, 0.0, 0.0, 0.0))
             projection.finish()
-            spectrum = projection.spectrum
+            spectrum = projection.values()
         return rank_of(spectrum, square, floor, grids)
 
-    def _order(self, square_a: float, square_b: float, square: float) -> Order | None:
+    def _order(self) -> Order | None:
         """Whether B has A's rows or columns in another order: a third pass where the sums of squares allow it."""
-        if any(self.not_finite) or not square >= TINY:
+        square_a, square_b, square = self.figures.square_a, self.figures.square_b, self.figures.square
+        if any(self.figures.not_finite) or not square >= TINY:
             return None
         if square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
             return None
@@ -309,11 +282,9 @@ class _Sums:
                 bits = bits ^ (bits >> np.uint64(32))
                 by_row[side, part] = (bits * keys).sum(1, np.uint64)
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
-        names: list[Order] = ["columns", "rows"] if self.pair.turned else ["rows", "columns"]
-        for name, count, (one, other) in zip(names, (rows, columns), (by_row, by_column), strict=True):
-            if count > 1 and np.array_equal(np.sort(one), np.sort(other)):
-                return name
-        return None
+        names: tuple[Order, Order] = ("columns", "rows") if self.pair.turned else ("rows", "columns")
+        same = (np.array_equal(*np.sort(sums)) and sums.shape[1] > 1 for sums in (by_row, by_column))
+        return next((name for name, found in zip(names, same, strict=True) if found), None)
 
 
 def _dot(x: Array, y: Array) -> float:

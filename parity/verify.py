@@ -25,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
 from ..components import differences, without_rounding
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import not_finite
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
@@ -36,11 +38,21 @@ from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from .bisect import Divergence
 from .compare import Difference, compare, gaps, largest_gap, mean_gap
-from .damage import Damage
-from .diagnose import assess, diagnose, try_mistakes
-from .probe import AFFORDABLE, Batch, limits, longest, passed, probe, text_batch
-from .reach import limited_to, one_function, whole_context
-from .score import Score
+from .damage import SMALL, Damage, damage
+from .probe import (
+    AFFORDABLE,
+    Batch,
+    limited_to,
+    limits,
+    longest,
+    one_function,
+    passed,
+    probe,
+    text_batch,
+    whole_context,
+)
+from .repair import diagnose
+from .score import Score, try_mistakes
 from .sides import Sides, sides
 from .stored import BytesVerdict, Reached, compare_bytes, rows_to_probe
 
@@ -76,11 +88,6 @@ class Noise:
     def allowed(self) -> float:
         """What the two functions may differ by in fp64."""
         return max(self.reference, self.paths or 0.0) + self.candidate
-
-    @property
-    def repaired(self) -> float:
-        """The same for a candidate that was put right: it rounds as the reference does, however quiet it was before."""
-        return 2 * max(self.reference, self.paths or 0.0)
 
     @property
     def imprecise(self) -> tuple[str, ...]:
@@ -212,6 +219,7 @@ def verify(
         )
     path = _attention(source, attention)
     wanted = torch_dtype(dtype)
+    dtype_name = str(wanted).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
     if not batches:
         raise GptkitError("nothing was compared: the probe is empty")
@@ -226,10 +234,10 @@ def verify(
     batches, limited = batches + more, limited + unread
     with sides(source, target, stream) as both:
         say("transformers")
-        with _computable(wanted):
+        with _computable(dtype_name):
             reference = both.reference(batches, wanted, path)
         bare = [logits for batch, logits in zip(batches, reference, strict=True) if batch.attention_mask is None]
-        _require_finite(bare, f"transformers' logits of {source.reference}", wanted)
+        _require_finite(bare, f"transformers' logits of {source.reference}", dtype_name)
         # Its eager bloom has NaN in fp64 where a padded row may look at nothing.
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
         left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
@@ -237,33 +245,36 @@ def verify(
         batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
         say("gptkit")
         reached = Reached()
-        with _computable(wanted):
+        with _computable(dtype_name):
             candidate = both.candidate(batches, wanted, path, reached.watch)
         limited += reached.left_out((*bytes_verdict.different, *bytes_verdict.alone)) if not required else []
-        _require_finite(candidate, f"gptkit's logits of {target.reference}", wanted)
+        _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
             raise GptkitError("nothing was compared: transformers' logits are finite nowhere")
-        noise, apart = None, None
+        noise, apart, divergence = None, None, None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
             noise, apart = _noise(both, batches, path, wanted, reference, candidate)
-        divergence = None
         different = noise is not None and not noise.explains
         if bisected or (different and bisected is None):
             say("looking for the place and the cause" if different else "laying the components side by side")
-            allowed = max(noise.allowed, noise.repaired) if noise is not None and different else None
+            allowed = None
+            if noise is not None and different:  # what was put right rounds as the reference does
+                allowed = max(noise.allowed, 2 * max(noise.reference, noise.paths or 0.0))
             divergence = diagnose(both, batches, path, allowed, notes, gaps=apart, asked=bool(bisected))
-    cost = None
+    cost, marks = None, None
     changed = without_rounding(source.spec) != without_rounding(target.spec)
     if damaged or (damaged is None and different and changed):
-        cost = assess(source, target, text, damaged, say, notes)
-    marks = None
+        size = max(count(checkpoint.spec).total for checkpoint in both_sides)
+        if size <= SMALL or damaged:
+            cost = damage(source, target, text=text(source), progress=lambda words: say(f"the damage: {words}"))
+        else:
+            notes.append(f"damage by position and layer left out, at {size:,} parameters: --damage")
     if mutations is not False:
         say("making mistakes on purpose")
         marks = try_mistakes(source, batches, bool(mutations), stream, notes, up_to)
-    asked = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
-    dtype_name = str(wanted).removeprefix("torch.")
+    flags = {"long": long, "stream": stream, "allow-pickle": allow_pickle, "allow-extra": allow_extra}
     return Verification(
         model=str(model),
         other=None if other is None else str(other),
@@ -284,7 +295,7 @@ def verify(
             *(f"--prompt={text}" for text in prompts),  # a text may begin with dashes
             *(() if up_to is None else ("--up-to", str(up_to))),
             *(() if mutations is None else ("--mutations",) if mutations else ("--no-mutations",)),
-            *(f"--{name}" for name, value in (asked | {"damage": damaged}).items() if value),
+            *(f"--{name}" for name, value in (flags | {"damage": damaged}).items() if value),
         ),
     )
 
@@ -296,16 +307,15 @@ def resolved(checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def _computable(dtype: torch.dtype) -> Iterator[None]:
+def _computable(dtype: str) -> Iterator[None]:
     """Raise UsageError for a dtype that torch knows and this machine's kernels do not."""
     try:
         yield
     except RuntimeError as error:
         if "not implemented for" not in str(error):
             raise
-        name = str(dtype).removeprefix("torch.")
         reason = str(error).splitlines()[0]
-        raise UsageError(f"this machine cannot compute in {name}: {reason}", "use --dtype float32") from error
+        raise UsageError(f"this machine cannot compute in {dtype}: {reason}", "use --dtype float32") from error
 
 
 def _attention(source: Checkpoint, asked: str | None) -> Kernel:
@@ -331,7 +341,7 @@ def _batches(
             f"--up-to {up_to}: not a length that {'both models take' if len(specs) > 1 else 'the model takes'}",
             "a number of tokens from 1 on" + (f", up to {table:,}" if table else ""),
         )
-    most, notes = min((size for size in (table, up_to) if size is not None), default=None), []
+    most, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
@@ -368,13 +378,12 @@ def _some(words: Sequence[str]) -> str:
     return f"{', '.join(words[:SHOWN])}{more}"
 
 
-def _require_finite(logits: Sequence[Tensor], whose: str, dtype: torch.dtype) -> None:
+def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
     """Raise InvalidInput where there is nothing to compare, though the weights were finite."""
     if not all(bool(torch.isfinite(each).all()) for each in logits):
         raise InvalidInput(
-            f"{whose} are not finite, though every weight is: something overflows in"
-            f" {str(dtype).removeprefix('torch.')}",
-            None if dtype == torch.float32 else "Compare in another dtype: --dtype float32.",
+            f"{whose} are not finite, though every weight is: something overflows in {dtype}",
+            None if dtype == "float32" else "Compare in another dtype: --dtype float32.",
         )
 
 
@@ -382,9 +391,8 @@ def require_finite_weights(checkpoint: Checkpoint) -> None:
     """Raise InvalidInput with the tensors that hold NaN or infinity, whether or not the probe would meet them."""
     bad = []
     for name, array, dtype in checkpoint.tensors():
-        finite = np.isfinite(array) if dtype != "BF16" else (array & 0x7F80) != 0x7F80
-        if not finite.all():
-            bad.append(f"{name} ({int((~finite).sum()):,} values)")
+        if count := not_finite(np.ascontiguousarray(array), dtype):
+            bad.append(f"{name} ({count:,} values)")
         checkpoint.release()
     if bad:
         raise InvalidInput(f"{checkpoint.reference}: weights are not finite: {_some(bad)}")

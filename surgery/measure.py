@@ -10,10 +10,9 @@ import torch
 
 from ..components import ModelSpec
 from ..converter.weights import Tree
-from ..parity.heads import compare_heads, perplexity, require_same_tokens
-from ..parity.probe import Batch
+from ..parity.compare import compare_heads, perplexity, require_same_tokens
+from ..parity.probe import Batch, Scope, inputs
 from ..parity.rows import states
-from ..parity.scope import Scope, inputs
 from .base import Promise
 
 EVERYTHING = Promise()

@@ -19,7 +19,7 @@ QUICK = (
 """A case of each kind; every one is a process, of a second or three."""
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_hostile_case_of_each_kind(name: str, tmp_path: Path) -> None:
     (case,) = (case for case in CASES if case.name == name)

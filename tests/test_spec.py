@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.covering import examples
 from helpers.families import CONFIGS, VARIANTS, spec_of
 from helpers.full_spec import full
 from hypothesis import given, settings
@@ -175,7 +176,7 @@ def paths(tree: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 PLACES = paths(example())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(place=st.sampled_from(PLACES), value=json_values)
 def test_any_value_anywhere_is_a_tree_or_a_config_error(place, value):
     data = example()

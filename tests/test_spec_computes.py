@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import few
 from helpers.edited import setting, with_spec
 from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.full_spec import full
@@ -181,6 +182,7 @@ def test_the_command_says_so(tmp_path: Path) -> None:
         assert "gptkit.json: kv_expansion broadcast is of one key-value head, not of 2" in run.stderr
 
 
+@few(12)
 @pytest.mark.parametrize("value", [None, 0, True, [], {}, "int8", "float128", "F32", 1e308])
 @pytest.mark.parametrize("field", ["dtype", "origin", "history", "schema_version", "gptkit"])
 def test_what_else_gptkit_json_holds(field: str, value: Any, tmp_path: Path) -> None:

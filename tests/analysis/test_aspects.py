@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import drawn_spec
@@ -54,7 +55,7 @@ def windowed(block: Any) -> Any:
 # --- laws ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_aspects_tell_trees_apart_exactly_where_their_functions_differ(drawn: st.DataObject) -> None:
     def choose(options: Any) -> Any:

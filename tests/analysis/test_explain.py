@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from helpers.covering import examples
 from helpers.family_specs import mixed_specs, preset_spec
 from helpers.trees import TREES
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ def test_every_preset(name: str) -> None:
     holds(preset_spec(name))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(mixed_specs())
 def test_trees_whose_layers_differ(spec: ModelSpec) -> None:
     holds(spec)

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from helpers.covering import covered, facts
+from helpers.covering import covered, examples, facts
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import resized
@@ -96,7 +96,7 @@ def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyP
         assert sum(told.values()) == measured, (dtype, batch, tokens, told)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
     def choose(values: Any) -> Any:

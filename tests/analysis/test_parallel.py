@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 import pytest
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.family_specs import family_specs, preset_spec
 from helpers.trees import TREES
@@ -41,7 +42,7 @@ def on_all(spec: ModelSpec, tp: int) -> int:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(family_specs(), st.sampled_from([1, 2, 3, 4, 6]))
 def test_shares_are_those_of_megatron(spec: ModelSpec, tp: int) -> None:
     can = False
@@ -64,7 +65,7 @@ def shares(spec: ModelSpec, tp: int) -> None:
         assert stage.cache * tp == cache.held * max(tp // heads[0], 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(family_specs())
 def test_one_gpu_is_no_other_case(spec: ModelSpec) -> None:
     (stage,) = split(spec, context=2, batch=3).stages

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.covering import covered
+from helpers.covering import examples, few
 from helpers.processes import imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def choice(found: Recommendation, kind: str, words: str = "") -> Any:
 # --- sizes ---
 
 
-@covered()
+@few(4)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("budget", ["10M", "30M", "124M", "774M", "1.3B", "7B", "13B", "70B", "175B", "1T"])
 def test_the_budget_is_hit(goal: str, budget: str) -> None:
@@ -252,6 +252,7 @@ def test_one_component_away_a_family_has_it() -> None:
     assert "`convert --to hf:auto` refuses" in note and "--loadable" in note
 
 
+@few(4)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("context", [512, 16_384])
 def test_loadable_is_what_transformers_loads(goal: str, context: int) -> None:
@@ -301,7 +302,7 @@ def test_findings_are_figures_of_these_trees(goal: str) -> None:
     assert flops["scores"] == pytest.approx(found.costs.flops["scores"] / found.costs.total_flops)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.sampled_from(list(GOALS)), st.integers(20_000_000, 10**12), st.integers(64, 60_000), st.integers(16, 200_000))
 def test_any_size_is_near_or_refused(goal: str, budget: int, vocab: int, context: int) -> None:
     try:

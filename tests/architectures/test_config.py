@@ -131,7 +131,7 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
 QUICK = settings(max_examples=examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@few(4)
+@few(2)
 @families
 @QUICK
 @given(data=st.data())
@@ -453,7 +453,7 @@ def test_broken_json_is_a_config_error(text):
         parse_config_text(text, "where it came from")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.one_of(st.text(max_size=30), st.binary(max_size=30)))
 def test_any_text_is_an_object_or_a_config_error(text):
     with contextlib.suppress(ConfigError):
@@ -553,7 +553,7 @@ READS: dict[str, Callable[[ConfigReader], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(value=VALUES)
 def test_every_way_to_read_answers_or_refuses(read, value):
     reader = ConfigReader({"x": value})

@@ -163,7 +163,7 @@ def check(family: str, count: int) -> Counter[str]:
     return counts
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_any_values_give_a_finite_tree_or_an_error(family: str) -> None:
     assert check(family, examples(EXAMPLES))["all"] >= examples(EXAMPLES)
@@ -212,7 +212,7 @@ def tree_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
-@few(6)
+@few(3)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_config_as_large_as_it_gets(case: str, memory_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_nothing_that_transformers_reads_is_called_unread(family: str) -> None:
     assert sorted(set(unread)) == []
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> None:
     """A field that the forward code reads may be irrelevant only for a reason that a forward pass without gradients

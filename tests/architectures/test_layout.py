@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import ATTENTIONS
 from helpers.trees import EXPERTS as TREES_EXPERTS
@@ -100,13 +101,13 @@ def check(layout: Layout, sizes: dict[str, int]) -> None:
     assert torch.equal(layout.inverse(in_torch, sizes), torch.from_numpy(source))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(cases())
 def test_any_layout_is_a_bijection(case):
     check(*case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases())
 def test_the_other_direction_is_the_identity_too(case):
     """Shared tensors with numbers of their own, so that swapped parts would show."""
@@ -117,7 +118,7 @@ def test_the_other_direction_is_the_identity_too(case):
 
 
 @pytest.mark.parametrize("layout", DECLARED, ids=lambda layout: layout.checkpoint)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
         {name: st.integers(1, 5) for name in ("hidden", "kv_heads", "group", "head_dim", "intermediate")}
@@ -128,7 +129,7 @@ def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
 
 
 @pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
         {
@@ -162,7 +163,7 @@ EXPERTS = tuple(f"blocks.{{layer}}.feed_forward.experts.{{expert}}.{name}_proj.w
 
 
 @pytest.mark.parametrize("layout", STACKED[:4:2], ids=lambda layout: layout.checkpoint)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(experts=st.integers(1, 4), seed=st.integers(0, 9))
 def test_a_leaf_holds_the_tensors_of_all_experts(layout, experts, seed):
     """Both ways, in a tree of layers that have them and layers that have not."""

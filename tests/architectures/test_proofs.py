@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import covered
+from helpers.covering import covered, kinds
 from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
@@ -180,7 +180,7 @@ LOGIT_CASES = [
 ]
 
 
-@covered("variant", "dtype", "attention", by=lambda variant, *rest: {variant.name, (variant.family, *rest)})
+@covered("variant", "dtype", "attention", by=lambda variant, *rest: {*kinds(variant), rest})
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     reference = randomised_reference(variant.config, dtype, attention)
@@ -188,7 +188,7 @@ def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     logits_agree(reference, decoder, grid(variant.representative))
 
 
-@covered("variant", "dtype", "attention", by=lambda variant, *rest: {(variant.family, each) for each in rest})
+@covered()
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
     """From a prompt shorter than the window to well past it, one token at a time."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from helpers.covering import examples
 from helpers.families import checkpoint_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,7 +186,7 @@ ROTARY = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(full=ROTARY, sliding=ROTARY)
 def test_what_is_written_by_kind_is_read_again(full: Rotary, sliding: Rotary) -> None:
     both = {"full_attention": full, "sliding_attention": sliding}

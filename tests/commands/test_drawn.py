@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from helpers.command import call
+from helpers.covering import few
 
 from gptkit.report import pictures
 
@@ -22,6 +23,7 @@ def run(*args: str | Path) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+@few(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_page_is_written_and_named_last(name: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
@@ -67,6 +69,7 @@ def pictured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return titles
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("name", "figure", "title"),
     [

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.covering import few
 from typer.testing import CliRunner
 
 from gptkit.cli import app
@@ -33,6 +34,7 @@ def words(text: str) -> set[str]:
     return {word.strip(",:;.") for word in BOXES.sub(" ", text).split()}
 
 
+@few(6)
 @pytest.mark.parametrize("call", CALLS)
 def test_no_word_is_broken(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is one that a terminal shows that is wide enough for all of them."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from safetensors.torch import load_file, save_file
 
@@ -165,6 +166,7 @@ def test_int8_where_floating_point_is_expected(folder: Folder) -> None:
     assert torch.equal(written[NAMES["hf"]["norm"]], numbers.bfloat16())
 
 
+@few(2)
 def test_a_square_weight_transposed(folder: Folder, originals: Path) -> None:
     """Nothing in the file says so: verify does, and where."""
     name = folder.name("square")

@@ -564,7 +564,7 @@ def test_damaged_archives(copied: Callable[[str], Folder]) -> None:
         path.write_bytes(whole[:left])
         refused(folder, allow_pickle=True)
     start = whole.index(b"data.pkl") + 8
-    for _ in range(60):  # in the pickle itself
+    for _ in range(examples(60)):  # in the pickle itself
         data = bytearray(whole)
         for at in generator.integers(start, start + 1500, 3):
             data[at] = generator.integers(256)
@@ -632,7 +632,7 @@ def test_rounding_is_exact_where_it_is_hard(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 @example(value=1 + 2**-8 + 2**-40)  # rounding twice gives 1
 @example(value=1 + 2**-8 - 2**-40)

@@ -343,7 +343,7 @@ def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> Non
     ).read_bytes()
 
 
-@covered("name", by=lambda name: {architecture_of(CONFIGS[name]).name})
+@few(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_come_back_as_the_same_files(name: str, tmp_path: Path) -> None:
     """As the source was sharded unless told otherwise; told its size, by transformers' own rule and order."""
@@ -599,7 +599,7 @@ def test_every_registered_family_is_tried() -> None:
 # --- a base model alone -----------------------------------------------------------------------------------------------
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | int, tmp_path: Path) -> None:

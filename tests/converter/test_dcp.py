@@ -171,7 +171,7 @@ def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["plain", "nested", "parts", "whole"])
 def test_what_two_ranks_of_torch_save(name: str, saved: Path, llama: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(saved / name, allow_pickle=name in ("plain", "nested"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.covering import covered
 from helpers.processes import HANGS
 from helpers.writing import SafetensorsWriter
 from safetensors.torch import load_file, save_file
@@ -89,6 +90,7 @@ def left(folder: Path) -> list[str]:
 # --- the same bytes
 
 
+@covered("to", "size")
 @pytest.mark.parametrize(
     ("model", "to", "size"),
     [

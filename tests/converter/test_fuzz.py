@@ -364,7 +364,7 @@ def headers_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
-@few(3)
+@few(2)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_header_as_large_as_it_gets(case: str, memory_path: Path) -> None:
@@ -392,7 +392,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
 }
 
 
-@few(3)
+@few(2)
 @proc
 @pytest.mark.parametrize("case", LARGE_INDEX)
 def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:
@@ -403,10 +403,12 @@ def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:
 
 @proc
 def test_the_largest_models_of_today_are_read(memory_path: Path) -> None:
-    """140,000 tensors, those of 10^12 parameters in 384 experts a layer: as one file, and in an index of 61 shards."""
+    """140,000 tensors, those of 10^12 parameters in 384 experts a layer: as one file, and in an index of 61 shards; in
+    `make test` those of some of the layers.
+    """
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.{suffix}"
-        for layer in range(61)
+        for layer in range(examples(61))
         for expert in range(384)
         for projection in ("gate", "up", "down")
         for suffix in ("weight", "weight_scale_inv")
@@ -452,7 +454,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(value=JSON, ascii_only=st.booleans())
 def test_keys_are_counted(value: Any, ascii_only: bool) -> None:
     """By colons outside of strings, whatever strings hold."""

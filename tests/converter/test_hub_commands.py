@@ -1,4 +1,4 @@
-"""The commands with a hub, each a process of its own: HF_ENDPOINT is the server of the tests."""
+"""The commands with a hub: of a process of its own HF_ENDPOINT is the server of the tests."""
 
 import fcntl
 import json
@@ -11,8 +11,10 @@ import termios
 from pathlib import Path
 
 import pytest
+from helpers.command import call
 from helpers.families import CONFIGS, save_hf
 from helpers.hubserver import NEW, OLD, Big, Hub, Repo
+from typer.testing import Result
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,11 @@ def gptkit(environment: dict[str, str], *arguments: str) -> subprocess.Completed
     return subprocess.run([sys.executable, "-m", "gptkit", *arguments], env=environment, capture_output=True, text=True)
 
 
+def call_here(*arguments: str) -> Result:
+    """The same in this process, for which the hub's fixture stands."""
+    return call(*arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
 def test_params(hub: Hub, environment: dict[str, str]) -> None:
     done = gptkit(environment, "params", "org/llama")
     assert done.returncode == 0, done.stderr
@@ -53,10 +60,10 @@ def test_params(hub: Hub, environment: dict[str, str]) -> None:
 
 
 def test_what_is_stored(hub: Hub, environment: dict[str, str]) -> None:
-    done = gptkit(environment, "params", "org/llama", "--stored")
-    assert done.returncode == 0, done.stderr
+    done = call_here("params", "org/llama", "--stored")
+    assert done.exit_code == 0, done.stderr
     assert "stored as F32 " in done.stdout
-    shown = json.loads(gptkit(environment, "params", "org/llama", "--stored", "--json").stdout)["models"][0]
+    shown = json.loads(call_here("params", "org/llama", "--stored", "--json").stdout)["models"][0]
     assert shown["revision"] == NEW
     assert shown["stored"]["bytes"] == 4 * shown["total"]
     assert shown["stored"]["dtypes"]["F32"]["parameters"] == shown["total"]
@@ -84,8 +91,8 @@ def test_a_dry_run_and_then_the_conversion(hub: Hub, environment: dict[str, str]
     assert (tmp_path / "out" / "merges.txt").is_file()
     # The branch moves: the next run follows, and a pinned one does not.
     hub.repos["org/llama"] = Repo(hub.repos["org/llama"].files, commit=OLD, history={NEW: hub.repos["org/llama"].files})
-    assert f"at commit {OLD}" in gptkit(environment, "convert", "org/llama", "x", "--dry-run").stdout
-    assert f"at commit {NEW}" in gptkit(environment, "convert", f"org/llama@{NEW}", "x", "--dry-run").stdout
+    assert f"at commit {OLD}" in call_here("convert", "org/llama", "x", "--dry-run").stdout
+    assert f"at commit {NEW}" in call_here("convert", f"org/llama@{NEW}", "x", "--dry-run").stdout
 
 
 def test_exit_codes(hub: Hub, environment: dict[str, str], files: dict[str, bytes | Big], tmp_path: Path) -> None:
@@ -98,8 +105,8 @@ def test_exit_codes(hub: Hub, environment: dict[str, str], files: dict[str, byte
         (("org/llama@v9", out, "--dry-run"), 4, "no revision v9"),
         (("org/none", out, "--dry-run"), 4, "there is no model org/none"),
     ):
-        done = gptkit(environment, "convert", *arguments)
-        assert done.returncode == code, done.stderr
+        done = call_here("convert", *arguments)
+        assert done.exit_code == code, done.stderr
         assert message in done.stderr
         assert len(done.stderr.splitlines()) <= 2
     assert not Path(out).exists()
@@ -128,5 +135,5 @@ def test_bars_where_a_person_looks(hub: Hub, environment: dict[str, str], tmp_pa
 
 def test_a_folder_that_hides_a_preset(environment: dict[str, str], tmp_path: Path) -> None:
     save_hf(CONFIGS["llama"], tmp_path / "gpt2")
-    done = gptkit(environment, "params", "gpt2")
+    done = call_here("params", "gpt2")
     assert "note: gpt2 is a local path here; the model of that name is hf://openai-community/gpt2" in done.stdout

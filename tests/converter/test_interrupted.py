@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.covering import covered
+from helpers.covering import covered, few
 from helpers.processes import HANGS
 from helpers.writing import SafetensorsWriter
 from killed import contents, noted
@@ -90,7 +90,7 @@ class Fault:
         return wrapped
 
 
-@covered()
+@covered("over_old")
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: bool) -> None:
@@ -398,6 +398,7 @@ def test_a_second_convert_to_the_same_place_is_refused_at_once(tmp_path: Path) -
 # --- disks and folders that refuse
 
 
+@few(2)
 @pytest.mark.parametrize("limit", [0, 300, 1_000, 1_500, 4_000])
 def test_a_file_size_limit(tmp_path: Path, limit: int) -> None:
     tiny, target = make_tiny(tmp_path / "tiny"), tmp_path / "room" / "out"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES
 from hypothesis import given, settings
@@ -126,7 +127,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_no_file_gives_anything_but_a_tree_or_an_error(data: st.DataObject, tmp_path_factory: Any) -> None:
     """One place of a tree's file changed: what is read is a tree that can be counted and written again, or refused."""

@@ -104,7 +104,7 @@ def shortened(kind: str, ids: set[int]) -> tuple[Tokenizer, dict[int, int], Toke
     return old, table, new
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

@@ -1,13 +1,18 @@
 """Of what is exhaustive, `make test` runs a cover, and `make test-all` everything.
 
 A test with `@covered()` runs for all of its cases in `make test-all`. `make test` chooses cases until every value of
-each argument was among them (of a variant: its family, and each fact of its tree), the ones that bring most first; the
-rest bear the mark `exhaustive`. `covered("variant", "dtype")` looks at these arguments alone, `covered(…, by=…)` at
-whatever a function of them gives. Nothing is drawn by lot: the cover of a list of cases is always the same.
+each argument was among them (of a model: each fact of its tree and each way that a tensor of it lies in a checkpoint,
+whatever family it is of), the ones that bring most first; the rest bear the mark `exhaustive`. `covered("variant",
+"dtype")` looks at these arguments alone, `covered(…, by=…)` at whatever a function of them gives. Nothing is drawn by
+lot: the cover of a list of cases is always the same.
+
+A test whose cases go over all families is covered without being told to: a family more makes `make test` no longer
+unless there is something in its trees that was in none before.
 """
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,13 +20,14 @@ import pytest
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import ModelSpec
-from helpers.families import Variant, spec_of
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, spec_of
 from helpers.full_spec import full
+from helpers.trees import TREES
 
 exhaustive = pytest.mark.exhaustive
 """For what `make test` leaves out altogether; something that is no less must hold the same there."""
 
-SHARE = 5
+SHARE = 8
 """`make test` has one in so many of hypothesis' examples."""
 
 quick = False
@@ -45,15 +51,18 @@ def examples(count: int) -> int:
     return max(count // SHARE, min(count, 3)) if quick else count
 
 
-def chosen(shown: Sequence[set[Hashable]]) -> set[int]:
-    """The places of cases that together show whatever any of them shows; of two that bring as much the first."""
+def chosen(shown: Sequence[set[Hashable]], start: int = 0) -> set[int]:
+    """The places of cases that together show whatever any of them shows; of two that bring as much the first one, seen
+    from where the search starts.
+    """
     missing = set[Hashable]().union(*shown)
+    places = [*range(start % len(shown), len(shown)), *range(start % len(shown))]
     kept: set[int] = set()
     while missing:
-        best = max(range(len(shown)), key=lambda place: len(shown[place] & missing))
+        best = max(places, key=lambda place: len(shown[place] & missing))
         kept.add(best)
         missing -= shown[best]
-    return kept or {0}
+    return kept or {places[0]}
 
 
 def spread(count: int, wanted: int, start: int) -> set[int]:
@@ -70,12 +79,39 @@ def shows(arguments: Mapping[str, Any], names: Sequence[str], by: Callable[..., 
 
 
 def kinds(value: Any) -> set[Hashable]:
-    """The family and the facts of a variant, the facts of a tree; of anything else its value, or what it looks like."""
-    if isinstance(value, Variant):
-        return facts(spec_of(value.config)) | {value.family}
+    """What is in a model (`model_of`); of anything else its value, or what it looks like."""
+    model = model_of(value)
+    if model is not None:
+        return set(contents(model))
     if isinstance(value, ModelSpec):
         return facts(value)
     return {value if isinstance(value, str | int | float | bool | None) else repr(value)}
+
+
+def model_of(value: Any) -> str | None:
+    """The name in CONFIGS or TREES of the model that an argument is or names, of a family its representative's."""
+    if isinstance(value, Variant):
+        return value.name
+    if isinstance(value, str) and value in REPRESENTATIVES:
+        return REPRESENTATIVES[value].name
+    return value if isinstance(value, str) and (value in CONFIGS or value in TREES) else None
+
+
+@cache
+def contents(name: str) -> frozenset[Hashable]:
+    """The facts of a model's tree, and how its tensors lie in a checkpoint."""
+    if name in TREES:
+        return frozenset(facts(TREES[name]))
+    spec = spec_of(CONFIGS[name])
+    leaves = architecture_of(CONFIGS[name]).bind(spec)
+    return frozenset({*facts(spec), *(("layout", leaf.layout) for leaf in leaves)})
+
+
+def goes_over_families(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there is an argument that in some case or other is a model of each family there is."""
+    family_of = {variant.name: variant.family for variant in VARIANTS}
+    models = ({model_of(case[name]) for case in cases} for name in cases[0])
+    return any({family_of.get(model) for model in each if model} >= {*REPRESENTATIVES} for each in models)
 
 
 def facts(spec: ModelSpec) -> set[Hashable]:
@@ -106,27 +142,32 @@ def preset_facts(name: str) -> set[Hashable]:
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of covered tests that no cover needs as exhaustive, and of what looks at pages in a browser all
-    but the first test of each file: `make test-browser` and `make test-all` run them.
+    but the first test of each folder: `make test-browser` and `make test-all` run them.
     """
     seen: set[str] = set()
     for item in items:
-        file = item.nodeid.split("::")[0]
-        if "browser" in getattr(item, "fixturenames", ()) and file in seen:
+        folder = item.nodeid.rpartition("/")[0]
+        if "browser" in getattr(item, "fixturenames", ()) and folder in seen:
             item.add_marker(exhaustive)
         elif "browser" in getattr(item, "fixturenames", ()):
-            seen.add(file)
+            seen.add(folder)
     groups: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covered") is not None:
-            assert hasattr(item, "callspec"), f"{item.nodeid} is covered, and has no cases"
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             groups.setdefault((item.nodeid.split("::")[0], item.originalname), []).append(item)
+        else:
+            assert item.get_closest_marker("covered") is None, f"{item.nodeid} is covered, and has no cases"
     for cases in groups.values():
         mark = cases[0].get_closest_marker("covered")
-        assert mark is not None
+        if mark is None and goes_over_families([case.callspec.params for case in cases]):
+            mark = covered().mark
+        if mark is None:
+            continue
+        start = zlib.crc32(cases[0].originalname.encode())
         if "few" in mark.kwargs:
-            kept = spread(len(cases), mark.kwargs["few"], zlib.crc32(cases[0].originalname.encode()))
+            kept = spread(len(cases), mark.kwargs["few"], start)
         else:
-            kept = chosen([shows(case.callspec.params, mark.args, mark.kwargs["by"]) for case in cases])
+            kept = chosen([shows(case.callspec.params, mark.args, mark.kwargs["by"]) for case in cases], start)
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker(exhaustive)

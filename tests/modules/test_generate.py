@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.covering import covered
+from helpers.covering import covered, examples
 from helpers.families import (
     BLOOM,
     FALCON_7B,
@@ -114,7 +114,7 @@ def test_sampled_tokens_are_those_of_transformers(name: str, dtype: torch.dtype)
     assert ours == expected(reference, PROMPT, 64, **options)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     temperature=st.floats(0.05, 20),

@@ -120,7 +120,7 @@ def loss(model: nn.Module) -> Tensor:
 UNSEEN = {"gpt2": "k_proj.bias", "bloom": "k_proj.bias"}
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "after generating"])
 def test_it_can_be_trained(family: str, used_before: bool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.covering import examples
 from helpers.families import CONFIGS, VARIANTS, hf_config, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,7 +174,7 @@ def test_the_written_rotary_has_the_same_frequencies(variant):
     assert spec_of(copy.deepcopy(written)).blocks[0].attention.position == spec.blocks[0].attention.position
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     half=st.integers(1, 64),
     base=st.floats(100.0, 1e8),
@@ -197,7 +198,7 @@ def test_llama3_for_any_numbers(half, base, factor, original, low, ratio):
     assert torch.equal(inverse_frequencies(rotary_of(config), 1, torch.float32), expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     half=st.integers(1, 64),
     base=st.floats(100.0, 1e8),
@@ -250,7 +251,7 @@ def test_rotation_is_transformers_to_the_bit(dtype):
     assert all(torch.equal(apply_rotary(x, tables), y) for x, y in zip((q, k), expected, strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(dim=st.integers(1, 8).map(lambda half: 2 * half), tail=st.integers(0, 9), steps=st.integers(1, 6))
 def test_partial_rotation_leaves_the_tail_alone(dim, tail, steps):
     rotary = Rotary(dim=dim, base=1e4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
+from helpers.covering import few
 from helpers.families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
 from helpers.trees import random_weights
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ def exit_code(*words: object) -> int:
     return run.exit_code
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_was_trained_comes_back(name: str, tmp_path: Path) -> None:
     """Tied and untied: the same logits, a manifest that is right, a tokenizer, and a history that tells."""

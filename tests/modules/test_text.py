@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import covered
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.generation import generate_ids
 
@@ -31,7 +31,7 @@ def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@covered()
+@few(2)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}], ids=str)
 def test_the_pieces_are_the_text(sample: str, options: dict[str, Any]) -> None:
@@ -159,6 +159,7 @@ def test_the_command_says_that_a_limit_was_met(sample: str, told: str) -> None:
         assert all(told in line for line in run.stderr.splitlines())
 
 
+@few(2)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_model_in_memory_writes_what_its_checkpoint_does(sample: str, tmp_path: Path) -> None:
     """With the tokenizer and the end of what it was loaded from, and with the weights that it has now."""

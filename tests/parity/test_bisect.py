@@ -14,12 +14,11 @@ from gptkit.converter.convert import convert
 from gptkit.converter.dtypes import to_float64
 from gptkit.modules import layers
 from gptkit.modules.load import tensor_of
-from gptkit.parity import diagnose
+from gptkit.parity import repair
 from gptkit.parity.bisect import Kept, bisect
-from gptkit.parity.diagnose import where_they_differ
 from gptkit.parity.mutations import MUTATIONS
 from gptkit.parity.probe import Batch, probe
-from gptkit.parity.repair import Repair, Repaired, unit_of
+from gptkit.parity.repair import Repair, Repaired, unit_of, where_they_differ
 from gptkit.parity.sides import Sides
 from gptkit.parity.verify import verify
 
@@ -126,8 +125,8 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a row of the table"])
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
     """A few positions of a few batches, and few repairs made in the whole."""
-    monkeypatch.setattr(diagnose, "SMALL", 1)
-    monkeypatch.setattr(diagnose, "ROOM", 2**20)
+    monkeypatch.setattr(repair, "SMALL", 1)
+    monkeypatch.setattr(repair, "ROOM", 2**20)
     sample, damage, place, cause = CASES[name]
     bad = damaged(sample, tmp_path / "bad", **damage)
     found = verify(f"sample:{sample}", bad, mutations=False, stream=True).divergence
@@ -149,7 +148,7 @@ def test_the_first_of_two_mistakes_is_a_cause_though_another_is_behind_it(tmp_pa
     assert any(repair.startswith("the reference's values") and restores for repair, restores in named.items())
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_no_component_of_a_right_model_parts(variant, tmp_path):
     """transformers keeps parts of an fp64 model in fp32: that is within what rounding to fp32 makes in both sides."""
@@ -204,7 +203,7 @@ def test_positions_are_chosen_by_how_much_they_differ():
     gaps[1][[3, 150]] = torch.tensor([5.0, 4.0])
     gaps[2][7] = 4.5
     gaps[3][1] = 3.0
-    found = where_they_differ(batches, gaps, diagnose.ROOM // 3)
+    found = where_they_differ(batches, gaps, repair.ROOM // 3)
     assert [(batch.name, batch.rows.tolist()) for batch in found] == [("200", [3, 150]), ("50", [7])]
     values = torch.arange(200.0).reshape(1, 200, 1)
     assert found[0].valid(values).flatten().tolist() == [3, 150]
@@ -213,10 +212,10 @@ def test_positions_are_chosen_by_how_much_they_differ():
 def test_one_batch_that_differs_is_enough_however_long():
     batches = [Batch("long", torch.zeros(1, 5000, dtype=torch.long)), Batch("one", torch.zeros(1, 1, dtype=torch.long))]
     gaps = [torch.ones(256), torch.zeros(1)]
-    found = where_they_differ(batches, gaps, diagnose.ROOM * 2)
+    found = where_they_differ(batches, gaps, repair.ROOM * 2)
     assert [batch.name for batch in found] == ["long"]
     assert len(found[0].rows) == 1
-    assert where_they_differ(batches, None, diagnose.ROOM // 2)
+    assert where_they_differ(batches, None, repair.ROOM // 2)
 
 
 def test_kept_tensors_come_back():

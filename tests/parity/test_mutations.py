@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, facts
+from helpers.covering import covered, exhaustive, facts, few
 from helpers.families import (
     CONFIGS,
     DISTINCT,
@@ -261,7 +261,7 @@ def sample_pairs() -> Iterator[Any]:
                 yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
 
 
-@covered()
+@few(9)
 @pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
@@ -280,6 +280,7 @@ def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_
     assert causes.index("restores parity") < causes.find(" leaves ") % len(said)
 
 
+@exhaustive
 def test_no_mistake_drops_out(converted):
     """What is made above is what `applicable` makes in the converted checkpoints, and of every kind there is."""
     read = {name: read_local(converted(name)[1]) for name in DISTINCT}

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers.covering import examples
 from helpers.families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, VARIANTS, Variant, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,7 +107,7 @@ def test_small_vocabularies_and_short_tables(vocabulary: int, positions: int) ->
     assert sides == (set() if positions == 1 else {"left padding", "right padding"})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_any_tree_gets_batches_that_it_can_take(data: st.DataObject) -> None:
     spec = windowed(*data.draw(st.lists(st.none() | st.integers(1, 2000), min_size=1, max_size=4)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.covering import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def compared(a: np.ndarray, dtype_a: str, b: np.ndarray, dtype_b: str | None = N
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([(1,), (7,), (1, 1), (3, 5), (40, 9), (5, 300)]),

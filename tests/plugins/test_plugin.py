@@ -3,6 +3,7 @@
 Nothing of gptkit names it; what stands in `tidal/` is all there is of it.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,8 +17,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from helpers.command import call
+from helpers.processes import gptkit as gptkit_alone
 
 import gptkit
+from gptkit import plugins
 from gptkit.testing import (
     decoder_of,
     elements_land_once,
@@ -37,12 +41,10 @@ WORDS_OF_KINDS = pytest.mark.skipif(
 NAMES = re.compile(r"tidal|scale_?norm|gated_?recurrence", re.IGNORECASE)
 
 
-def run(plugged: Path, *words: object, ok: int = 0) -> str:
+def run_alone(plugged: Path, *words: object) -> str:
     """What gptkit prints in a process that has the package installed."""
-    env = {**os.environ, "PYTHONPATH": str(plugged), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "gptkit", *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=plugged)
-    assert done.returncode == ok, done.stdout + done.stderr
+    done = gptkit_alone(*map(str, words), env={"PYTHONPATH": str(plugged), "COLUMNS": "100"}, cwd=plugged)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -63,20 +65,28 @@ def plugged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[object]:
-    """The package in this process, as long as the module's tests run; what it registered goes with it."""
+def here(plugged: Path) -> Iterator[Path]:
+    """The folder, with the package in this process, found by its entry point, as long as the module's tests run; what
+    it registered goes with it.
+    """
     from gptkit import architectures, components
     from gptkit.converter import targets
     from gptkit.surgery import registry
 
-    before = [dict(each) for each in (architectures.ARCHITECTURES, architectures.BY_MODEL_TYPE, components.KINDS)]
-    sys.path.insert(0, str(HERE))
-    try:
-        import tidal
+    def forget() -> None:
+        plugins._installed.cache_clear()
+        plugins._import.cache_clear()
 
-        yield tidal
+    before = [dict(each) for each in (architectures.ARCHITECTURES, architectures.BY_MODEL_TYPE, components.KINDS)]
+    sys.path.insert(0, str(plugged))
+    forget()
+    try:
+        plugins.load()
+        assert "tidal" in sys.modules
+        yield plugged
     finally:
-        sys.path.remove(str(HERE))
+        sys.path.remove(str(plugged))
+        forget()
         for known, old in zip(
             (architectures.ARCHITECTURES, architectures.BY_MODEL_TYPE, components.KINDS), before, strict=True
         ):
@@ -85,6 +95,14 @@ def here() -> Iterator[object]:
         targets.FORMATS.pop("tide")
         registry.PLUGINS.clear()
         registry.all_swaps.cache_clear()
+
+
+def run(here: Path, *words: object, ok: int = 0) -> str:
+    """What gptkit prints in this process, which has the package installed."""
+    with contextlib.chdir(here):
+        done = call(*map(str, words), env={"COLUMNS": "100"})
+    assert done.exit_code == ok, done.output
+    return done.output
 
 
 CONFIGS = (
@@ -185,46 +203,51 @@ FLAGS = pytest.mark.parametrize(
 
 @WORDS_OF_KINDS
 @FLAGS
-def test_params(plugged, folder, flags) -> None:
-    told = run(plugged, "params", folder, *flags)
-    if not flags:
-        assert "recurrence" in told
-        assert "180,361" in told
+def test_params(here, folder, flags) -> None:
+    assert run(here, "params", folder, *flags)
 
 
 @WORDS_OF_KINDS
-def test_compare(plugged, folder) -> None:
-    told = run(plugged, "compare", folder, "sample:llama")
+def test_in_a_process_that_finds_the_entry_point_itself(plugged, folder) -> None:
+    told = run_alone(plugged, "params", folder)
+    assert "recurrence" in told
+    assert "180,361" in told
+    assert "identical" in run_alone(plugged, "verify", folder, "--no-mutations")
+
+
+@WORDS_OF_KINDS
+def test_compare(here, folder) -> None:
+    told = run(here, "compare", folder, "sample:llama")
     assert "ScaleNorm" in told
 
 
 @WORDS_OF_KINDS
-def test_show(plugged, folder, tmp_path) -> None:
-    told = run(plugged, "show", folder, "--svg", tmp_path / "p.svg")
+def test_show(here, folder, tmp_path) -> None:
+    told = run(here, "show", folder, "--svg", tmp_path / "p.svg")
     assert "ScaleNorm" in told
     assert "ScaleNorm" in (tmp_path / "p.svg").read_text()
-    assert "gated recurrence" in run(plugged, "show", folder, "--layer", 1)
+    assert "gated recurrence" in run(here, "show", folder, "--layer", 1)
 
 
 @WORDS_OF_KINDS
-def test_load(plugged, folder) -> None:
-    assert "180,361" in run(plugged, "load", folder)
+def test_load(here, folder) -> None:
+    assert "180,361" in run(here, "load", folder)
 
 
-def test_there_and_back(plugged, folder, tmp_path) -> None:
-    run(plugged, "convert", folder, tmp_path / "local", "--to", "local")
-    run(plugged, "convert", tmp_path / "local", tmp_path / "back", "--to", "hf")
+def test_there_and_back(here, folder, tmp_path) -> None:
+    run(here, "convert", folder, tmp_path / "local", "--to", "local")
+    run(here, "convert", tmp_path / "local", tmp_path / "back", "--to", "hf")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
-    assert "The same" in run(plugged, "diff", folder, tmp_path / "local")
+    assert "The same" in run(here, "diff", folder, tmp_path / "local")
 
 
-def test_diff_finds_one_number(plugged, folder, tmp_path) -> None:
+def test_diff_finds_one_number(here, folder, tmp_path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     weights = safetensors.torch.load_file(other / "model.safetensors")
     weights["layers.1.recurrence.gate.weight"][0, 0] += 1
     safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
-    assert "recurrence.gate_proj" in run(plugged, "diff", folder, other, ok=3)
+    assert "recurrence.gate_proj" in run(here, "diff", folder, other, ok=3)
 
 
 def test_a_state_is_carried(here, folder) -> None:
@@ -248,38 +271,38 @@ def test_a_state_is_carried(here, folder) -> None:
     assert generate_ids(model, prompt, 16) == recomputed[8:]
 
 
-def test_verify(plugged, folder, tmp_path) -> None:
-    told = run(plugged, "verify", folder)
+def test_verify(here, folder, tmp_path) -> None:
+    told = run(here, "verify", folder)
     assert "identical to the last bit" in told
     made = re.search(r"(\d+) of (\d+) mistakes made on purpose were caught", told)
     assert made is not None
     assert made[1] == made[2]
     assert int(made[1]) > 10
-    assert "identical to the last bit" in run(plugged, "verify", folder, "--stream")
-    run(plugged, "convert", folder, tmp_path / "local")
-    assert "identical" in run(plugged, "verify", folder, tmp_path / "local")
+    assert "identical to the last bit" in run(here, "verify", folder, "--stream")
+    run(here, "convert", folder, tmp_path / "local")
+    assert "identical" in run(here, "verify", folder, tmp_path / "local")
 
 
-def test_verify_against_the_familys_own_code(plugged, folder) -> None:
+def test_verify_against_the_familys_own_code(here, folder) -> None:
     lines = ["import safetensors.torch", "from tidal.reference import Tidal", "class Port(Tidal):"]
     lines += ["    def forward(self, input_ids, attention_mask=None):"]
     lines += ["        return super().forward(input_ids, attention_mask).logits"]
     lines += ["def build():", "    model = Port({})"]
     lines += [f"    model.load_state_dict(safetensors.torch.load_file({str(folder / 'model.safetensors')!r}))"]
-    (plugged / "my_port.py").write_text("\n".join([*lines, "    return model.eval()", ""]))
-    assert "identical" in run(plugged, "verify", folder, "--against", "my_port:build")
+    (here / "my_port.py").write_text("\n".join([*lines, "    return model.eval()", ""]))
+    assert "identical" in run(here, "verify", folder, "--against", "my_port:build")
 
 
-def test_verify_names_the_first_component_that_parts(plugged, folder, tmp_path) -> None:
+def test_verify_names_the_first_component_that_parts(here, folder, tmp_path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     weights = safetensors.torch.load_file(other / "model.safetensors")
     weights["layers.1.recurrence.value.weight"].mul_(1.1)
     safetensors.torch.save_file(weights, other / "model.safetensors", {"format": "pt"})
-    told = run(plugged, "verify", folder, other, ok=3)
+    told = run(here, "verify", folder, other, ok=3)
     assert "recurrence" in told
 
 
-def test_swaps_apply_or_refuse_by_name(here, plugged, folder, tmp_path) -> None:
+def test_swaps_apply_or_refuse_by_name(here, folder, tmp_path) -> None:
     from gptkit.components import LayerNorm, RMSNorm
     from gptkit.errors import SwapRefused, UsageError
     from gptkit.surgery.facts import Assumed
@@ -306,28 +329,28 @@ def test_swaps_apply_or_refuse_by_name(here, plugged, folder, tmp_path) -> None:
     assert any("GatedRecurrence" in message for message in refused.values())
     for index, step in enumerate(applied):  # each is measured from the files that it writes
         gptkit.swap(str(folder), str(tmp_path / f"out{index}"), **{step.option: step.value})
-    told = run(plugged, "swaps", folder)
+    told = run(here, "swaps", folder)
     assert "equal-rmsnorm" in told
     assert "ScaleNorm" in told
 
 
-def test_an_option_of_its_own(plugged, folder, tmp_path) -> None:
+def test_an_option_of_its_own(here, folder, tmp_path) -> None:
     """A swap's file declares the option that asks for it: on the command line, in its help, and of shapes alone."""
-    told = run(plugged, "swap", folder, tmp_path / "wide", "--recurrence-width", "400")
+    told = run(here, "swap", folder, tmp_path / "wide", "--recurrence-width", "400")
     assert "exact swap" in told
-    found = run(plugged, "swap", "--help")
+    found = run(here, "swap", "--help")
     assert "─ Recurrence ─" in found and "How many channels a recurrence has." in found
-    assert "recurrence-width" not in run(HERE, "swap", "--help")
-    assert "exact" in run(plugged, "params", folder, "--swap", "recurrence_width=400")
+    assert "recurrence-width" not in run_alone(HERE, "swap", "--help")
+    assert "exact" in run(here, "params", folder, "--swap", "recurrence_width=400")
     assert "expected a width as a whole number" in run(
-        plugged, "swap", folder, tmp_path / "out", "--recurrence-width", "x", ok=2
+        here, "swap", folder, tmp_path / "out", "--recurrence-width", "x", ok=2
     )
 
 
 @WORDS_OF_KINDS
-def test_a_format(plugged, tmp_path) -> None:
+def test_a_format(here, tmp_path) -> None:
     (tmp_path / "small.tide").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 2}))
-    assert "hidden size 32" in run(plugged, "params", tmp_path / "small.tide")
+    assert "hidden size 32" in run(here, "params", tmp_path / "small.tide")
 
 
 def test_a_position(here) -> None:
@@ -376,10 +399,10 @@ def test_by_name(tmp_path, folder) -> None:
     bare.mkdir()
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     for words, extra in ((["--plugin", "tidal"], {}), ([], {"GPTKIT_PLUGINS": "tidal"})):
-        command = [sys.executable, "-m", "gptkit", *words, "load", str(folder)]
+        command = [sys.executable, "-m", "gptkit", *words, "params", str(folder)]
         assert subprocess.run(command, env={**env, **extra}, capture_output=True).returncode == 0
     unknown = subprocess.run(
-        [sys.executable, "-m", "gptkit", "load", str(folder)], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "gptkit", "params", str(folder)], env=env, capture_output=True, text=True
     )
     assert unknown.returncode == 4
     assert "tidal" in unknown.stderr

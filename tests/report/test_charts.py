@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.random_trees import drawn_spec
 from hypothesis import given, settings
@@ -66,7 +67,7 @@ def test_areas_are_as_large_as_what_they_hold(variant: str) -> None:
     assert sum(numbers) == count(spec).total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(spec=specs())
 def test_areas_of_any_tree(spec: ModelSpec) -> None:
     held_to_its_tree(treemap("tree", spec), spec)

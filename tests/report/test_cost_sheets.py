@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from helpers.covering import examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -196,6 +197,7 @@ def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> 
 # --- widths
 
 
+@few(5)
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize(
     "names", [("qwen3-8b",), ("gpt2", "mixtral-8x7b"), ("gpt2", "gpt2-xl", "llama-3-8b", "bloom-176b")]
@@ -223,7 +225,7 @@ def drawn_sheets(draw: st.DrawFn) -> Sheet:
 
 
 @given(drawn_sheets(), st.integers(56, 220))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_sheet_fits_where_one_column_does(sheet: Sheet, width: int) -> None:
     text = printed([sheet], width)
     assert max(map(cell_len, text.splitlines())) <= width

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import exhaustive
 from rich.console import Console
 
 import gptkit
@@ -57,6 +58,7 @@ def test_what_it_keeps(toured: tuple[bool, str, Path]) -> None:
     assert not any(check_manifest(keep / name) for name in names)
 
 
+@exhaustive
 def test_a_proof_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def worse(*arguments: Any, **options: Any) -> Verification:
         result = gptkit.verify(*arguments, **options)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from helpers.covering import examples
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, DISTINCT, spec_of
 from helpers.family_specs import preset_spec as preset
@@ -136,7 +137,7 @@ def test_nothing_overlaps_and_lines_end_where_edges_do(name: str) -> None:
         check(placed, metrics)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(specs())
 def test_nor_in_trees_that_no_family_has(spec: ModelSpec) -> None:
     for _, placed, metrics in placements(spec):
@@ -231,7 +232,7 @@ def test_drawings_fit_the_terminal_with_every_part_and_number(name: str, width: 
         assert encoding == "utf-8" or tree.isascii()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(specs(), st.integers(24, 130), st.booleans())
 @example(ALL["latent-two-keys"], 80, False)
 def test_lines_are_never_wider_than_asked(spec: ModelSpec, width: int, ascii_only: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import exhaustive
 from helpers.family_specs import preset_spec
 from helpers.processes import imported
 from helpers.trees import TREES
@@ -121,6 +122,7 @@ def test_functions_that_take_long_take_progress() -> None:
         assert "progress" in inspect.signature(function).parameters
 
 
+@exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_the_example_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")

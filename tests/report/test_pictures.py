@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.browser import system_browser
 from helpers.command import call
+from helpers.covering import exhaustive, few
 
 import gptkit
 from gptkit.errors import UsageError
@@ -133,6 +134,7 @@ def parsed(content: bytes) -> tuple[ET.Element, list[str]]:
     return root, ["".join(each.itertext()).strip() for each in root.iter(f"{SVG}text")]
 
 
+@few(2)
 @drawing
 @pytest.mark.parametrize("name", ["areas", "cells", "lines", "wide", "block"])
 def test_a_drawing_is_lines_and_words(files: dict[str, bytes], name: str) -> None:
@@ -202,6 +204,7 @@ def test_a_wide_figure_is_as_wide_as_it_needs(files: dict[str, bytes]) -> None:
     assert "55" in words and "57" not in words
 
 
+@exhaustive
 @drawing
 def test_what_the_browser_says_is_an_error() -> None:
     figure = cells()
@@ -224,6 +227,7 @@ def test_files_are_written_whole_and_named(tmp_path: Path) -> None:
     assert paths[2].read_bytes().startswith(b"<svg")
 
 
+@exhaustive
 @drawing
 def test_the_command_asks_no_server_for_anything(tmp_path: Path) -> None:
     """As a process of its own, with a browser that writes down what it was asked to fetch."""

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.covering import few
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ def render(found: Recommendation, width: int = 80) -> str:
     return file.getvalue()
 
 
+@few(5)
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("goal", GOALS)
 def test_every_width(goal: str, width: int) -> None:

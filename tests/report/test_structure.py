@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.covering import examples
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES, filled, random_weights
@@ -331,7 +332,7 @@ def test_windows_and_kinds_of_layers() -> None:
 # --- any tree ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(specs())
 def test_all_parameters_are_somewhere_and_edges_lead_from_what_is_computed(spec: ModelSpec) -> None:
     graph = structure(spec)

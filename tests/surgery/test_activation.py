@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import few
+from helpers.covering import examples, exhaustive, few
 from helpers.exactness import Mutation, exactly, gap, is_caught
 from helpers.families import CONFIGS, LLAMA, save_hf, spec_of
 from hypothesis import given, settings
@@ -48,7 +48,7 @@ EXACT = [
 ]
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(("base", "old", "new", "back"), EXACT, ids=lambda value: str(value))
 def test_exact(base: str, old: str, new: str, back: str | None, tmp_path: Path) -> None:
     save_hf(config_with(base, old), tmp_path / "hf")
@@ -120,7 +120,7 @@ def test_what_is_called_exact_is_one_function(old: str, new: str) -> None:
 
 
 @given(s=st.floats(1e-3, 1e3), x=st.floats(-1e6, 1e6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_relu_takes_any_slope(s: float, x: float) -> None:
     at = torch.tensor([x], dtype=torch.float64)
     relu = ACTIVATIONS["relu"]
@@ -169,7 +169,7 @@ def test_two_units_are_the_nearest_two(kind: str, bound: float, times: float) ->
 # --- near -------------------------------------------------------------------------------------------------------------
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(
     ("base", "old", "new"),
     [
@@ -194,7 +194,7 @@ def test_two_units_beat_one_and_one_beats_the_name(base: str, old: str, new: str
     assert {module.dense_of(block).intermediate_size for block in spec.blocks} == {2 * width}
 
 
-@few(1)
+@exhaustive
 @pytest.mark.parametrize(("sample", "new"), [("gpt2", "silu"), ("falcon", "silu"), ("llama", "gelu")])
 def test_on_trained_models(sample: str, new: str, tmp_path: Path) -> None:
     """KL on text: gpt2 1.6e-4, 1.4e-3 fitted, 3.9e-3, 0.43 by name; llama 8e-6, 4.1e-4, 4.4e-4, 0.066."""
@@ -312,7 +312,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "gpt2-silu", dict(config_with("gpt2", "silu")))

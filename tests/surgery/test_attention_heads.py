@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS, spec_of
 
@@ -70,7 +70,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     assert "text" in refused("llama", "4")
 
 
-@few(1)
+@exhaustive
 @pytest.mark.skipif(not (SAMPLES_DIR / "falcon").is_dir(), reason="no samples")
 @pytest.mark.parametrize(("sample", "heads"), [("gpt2", 3), ("llama", 4), ("falcon", 5)])
 def test_fitted_on_a_text_it_costs_less(sample: str, heads: int, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import gptkit
 from gptkit.errors import GptkitError
-from gptkit.parity.scope import Scope
+from gptkit.parity.probe import Scope
 from gptkit.surgery.base import Promise
 from gptkit.surgery.registry import Step, all_swaps
 from gptkit.surgery.swaps import folds
@@ -143,7 +143,7 @@ def test_chains_of_exact_swaps_are_exact_and_undone(data: st.DataObject) -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **QUICK)
+@settings(max_examples=examples(600), **QUICK)
 @given(data=st.data())
 def test_many_chains_of_exact_swaps_are_exact_and_undone(data: st.DataObject) -> None:
     event(str(run(data)))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from helpers import covering
+from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
 from helpers.random_trees import steps_for
 from helpers.weights import Weights, error
@@ -36,10 +38,11 @@ def fields(spec: ModelSpec) -> dict[str, object]:
     }
 
 
+@few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_swap_holds_or_refuses(name: str) -> None:
     """What is called exact is, in fp64; what is not loses no field on the way."""
-    model, done = Weights(spec_of(CONFIGS[name])), 0
+    model, done, measured = Weights(spec_of(CONFIGS[name])), 0, set[str]()
     for step in steps(model.spec):
         try:
             swapped = apply(model, step)
@@ -47,7 +50,8 @@ def test_every_swap_holds_or_refuses(name: str) -> None:
             continue
         done += 1
         assert fields(swapped.spec) == fields(model.spec), step
-        if swapped.guarantee == "exact":
+        if swapped.guarantee == "exact" and not (covering.quick and step.option in measured):
+            measured.add(step.option)
             assert error(model, SwappedModel(model, swapped), swapped) <= 1e-12, step
     assert done > 20
 

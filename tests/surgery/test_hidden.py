@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.covering import examples, few
+from helpers.covering import examples, exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +19,7 @@ from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import hidden as module
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", [*MODELS, "bloom-post-norm"])
 def test_copies_keep_every_bit_and_go_again(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -75,6 +75,7 @@ def test_what_llama_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     assert any("llama takes no width that its 6 heads do not divide" in note for note in notes)
 
 
+@exhaustive
 @pytest.mark.skipif(not (SAMPLES_DIR / "llama").is_dir(), reason="no samples")
 def test_the_rotation_beats_the_largest_coordinates(tmp_path: Path) -> None:
     best = gptkit.swap("sample:llama", tmp_path / "best", hidden="88")
@@ -88,7 +89,7 @@ def test_the_rotation_beats_the_largest_coordinates(tmp_path: Path) -> None:
 @pytest.mark.skipif(not (SAMPLES_DIR / "llama").is_dir(), reason="no samples")
 def test_a_rotation_that_leaves_nothing_out_costs_nothing(tmp_path: Path) -> None:
     steps = [Step("norm", "layernorm"), Step("norm", "rmsnorm"), Step("hidden", "96")]  # 97 wide, in 96 directions
-    result = gptkit.swap("sample:llama", tmp_path / "out", steps, dtype="float64")
+    result = gptkit.swap("sample:llama", tmp_path / "out", steps, dtype="float64", each_step=False)
     assert result.guarantee == "approximate" and result.measured is not None
     assert result.measured.kl < 1e-9
 
@@ -147,7 +148,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

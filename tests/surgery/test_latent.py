@@ -18,7 +18,7 @@ from gptkit.surgery.swaps import kv_heads as module
 ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", ALL)
 def test_the_whole_latent_is_exact(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -110,6 +110,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"attention": "mla:full"}, tmp_path)

@@ -101,7 +101,7 @@ LEAVING: list[tuple[str, str, str, dict[str, str]]] = [
 ]
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(("name", "to", "family", "asked"), LEAVING, ids=lambda value: str(value))
 def test_it_loads_in_transformers(
     name: str, to: str, family: str, asked: dict[str, str], folder: Path, tmp_path: Path
@@ -110,7 +110,7 @@ def test_it_loads_in_transformers(
     assert {key: config_of(out)[key] for key in IDS} == IDS
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("asked", [None, "float32", "bfloat16", "float16"])
 def test_what_transformers_runs_is_what_was_measured(asked: str | None, tmp_path: Path) -> None:
     """With dtype="auto", as from_pretrained loads by itself: no tensor is rounded on the way in."""
@@ -321,7 +321,7 @@ def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
     return way_to(express(named(to), model.spec, zero), after), after
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b"])
 def test_ways_are_ways(name: str, folder: Path) -> None:
     """Whatever way is found, the family has a config for the tree at its end, and every remedy of it is needed."""

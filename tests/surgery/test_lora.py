@@ -112,7 +112,7 @@ def gap(one: np.ndarray, other: np.ndarray) -> float:
 LOGITS = ("fused and transposed", "dora", "fused by groups", *(kind for kind in KINDS if kind.startswith("tied")))
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("kind", LOGITS)
 def test_the_merged_files_compute_what_peft_computes(kind: str, tmp_path: Path) -> None:
     model, settings = KINDS[kind]
@@ -127,7 +127,7 @@ def test_the_merged_files_compute_what_peft_computes(kind: str, tmp_path: Path) 
         assert result.spec.head.tied == (kind in STAYS_TIED)
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("tied")])
 def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path) -> None:
     """Sharper than logits: what peft's own merge makes of the weights in fp64."""
@@ -384,7 +384,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, kind = MUTATIONS[name]

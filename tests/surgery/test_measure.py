@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
@@ -19,12 +19,10 @@ from torch import Tensor
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import GptkitError
 from gptkit.modules.load import as_array, tensor_of
-from gptkit.parity import heads, rows, scope
-from gptkit.parity.compare import kl_divergence
-from gptkit.parity.heads import perplexity
-from gptkit.parity.probe import Batch, probe
+from gptkit.parity import compare, rows
+from gptkit.parity.compare import kl_divergence, perplexity
+from gptkit.parity.probe import Batch, Scope, probe
 from gptkit.parity.rows import states
-from gptkit.parity.scope import Scope
 from gptkit.surgery import measure as module
 from gptkit.surgery.base import Promise, Stored
 from gptkit.surgery.measure import affordable, measure
@@ -49,14 +47,14 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few thousand bytes come in many pieces."""
     monkeypatch.setattr(rows, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(rows, "MAPPED_BYTES", 2000)
-    monkeypatch.setattr(heads, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(heads, "ROWS", 100)
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(compare, "ROWS", 100)
 
 
 QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", QUICK)
 def test_states_by_rows_are_those_of_the_module(name: str) -> None:
@@ -75,7 +73,7 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
             assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", TREES)
 def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:
@@ -219,8 +217,8 @@ def test_tables_of_different_lengths_are_compared_as_far_as_both_go() -> None:
 
 @pytest.mark.usefixtures("tiny_chunks")
 def test_perplexity_is_that_of_whole_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scope, "WINDOW", 24)
-    monkeypatch.setattr(scope, "TOGETHER", 60)
+    monkeypatch.setattr("gptkit.parity.probe.WINDOW", 24)
+    monkeypatch.setattr("gptkit.parity.probe.TOGETHER", 60)
     before, after = held("llama"), held("llama", seed=1)
     text = torch.randint(97, (101,), generator=torch.Generator().manual_seed(0)).tolist()
     found = measure(before, after, text=text)
@@ -287,6 +285,7 @@ def test_a_large_model_is_measured_on_less_and_says_so(monkeypatch: pytest.Monke
     assert len(affordable(batches, spec, spec)[0]) == 1
 
 
+@exhaustive
 def test_memory_is_not_that_of_the_model(tmp_path: Path) -> None:
     """115 MB in fp64, of which a process that measures it takes a fraction beyond what a small one takes."""
     config = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}

@@ -287,7 +287,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
@@ -309,6 +309,7 @@ def test_a_wrong_formula_is_not_published(
 RMS_TREES = ("llama", "llama-yarn", "mixtral", "qwen2", "qwen3-windowed")
 
 
+@few(2)
 @pytest.mark.parametrize("name", RMS_TREES)
 def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
@@ -319,6 +320,7 @@ def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: 
     assert naive.guarantee == "approximate" and naive.measured is not None and naive.measured.relative["float64"] > 1e-3
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "llama"])
 def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
@@ -374,7 +376,7 @@ def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(
     "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
 )

@@ -44,7 +44,7 @@ def without_positions(name: str, folder: Path) -> Path:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bloom", "falcon-7b"])
 def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     source = without_positions(name, tmp_path)
@@ -68,6 +68,7 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     assert both.spec.head == spec.head
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
 @pytest.mark.parametrize("value", ["none", "rope:neutral"])
 def test_a_table_of_equal_rows_goes_exactly(name: str, value: str, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def test_kinds() -> None:
     assert kind(replace(spec, positions=LearnedPositions(length=9, size=48))) == "mixed"
 
 
+@few(12)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("value", ["rope", "rope:300", "alibi", "none", "learned:64"])
 def test_from_any_to_any(name: str, value: str, tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "ratio"),
     [
@@ -393,7 +395,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, asked = MUTATIONS[name]

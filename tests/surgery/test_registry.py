@@ -193,7 +193,7 @@ LARGE = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are looked at for what decides a guarantee, which takes less than a product of two of these. Only what a
@@ -222,7 +222,7 @@ def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest
 PLAIN = ("gpt2-by-layer", "llama", "mixtral-one", "bloom", "llama-dynamic")
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_form_is_called_exact_only_where_it_is(name: str) -> None:
     """--approximate changes the form and not the truth: in fp64, before any rounding for storage."""

@@ -165,7 +165,7 @@ def test_scaling_a_latent() -> None:
 # --- part of the head -------------------------------------------------------------------------------------------------
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", ROPE)
 @pytest.mark.parametrize("drop", ["", ":fastest"])
 def test_what_stays_turns_as_it_did(name: str, drop: str) -> None:
@@ -222,7 +222,7 @@ SCALINGS: dict[str, RopeScaling | None] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     pairs=st.integers(2, 40),
     data=st.data(),
@@ -257,7 +257,7 @@ def test_a_config_without_need_says_no_divisors() -> None:
     assert isinstance(rotary_dim.kept_rotary(rotary, 12, "fastest").scaling, LinearScaling)
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", ["llama", "llama-dynamic", "qwen3", "falcon-7b"])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_pairs_that_are_zero_go_exactly(name: str, side: str) -> None:
@@ -315,6 +315,7 @@ def test_the_slowest_pairs_are_the_least(sample: str, value: str) -> None:
     assert kl[0] < 0.7 * on_text(sample, Step("rotary_dim", f"{value}:fastest"))
 
 
+@few(1)
 @pytest.mark.parametrize("value", ["ntk:2", "yarn:2", "llama3:4"])
 def test_better_than_positions_divided(value: str) -> None:
     assert on_text("llama", Step("rope_scaling", value)) < 0.3 * on_text("llama", Step("rope_scaling", "linear:2"))
@@ -335,7 +336,7 @@ def on_text(sample: str, step: Step) -> float:
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", [*ROPE, "llama-longrope"])
 def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -511,7 +512,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, 
 }
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, model, asked = MUTATIONS[name]

@@ -63,7 +63,7 @@ def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bo
 # --- with weights, and without ----------------------------------------------------------------------------------------
 
 
-@few(15)
+@few(8)
 @pytest.mark.parametrize("name", SPECS)
 def test_random_weights_are_what_is_usual(name: str) -> None:
     """Tree and guarantee are those of random weights, and so are refusals."""
@@ -84,7 +84,7 @@ def test_random_weights_are_what_is_usual(name: str) -> None:
     assert done > 30
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_swap_of_a_sample_gives_the_tree_that_shapes_tell(name: str) -> None:
     """Those that are fitted on a text too: the checkpoint's own, with the text that comes along."""
@@ -121,7 +121,7 @@ def test_chains_of_exact_swaps(data: st.DataObject) -> None:
         assert agree(answer, drawn.models[-1].spec, guarantee)
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("seed", range(20))
 def test_chains_of_any_swaps(seed: int, tmp_path: Path) -> None:
     """Those that are not exact too, and plain forms, on such trees."""

@@ -134,6 +134,7 @@ def test_a_tokenizer_is_cut_with_its_rows(tmp_path: Path) -> None:
 # --- pruned -----------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "falcon"])
 def test_pruned_to_a_text_it_reads_and_writes_that_text(sample: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
@@ -151,7 +152,7 @@ def test_pruned_to_a_text_it_reads_and_writes_that_text(sample: str, tmp_path: P
     torch.testing.assert_close(wide[:, list(table)], narrow, rtol=0, atol=1e-12)
     # It speaks, here and in transformers, the same.
     gptkit.convert(tmp_path / "out", tmp_path / "hf", to="hf")
-    assert gptkit.verify(tmp_path / "hf").verdict == "identical"
+    assert gptkit.verify(tmp_path / "hf", mutations=False).verdict == "identical"
     said = "".join(gptkit.generate(tmp_path / "out", "ROMEO:\n", 12, temperature=0))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -267,7 +268,7 @@ def wrong_promise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "Promise", first)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("mutate", [shifted, ends_only, first_rows, head_left_behind, wrong_promise])
 def test_a_wrong_row_is_not_published(
     mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import width as module
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_wider_keeps_every_bit_and_back(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -73,7 +73,7 @@ def test_units_that_others_make_up_for_go_first() -> None:
     assert np.abs(error).max() < 1e-3
 
 
-@few(1)
+@exhaustive
 @pytest.mark.skipif(not (SAMPLES_DIR / "gpt2").is_dir(), reason="no samples")
 @pytest.mark.parametrize("sample", ["gpt2", "llama"])
 def test_fitted_on_a_text_it_costs_less(sample: str, tmp_path: Path) -> None:
