@@ -75,7 +75,8 @@ def describe(spec: ModelSpec) -> dict[str, str]:
     positions, inner = each["position"], {norm for block in set(spec.blocks) for norm in block.norms().values()}
     norms = each["norm"]  # and those outside of the layers, where they are not what the layers have
     norms += "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
-    norms += "" if spec.final_norm in inner else f"; {spec.final_norm.named().long}, at the end"
+    final = "none" if spec.final_norm is None else spec.final_norm.named().long
+    norms += "" if spec.final_norm in inner else f"; {final}, at the end"
     if spec.positions is not None:
         positions = spec.positions.named().long + ("" if positions == "none" else f"; {positions}")
     return {

@@ -58,7 +58,8 @@ class Stored(Record):
         found: dict[str, list[tuple[int, int, int]]] = {}
         for each in self.tensors:
             found.setdefault(each.dtype, []).append((1, math.prod(each.shape), each.nbytes))
-        sums = {dtype: tuple(map(sum, zip(*sizes, strict=True))) for dtype, sizes in found.items()}
+        columns = {dtype: [*zip(*sizes, strict=True)] for dtype, sizes in found.items()}
+        sums = {dtype: (sum(each[0]), sum(each[1]), sum(each[2])) for dtype, each in columns.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1][2]))
 
     @property

@@ -461,7 +461,7 @@ class Decoder:
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
-        norm = next(iter(first.norms().values()), spec.final_norm)
+        norm: Any = next(iter(first.norms().values()), spec.final_norm)
         sizes = {
             "vocab": spec.vocab_size,
             "hidden": spec.hidden_size,

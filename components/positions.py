@@ -219,7 +219,11 @@ class Biasing(Position, frozen=True):
     title: ClassVar[str]
     formula: ClassVar[str]
     scaled: bool
-    apart: ClassVar[bool] | property = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is added to scores that are rounded already."""
+        return False
 
 
 class Rotary(Turning, Component, frozen=True):

@@ -80,7 +80,8 @@ class Choice(nn.Module):
         return scores + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Choice:
-        return super()._apply(kept_wide(fn) if self.wide else fn, recurse)
+        super()._apply(kept_wide(fn) if self.wide else fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 @computes(MixtureOfExperts)

@@ -86,7 +86,9 @@ def states(
 
 
 def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """A tree's last norm, which makes of a stream the states that the head takes."""
+    """A tree's last norm, if any, which makes of a stream the states that the head takes."""
+    if tree.spec.final_norm is None:
+        return nn.Identity()
     make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
     return filled(make, partial(tensor_of, tree), dtype, "final_norm")
 

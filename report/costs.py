@@ -135,7 +135,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
 
     if len(models) == 1:
         held = columns[0][1]
-        columns = [("bytes", held, exact), ("in KiB, GiB", held, lambda _, nbytes: binary(nbytes))]
+        columns = [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary(nbytes))]
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 
 

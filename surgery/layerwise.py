@@ -64,7 +64,8 @@ def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
 
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
     """The refusal of a component that a swap does not know, by its class."""
-    return SwapRefused(f"{where} has {type(component).__name__}, where this swap expects {expected}")
+    found = "nothing" if component is None else type(component).__name__
+    return SwapRefused(f"{where} has {found}, where this swap expects {expected}")
 
 
 def weighed(path: str, norm: Norm | None) -> None:

@@ -61,7 +61,7 @@ DECODER = Decoder(
         "activation": "gelu",
         "attention.position": ALiBi(rounding="apart"),
         "attention.fused": True,
-        "attention.rows": "by part",
+        "attention.fused_order": "by part",
     },
     rotary=None,
     layers=layers,

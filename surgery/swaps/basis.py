@@ -154,8 +154,8 @@ def norms(block: Block, path: str) -> Iterator[tuple[str, Norm]]:
     return (known(f"{path}.{name}_norm", norm) for name, norm in block.norms().items())
 
 
-def known(path: str, norm: Norm) -> tuple[str, Norm]:
-    """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know."""
+def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
+    """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know, or there is none."""
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
     return path, norm

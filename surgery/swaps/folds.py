@@ -27,7 +27,7 @@ from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
 from ..layerwise import attentions, head_weight, readers, tensors_of, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap, nearest
-from .basis import Compute, norms, require_weights, with_norms
+from .basis import Compute, known, norms, require_weights, with_norms
 from .norm import has_bias, shifts_taken
 
 
@@ -116,11 +116,11 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
         blocks[layer] = with_norms(block, path, plain)
     if whole:
         made["head.weight"] = scaled_inputs(head_weight(spec), "final_norm.weight")
-        cleared["final_norm"] = spec.final_norm
+        cleared |= [known("final_norm", spec.final_norm)]
     tensors: dict[str, Tensor] = {name: Computed(make) for name, make in made.items()}
     for path, norm in cleared.items():
         clear(norm, path, tensors)
-    final = _without_bias(spec.final_norm) if whole else spec.final_norm
+    final = _without_bias(cleared["final_norm"]) if whole else spec.final_norm
     new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
     notes = ("the head was untied from the embedding: it takes the last norm's weight",)
     summary = {"layers": list(asked.chosen(spec)), "head": whole}

@@ -59,7 +59,7 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     require_weights(spec)
     done = _wider(spec, new) if new > old else _narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
-    if new % heads and not spec.final_norm.centred:
+    if new % heads and spec.final_norm is not None and not spec.final_norm.centred:
         notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 

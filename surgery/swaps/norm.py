@@ -127,7 +127,7 @@ def shifts_taken(
             elif each.norm in shifting and routers:
                 raise SwapRefused(f"{each.path} has no bias to take over that of {each.norm}")
         blocks[layer] = _with_read_biases(block, path, shifting)
-    if layers is None and has_bias(spec.final_norm):
+    if layers is None and spec.final_norm is not None and has_bias(spec.final_norm):
         made["head.bias"] = shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
         head = replace(head, bias=True)
     return blocks, head
