@@ -1,4 +1,4 @@
-"""params and presets: what a model's config alone tells."""
+"""params, presets and families: what a model's config alone tells, and of which models."""
 
 import re
 from pathlib import Path
@@ -148,3 +148,24 @@ def presets(
     else:
         data = {"schema_version": 1, "presets": [preset_json(preset) for preset in matching]}
         answer(json, lambda: data, lambda: preset_table(matching))
+
+
+@command("gptkit families", "gptkit families olmo", "gptkit families --all --json")
+def families(
+    words: list[str] | None = argument(
+        "[WORD]...", "List only families and model types that have all of these words in their names.", None
+    ),
+    everything: bool = flag(
+        "--all", "List every causal language model of the installed transformers too, known or not."
+    ),
+    json: bool = JSON,
+) -> None:
+    """List the families whose checkpoints gptkit reads, writes and computes to the bit."""
+    from ..report.families import families_json, families_table
+
+    found = families_json([word.lower() for word in words or ()], everything=everything)
+    if not found["families"] and not found["others"]:
+        raise UsageError(
+            f"no family has {' and '.join(map(repr, words or ())):.80} in its name", "gptkit families lists all of them"
+        )
+    answer(json, lambda: found, lambda: families_table(found))

@@ -26,11 +26,11 @@ class Attention(Mixer, Component, frozen=True):
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
-    with `fused_order` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at least, or
-    in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32" makes them
-    of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J, GPT-Neo); and
-    "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds of a window's
-    tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
+    with `fused_order` "by part" all queries, all keys, all values (with "conv1d" always). `softmax` runs in fp32 at
+    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
+    makes them of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J,
+    GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
+    of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,

@@ -1,0 +1,94 @@
+"""The list of families, for the terminal and for programs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderResult
+from rich.table import Table
+
+from ..architectures import ARCHITECTURES, BY_MODEL_TYPE
+from ..architectures.presets import presets
+from .sheets import GAP, Layout, drawing
+
+MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""What transformers calls its list of causal language models."""
+
+
+def causal_types() -> dict[str, str]:
+    """Each model type of the installed transformers that is a causal language model, with its class.
+
+    Read from the text of models/auto/modeling_auto.py, since to import it takes a second; empty where there is none.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return {}
+    try:
+        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text("utf-8")
+    except OSError:
+        return {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == MAPPING for t in node.targets):
+            assert isinstance(node.value, ast.Call)
+            pairs: Sequence[tuple[str, str | tuple[str, ...]]] = ast.literal_eval(node.value.args[0])
+            return {kind: name if isinstance(name, str) else name[0] for kind, name in pairs}
+    return {}
+
+
+def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
+    """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
+    transformers' class and how many presets they have; how many of the installed transformers' causal language models
+    they are; and with `everything` those that they are not.
+    """
+
+    def wanted(*names: str) -> bool:
+        return all(any(word in name.lower() for name in names) for word in words)
+
+    kinds, known = causal_types(), [each.config["model_type"] for each in presets().values()]
+    exact = [kind for kind in kinds if kind in BY_MODEL_TYPE]
+    return {
+        "schema_version": 1,
+        "families": [
+            {
+                "family": each.name,
+                "released": each.released or None,
+                "model_types": list(each.model_types),
+                "transformers": each.hf_class,
+                "presets": sum(kind in each.model_types for kind in known),
+            }
+            for each in ARCHITECTURES.values()
+            if wanted(each.name, *each.model_types)
+        ],
+        "counts": {"families": len(ARCHITECTURES), "types": len(kinds), "exact": len(exact)},
+        "others": [
+            {"model_type": kind, "transformers": name}
+            for kind, name in kinds.items()
+            if everything and kind not in BY_MODEL_TYPE and wanted(kind)
+        ],
+    }
+
+
+@drawing
+def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
+    """A row a family, and one for each model type that is none."""
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for title in ("family", "since", "transformers' class", "presets"):
+        table.add_column(page.text(title), justify="right" if title == "presets" else "left", overflow="fold")
+    for each in found["families"]:
+        others = [kind for kind in each["model_types"] if kind != each["family"]]
+        name = each["family"] + (f" ({', '.join(others)})" if others else "")
+        row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
+        table.add_row(*map(page.text, row))
+    for each in found["others"]:
+        table.add_row(*map(page.text, (each["model_type"], "", each["transformers"], "not yet")))
+    yield table
+    counts = found["counts"]
+    if counts["types"]:
+        yield page.text(
+            f"{counts['families']} families; {counts['exact']} of the {counts['types']} causal language models of the "
+            "installed transformers."
+        )
