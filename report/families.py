@@ -18,6 +18,31 @@ from .sheets import GAP, Layout, drawing
 MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """What transformers calls its list of causal language models."""
 
+WHY: Mapping[str, str] = {
+    "recurrent, convolutional or linear layers": """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
+        minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv
+        xlstm zamba zamba2
+    """,
+    "an encoder, or a decoder beside one": """
+        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
+        ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
+        roberta-prelayernorm roc_bert roformer trocr whisper xlm-roberta xlm-roberta-xl xmod
+    """,
+    "parts that see or hear": """
+        aria_text emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
+    """,
+    "attention that chooses or compresses its keys": """
+        deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text reformer
+    """,
+}
+"""Why model types are not read yet, where the reason is one of many types'."""
+
+
+def reason(kind: str) -> str:
+    """Why a model type is not read."""
+    return next((why for why, kinds in WHY.items() if kind in kinds.split()), "other components")
+
 
 def causal_types() -> dict[str, str]:
     """Each model type of the installed transformers that is a causal language model, with its class.
@@ -42,7 +67,7 @@ def causal_types() -> dict[str, str]:
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
     """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
     transformers' class and how many presets they have; how many of the installed transformers' causal language models
-    they are; and with `everything` those that they are not.
+    they are; and with `everything` those that they are not, and why.
     """
 
     def wanted(*names: str) -> bool:
@@ -65,7 +90,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
         ],
         "counts": {"families": len(ARCHITECTURES), "types": len(kinds), "exact": len(exact)},
         "others": [
-            {"model_type": kind, "transformers": name}
+            {"model_type": kind, "transformers": name, "why": reason(kind)}
             for kind, name in kinds.items()
             if everything and kind not in BY_MODEL_TYPE and wanted(kind)
         ],
@@ -83,9 +108,16 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
         name = each["family"] + (f" ({', '.join(others)})" if others else "")
         row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
         table.add_row(*map(page.text, row))
-    for each in found["others"]:
-        table.add_row(*map(page.text, (each["model_type"], "", each["transformers"], "not yet")))
     yield table
+    if found["others"]:
+        yield ""
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for title in ("not yet", "what they have"):
+            table.add_column(page.text(title), overflow="fold")
+        for each in found["others"]:
+            table.add_row(*map(page.text, (each["model_type"], each["why"])))
+        yield table
+        yield ""
     counts = found["counts"]
     if counts["types"]:
         yield page.text(

@@ -13,8 +13,10 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -24,9 +26,10 @@ import typer
 import components
 from gptkit import components as tree
 from gptkit.analysis.parameters import count
-from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures import ARCHITECTURES, Architecture, architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.cli import app as gptkit_app
+from gptkit.report.families import families_json
 from gptkit.surgery.options import guarantee_in_words, spelled
 from gptkit.surgery.registry import all_options
 
@@ -77,11 +80,36 @@ def families() -> str:
     rows = []
     for name, family in ARCHITECTURES.items():
         known = [preset for preset in presets().values() if architecture_of(preset.config) is family]
-        text = (sys.modules[family.read.__module__].__doc__ or "").partition("\n\n")[0]
+        text = (home(family).__doc__ or "").partition("\n\n")[0]
         about = " ".join(text.split()).partition(" Source: ")[0]
         kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
         rows.append([f"`{name}`", kinds, f"`{family.hf_class}`", str(len(known)), about])
     return table(["family", "`model_type`", "written as", "presets", "what it is"], rows, right=[3])
+
+
+def home(family: Architecture) -> ModuleType:
+    """The file of a family, which others may import it from."""
+    found = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("gptkit.architectures.families.") and family in vars(module).values()
+    ]
+    return min(found, key=lambda module: module.__name__.rpartition(".")[2] not in family.name.replace("-", "_"))
+
+
+def others() -> str:
+    """A row a reason why causal language models of the installed transformers are not read yet."""
+    reasons: dict[str, list[str]] = {}
+    for each in families_json(everything=True)["others"]:
+        reasons.setdefault(each["why"], []).append(f"`{each['model_type']}`")
+    rows = sorted(([why, str(len(kinds)), ", ".join(kinds)] for why, kinds in reasons.items()), key=lambda row: row[0])
+    return table(["what they have", "types", "`model_type`"], rows, right=[1])
+
+
+def how_many() -> str:
+    """How many of the installed transformers' causal language models are read."""
+    exact, types = (families_json()["counts"][name] for name in ("exact", "types"))
+    return f"{exact} of the {types} causal language models of transformers {version('transformers')}"
 
 
 def paths() -> str:
@@ -275,6 +303,8 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
     "paths": paths,
     "extras": extras,
     "families": families,
+    "others": others,
+    "how_many": how_many,
     "presets": presets_page,
     "recipes": recipes,
     "swap-options": swap_options,
