@@ -19,7 +19,7 @@ from .obstacles import first_of
 __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named", "register"]
 
 ARCHITECTURES: dict[str, Architecture] = {}
-"""The families by name, those of plugins included."""
+"""The families by name, the oldest first, those of plugins behind them."""
 BY_MODEL_TYPE: dict[str, Architecture] = {}
 
 
@@ -36,10 +36,12 @@ def register(family: Architecture) -> None:
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
 
-for _module in pkgutil.iter_modules(families.__path__):
-    for _value in vars(importlib.import_module(f"{families.__name__}.{_module.name}")).values():
-        if isinstance(_value, Architecture) and _value.name not in ARCHITECTURES:  # one file may use another's
-            register(_value)
+_files = [
+    importlib.import_module(f"{families.__name__}.{each.name}") for each in pkgutil.iter_modules(families.__path__)
+]
+_found = {each.name: each for file in _files for each in vars(file).values() if isinstance(each, Architecture)}
+for _family in sorted(_found.values(), key=lambda each: (each.released, each.name)):
+    register(_family)
 
 NEAR = 0.75
 """How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
@@ -55,7 +57,9 @@ def named(name: str) -> Architecture:
         UnknownFamily: with the list of known ones.
     """
     if name not in ARCHITECTURES:
-        raise UnknownFamily(f"no family is called {name!r:.60}", f"known families: {', '.join(ARCHITECTURES)}")
+        raise UnknownFamily(
+            f"no family is called {name!r:.60}", f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
+        )
     return ARCHITECTURES[name]
 
 
@@ -75,7 +79,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         UnknownFamily: no architecture file knows the model_type.
     """
     kind = config.get("model_type")
-    known = f"known families: {', '.join(ARCHITECTURES)}"
+    known = f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:

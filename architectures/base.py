@@ -122,6 +122,7 @@ class Architecture:
 
     name: gptkit's name for it, and the `model_type` that is written.
     model_types: every `model_type` read as this family.
+    released: when its first weights were published, "2023-02": of families that have a tree the oldest counts.
     hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
     kinds: the components that may stand in its trees, beside the embedding, blocks and head that every tree has.
     read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
@@ -155,6 +156,7 @@ class Architecture:
     read: Callable[[ConfigReader], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     leaves: tuple[Leaf, ...]
+    released: str = ""
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     foreign_fields: tuple[str, ...] = ()
     head: str = "lm_head.weight"

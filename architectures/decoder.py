@@ -31,9 +31,10 @@ from ..components import (
     SubLayer,
 )
 from ..errors import CannotExpress
+from .base import Architecture, Leaf
 from .config import ConfigReader
 from .obstacles import Kinds, of_kind
-from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotary, write_rotary
+from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
 
 replace = msgspec.structs.replace
 
@@ -148,16 +149,20 @@ Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
 """Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
 
 
-def sliding(every: int, window: int | None = 4096) -> Layers:
+def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int = -1) -> Layers:
     """The windows of families that have `layer_types` and `sliding_window`.
 
     Args:
-        every: one layer of so many sees all tokens, where `layer_types` does not say which.
+        every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
         window: of the config class.
+        pattern: the field that says another `every`.
+        first: a layer that sees all tokens.
     """
 
     def windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
-        usual = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        apart = config.integer(pattern, every) if pattern else every
+        whole = set(range(first % apart, layers, apart)) if apart else ()
+        usual = ["full_attention" if layer in whole else "sliding_attention" for layer in range(layers)]
         types = config.layer_types(usual)
         width = config.optional_integer("sliding_window", window)
         if width is None and "sliding_attention" in types:
@@ -167,9 +172,49 @@ def sliding(every: int, window: int | None = 4096) -> Layers:
     return windows
 
 
+def turned_by_kind(windows: Layers, kinds: Mapping[str, RotaryKind], context: Field) -> Layers:
+    """The windows, and for layers with one and without rotary positions of their own, by `rope_parameters` of their
+    kinds, "full_attention" and "sliding_attention".
+    """
+
+    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
+        own = windows(config, count, head_dim)
+        length = context.value(config, "max_position_embeddings")
+        rotaries = read_rotaries(config, head_dim, length, kinds)
+        names = ("full_attention" if each["window"] is None else "sliding_attention" for each in own)
+        return [{**each, "position": rotaries[name]} for each, name in zip(own, names, strict=True)]
+
+    return layers
+
+
+def write_by_kind(kinds: Mapping[str, RotaryKind]) -> Callable[[ModelSpec], dict[str, Any]]:
+    """What writes the config fields that `turned_by_kind` reads."""
+
+    def written(spec: ModelSpec) -> dict[str, Any]:
+        fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
+        rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in kinds.items()}
+        for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
+            rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
+        return {**fields, **write_rotaries(rotaries)}
+
+    return written
+
+
+def turned_in_windows(windows: Layers) -> Layers:
+    """The windows, and no positions in layers that see all tokens (Cohere 2, EXAONE 4)."""
+
+    def layers(config: ConfigReader, count: int, head_dim: int) -> list[Mapping[str, Any]]:
+        return [
+            each if each["window"] is not None else {**each, "position": None}
+            for each in windows(config, count, head_dim)
+        ]
+
+    return layers
+
+
 def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window, for what `sliding` reads."""
-    windows = [block.attention.window for block in spec.blocks]
+    windows = [of_kind(block.attention, Attention).window for block in spec.blocks]
     return {
         "sliding_window": next((window for window in windows if window is not None), 4096),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
@@ -242,7 +287,8 @@ class Decoder:
     """What is the same in all trees of a family.
 
     fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
-    block has, by their names in it. fixed: values of roles that no field says, or functions of those that the fields
+    block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or
+    functions of those that the fields
     say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
     whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
     by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
@@ -251,13 +297,13 @@ class Decoder:
     field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
     dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
-    beside head_dim.
+    beside head_dim. square: whether all heads together must be as wide as the stream, head_dim or not.
     """
 
     fields: Fields
     norm: type[Any] = RMSNorm
     inner: type[Any] = GatedFeedForward
-    norms: tuple[str, ...] = PRE
+    norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rotary: RotaryKind | None = USUAL_ROTARY
     learned: bool = False
@@ -267,6 +313,7 @@ class Decoder:
     mixtures: Mixtures | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
+    square: bool = False
 
     @property
     def kinds(self) -> Kinds:
@@ -274,6 +321,18 @@ class Decoder:
         positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
         return frozenset({self.norm, Attention, self.inner, *positions, *mixtures})
+
+    def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
+        """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
+        usual = {
+            "model_types": (name,),
+            "hf_config": hf_class.replace("ForCausalLM", "Config"),
+            "kinds": self.kinds,
+            "read": self.read,
+            "write": self.write,
+            "prefix": "model.",
+        }
+        return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
 
     def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
         """The tree of a config.
@@ -297,6 +356,8 @@ class Decoder:
             if hidden % heads:
                 raise config.fail(names["hidden"], hidden, f"a multiple of {names['heads']} ({heads})")
             head_dim = values["head_dim"] = hidden // heads
+        if self.square and heads * head_dim != hidden:
+            raise config.fail(names["head_dim"], head_dim, f"{hidden} / {heads}: transformers knows no other for it")
         fixed = {**self.fixed, **{role.replace("__", "."): value for role, value in more.items()}}
         values |= {role: value(values) if callable(value) else value for role, value in fixed.items()}
         tied = values["tied"]
@@ -304,8 +365,9 @@ class Decoder:
             tied = config.outer.boolean(names["tied"], tied)
 
         def of(part: str) -> dict[str, Any]:
-            """The dotted roles of a part."""
-            return {role.partition(".")[2]: v for role, v in values.items() if role.startswith(f"{part}.")}
+            """The dotted roles of a part; a scale that is null is the usual one."""
+            said = {role: value for role, value in values.items() if role != "attention.scale" or value is not None}
+            return {role.partition(".")[2]: value for role, value in said.items() if role.startswith(f"{part}.")}
 
         norm = self.norm(size=hidden, eps=values["eps"], **of("norm"))
 
@@ -317,6 +379,7 @@ class Decoder:
             size = head_dim if self.head_norms == "same" else count * head_dim
             return self.norm(size=size, eps=values["eps"], **of("norm"), **groups)
 
+        norms = self.norms(values) if callable(self.norms) else self.norms
         kv_heads = values["kv_heads"] or heads
         dense = self.inner(
             hidden_size=hidden,
@@ -340,7 +403,7 @@ class Decoder:
         def layer(attention: Attention, feed_forward: Any) -> Block:
             sublayers = []
             for mixer in (attention, feed_forward):
-                places = [name.removeprefix(f"{mixer.slot}_") for name in self.norms if name.startswith(mixer.slot)]
+                places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
             return Block(sublayers=tuple(sublayers), **of("block"))
 
@@ -405,6 +468,7 @@ class Decoder:
             "eps": norm.eps,
             "intermediate": inner.intermediate_size,
             "head_norms": attention.q_norm is not None,
+            "output_norms": first.sublayers[0].output_norm is not None,
         }
         if mixture is not None:
             width, beside = mixture.intermediate_size, mixture.shared_size
@@ -426,10 +490,15 @@ class Decoder:
             if mixture is None and (part == "mixture" or part in MIXTURE):
                 continue  # no layer has what it is about
             value = getattr(parts[part], inside) if inside else sizes[role]
+            if self.square and role == "head_dim" and each.default is None:
+                continue  # it is no other
             if value is not None or each.default is not None or role != "context":
                 fields[name] = name_of(value) if role == "activation" else each.write(value)
         if self.rotary is not None:
-            fields |= write_rotary(of_kind(attention.position, Rotary), attention.head_dim, self.rotary)
+            positions = (of_kind(block.attention, Attention).position for block in spec.blocks)
+            none = Rotary(dim=attention.head_dim, base=self.rotary.base)
+            rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
+            fields |= write_rotary(rotary, attention.head_dim, self.rotary)
         if self.mixtures is not None:
             fields |= self.mixtures.written([isinstance(each, MixtureOfExperts) for each in inners])
         return {**fields, **self.written(spec)}

@@ -37,10 +37,12 @@ DEFAULT_BASE = 10_000.0
 class RotaryKind(NamedTuple):
     """What a family's config class assumes of the rotary positions in its layers, or in one kind of them.
 
-    base: where none is given. theta: the field that has it in configs before transformers 5. scaled: whether their
-    `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where families
-    do not turn whole heads; whole: what it is where none is given; dims: the field that says how many dimensions turn,
-    where none says which part. usual: the parameters where none are given. pairs, rounding: of the component.
+    base: where none is given. theta: the field that has it in configs before transformers 5, if any. scaled: whether
+    their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
+    families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
+    dimensions turn, where none says which part. pairs, rounding, direction: of the component. usual: the parameters
+    where none are given, with the base where no other may stand beside them. alpha: whether "dynamic" parameters that
+    have an `alpha` stand for a base times alpha ^ (d / (d - 2)).
     """
 
     base: float = DEFAULT_BASE
@@ -49,9 +51,11 @@ class RotaryKind(NamedTuple):
     part: str = ""
     whole: float = 1.0
     dims: str = ""
-    usual: Mapping[str, Any] | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "tables"] = "input"
+    usual: Mapping[str, Any] | None = None
+    alpha: bool = False
+    direction: Literal["forward", "backward"] = "forward"
 
 
 USUAL_ROTARY = RotaryKind()
@@ -72,10 +76,15 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
     """
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if found[0].data else "rope_parameters"
+    if kind.usual is not None and not config.inner(which).data:
+        base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
+        if base != kind.usual.get("rope_theta", base):
+            raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
+        rope = config.inner("rope_parameters", more=kind.usual)
+        return _rotary(rope, dim, base, context_length, kind)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
-    more = _said_elsewhere(config, which, kind)
-    rope = config.inner(which, more=more if found[0].data or found[1].data else {**(kind.usual or {}), **more})
+    rope = config.inner(which, more=_said_elsewhere(config, which, kind))
     base = config.number(kind.theta, kind.base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
     turned = config.optional_integer(kind.dims) if kind.dims else None
     if turned is not None and turned <= dim:
@@ -107,7 +116,7 @@ def read_rotaries(
             before.used |= {before.place + field for field in before.data}  # read under the kind's name
         if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
             raise rope.fail("truncate", False, "true: by kind of layer transformers truncates whatever it says")
-        old = config.number(kind.theta, kind.base)
+        old = config.number(kind.theta, kind.base) if kind.theta else kind.base
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
         found[name] = _rotary(rope, dim, base, context_length, kind)
     return found
@@ -128,7 +137,10 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     if not isinstance(scaling, str):
         raise rope.fail("rope_type", scaling, "a string")
     part = rope.raw(PART, kind.whole)
-    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding}
+    if kind.alpha and scaling == "dynamic" and rope.raw("alpha"):
+        scaling, base = "default", base * rope.number("alpha") ** (dim / (dim - 2))
+        rope.used |= {rope.place + name for name in rope.data}  # transformers looks at none of them beside an alpha
+    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding, "direction": kind.direction}
     if scaling == "proportional":
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
     if kind.part:
@@ -247,8 +259,10 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
     """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
     part = {kind.part: _part(rotary.dim, head_dim)} if kind.part else {}
-    plain = None if kind.usual is None else {"rope_type": "default"}
-    return {kind.theta: rotary.base, "rope_scaling": _scaling(rotary) or plain, **part}
+    scaling = _scaling(rotary)
+    if scaling is None and kind.usual is not None:
+        scaling = {"rope_type": "default"}
+    return {kind.theta: rotary.base, "rope_scaling": scaling, **part}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:

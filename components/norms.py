@@ -64,7 +64,8 @@ class LayerNorm(Norm, Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
 
     `groups` cuts a row into so many, each normed by itself with its part of the weight (StableLM's and Cohere's norms
-    of every head). `cast` says where it is computed: in torch's kernel, or written out in fp32 at least (Cohere).
+    of every head). `cast` says where it is computed: in torch's kernel, in that kernel in fp32 at least (OLMo), or
+    written out in fp32 at least (Cohere).
     """
 
     label = "norms"
@@ -82,7 +83,7 @@ class LayerNorm(Norm, Component, frozen=True):
     bias: bool = True
     gain: Gain = "weight"
     groups: Size = 1
-    cast: Literal["kernel", "float32"] = "kernel"
+    cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
 
     def __post_init__(self) -> None:
         if self.size % self.groups:

@@ -183,7 +183,8 @@ class Rotary(Turning, Component, frozen=True):
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere).
+    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere). `direction`: whether
+    later tokens turn by larger or by smaller angles (nanochat).
     """
 
     title = "RoPE"
@@ -191,13 +192,18 @@ class Rotary(Turning, Component, frozen=True):
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
-    forgotten: ClassVar[dict[str, str]] = {"scaling": "rope scaling dropped", "pairs": "RoPE in the other pairs"}
+    forgotten: ClassVar[dict[str, str]] = {
+        "scaling": "rope scaling dropped",
+        "pairs": "RoPE in the other pairs",
+        "direction": "RoPE turned the other way",
+    }
 
     dim: Size
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "tables"] = "input"
+    direction: Literal["forward", "backward"] = "forward"
 
     def __post_init__(self) -> None:
         if self.dim % 2:
@@ -218,7 +224,9 @@ class Rotary(Turning, Component, frozen=True):
         scaling = Words("", None) if self.scaling is None else self.scaling.named()
         short, long = (f", {each}" if each else "" for each in (scaling.short, scaling.long))
         data = {"kind": "RoPE", "base": self.base, "dims": on.data, "scaling": scaling.data}
+        data |= {"direction": self.direction} if self.direction == "backward" else {}
         base, halves = plain_number(self.base), self.pairs == "halves"
+        long += ", turned backward" if self.direction == "backward" else ""
         whole = f"rotary, base {base}{on.long}{'' if halves else ', pairs of neighbours'}{long}"
         pairs = Words("halves", None) if halves else Words("neighbours", self.pairs)
         return {"position": Words(f"RoPE {base}{on.short}{short}", data, whole), "rope pairs": pairs}

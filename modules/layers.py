@@ -166,14 +166,22 @@ class LayerNormModule(nn.Module):
         factor = None if self.weight is None else spec.factor(self.weight)
         if spec.cast == "float32":
             return self._written_out(x, factor)
+        if spec.cast == "float32 kernel":
+            wide = torch.promote_types(x.dtype, torch.float32)
+            parts = (each if each is None else each.to(wide) for each in (factor, self.bias))
+            return self._kernel(x.to(wide), *parts).to(x.dtype)
+        return self._kernel(x, factor, self.bias)
+
+    def _kernel(self, x: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
+        spec = self.spec
         if spec.groups == 1:
-            return F.layer_norm(x, (spec.size,), factor, self.bias, spec.eps)
+            return F.layer_norm(x, (spec.size,), factor, bias, spec.eps)
         # transformers has a norm for each head, and torch's kernel no two weights.
         width = spec.size // spec.groups
         none = (None,) * spec.groups
-        parts = (none if each is None else each.split(width) for each in (factor, self.bias))
+        parts = (none if each is None else each.split(width) for each in (factor, bias))
         rows = zip(x.split(width, dim=-1), *parts, strict=True)
-        return torch.cat([F.layer_norm(row, (width,), gain, bias, spec.eps) for row, gain, bias in rows], dim=-1)
+        return torch.cat([F.layer_norm(row, (width,), gain, shift, spec.eps) for row, gain, shift in rows], dim=-1)
 
     def _written_out(self, x: Tensor, factor: Tensor | None) -> Tensor:
         """As transformers' CohereLayerNorm."""

@@ -47,6 +47,8 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
         cos, sin = cos.to(dtype), sin.to(dtype)
     if rotary.rounding == "tables":
         cos, sin = cos.to(wide), sin.to(wide)
+    if rotary.direction == "backward":
+        sin = -sin
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
         return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True)

@@ -6,7 +6,6 @@ Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 from __future__ import annotations
 
 from ...components import FeedForward
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
@@ -27,16 +26,11 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-ARCEE = Architecture(
-    name="arcee",
-    model_types=("arcee",),
-    hf_class="ArceeForCausalLM",
-    hf_config="ArceeConfig",
-    kinds=DECODER.kinds,
+ARCEE = DECODER.architecture(
+    "arcee",
+    "ArceeForCausalLM",
+    LEAVES,
+    released="2025-06",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

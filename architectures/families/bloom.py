@@ -59,6 +59,7 @@ B, T = "blocks.{layer}.", "transformer.h.{layer}."
 
 BLOOM = Architecture(
     name="bloom",
+    released="2022-07",
     model_types=("bloom",),
     hf_class="BloomForCausalLM",
     hf_config="BloomConfig",

@@ -6,7 +6,7 @@ Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 from __future__ import annotations
 
 from ...components import LayerNorm
-from ..base import Architecture, Leaf, leaves_of
+from ..base import Leaf, leaves_of
 from ..decoder import PRE, USUAL, Decoder, Field, with_defaults
 from ..layout import Layout
 from ..rope import RotaryKind
@@ -50,16 +50,11 @@ LEAVES = (
     *leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}),
 )
 
-COHERE = Architecture(
-    name="cohere",
-    model_types=("cohere",),
-    hf_class="CohereForCausalLM",
-    hf_config="CohereConfig",
-    kinds=DECODER.kinds,
+COHERE = DECODER.architecture(
+    "cohere",
+    "CohereForCausalLM",
+    LEAVES,
+    released="2024-03",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

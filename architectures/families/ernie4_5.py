@@ -5,7 +5,6 @@ Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
@@ -32,16 +31,11 @@ DECODER = Decoder(
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="result"),
 )
 
-ERNIE4_5 = Architecture(
-    name="ernie4_5",
-    model_types=("ernie4_5",),
-    hf_class="Ernie4_5ForCausalLM",
-    hf_config="Ernie4_5Config",
-    kinds=DECODER.kinds,
+ERNIE4_5 = DECODER.architecture(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    LEAVES,
+    released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

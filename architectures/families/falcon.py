@@ -123,6 +123,7 @@ B, T = "blocks.{layer}.", "transformer.h.{layer}."
 
 FALCON = Architecture(
     name="falcon",
+    released="2023-05",
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     hf_class="FalconForCausalLM",
     hf_config="FalconConfig",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import ACTIVATIONS, USUAL, Decoder, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
@@ -48,17 +47,12 @@ def first_activation(config: ConfigReader, name: str, default: str) -> Any:
 
 DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=first_activation)}, fixed=FIXED)
 
-GEMMA = Architecture(
-    name="gemma",
-    model_types=("gemma",),
-    hf_class="GemmaForCausalLM",
-    hf_config="GemmaConfig",
-    kinds=DECODER.kinds,
+GEMMA = DECODER.architecture(
+    "gemma",
+    "GemmaForCausalLM",
+    LEAVES,
+    released="2024-02",
     token_ids=GEMMA_IDS,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"hidden_activation": "transformers goes by hidden_act"},
     refused=BIDIRECTIONAL,

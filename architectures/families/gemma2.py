@@ -6,7 +6,7 @@ Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has
 
 from __future__ import annotations
 
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, sliding, with_defaults, write_sliding
 from . import gemma
@@ -50,17 +50,12 @@ SANDWICH = {
 }
 SANDWICH_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS})
 
-GEMMA2 = Architecture(
-    name="gemma2",
-    model_types=("gemma2",),
-    hf_class="Gemma2ForCausalLM",
-    hf_config="Gemma2Config",
-    kinds=DECODER.kinds,
+GEMMA2 = DECODER.architecture(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    SANDWICH_LEAVES,
+    released="2024-06",
     token_ids=GEMMA_IDS,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=SANDWICH_LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"cache_implementation": "generation", "hidden_act": "transformers goes by hidden_activation"},
     refused=BIDIRECTIONAL,

@@ -7,15 +7,8 @@ model is read; what stands beside it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ...components import Attention, ModelSpec, Rotary
-from ..base import Architecture
-from ..config import ConfigReader
-from ..decoder import Decoder, sliding, with_defaults, write_sliding
-from ..obstacles import of_kind
-from ..rope import RotaryKind, read_rotaries, write_rotaries
+from ..decoder import Decoder, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..rope import RotaryKind
 from . import gemma2
 from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
 from .gemma2 import NORMS, SANDWICH_LEAVES
@@ -25,38 +18,25 @@ FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, and the positions of its kind."""
-    windows = sliding(config.integer("sliding_window_pattern", 6))(config, count, head_dim)
-    context = FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
-    full, sliced = read_rotaries(config, head_dim, context, KINDS).values()
-    return [{**each, "position": full if each["window"] is None else sliced} for each in windows]
-
-
-def written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields of what differs by layer."""
-    fields, first = write_sliding(spec), of_kind(spec.blocks[0].attention, Attention)
-    rotaries = {kind: Rotary(dim=first.head_dim, base=usual.base) for kind, usual in KINDS.items()}
-    for block, kind in zip(spec.blocks, fields["layer_types"], strict=True):
-        rotaries[kind] = of_kind(of_kind(block.attention, Attention).position, Rotary)
-    return {**fields, **write_rotaries(rotaries)}
-
-
 DECODER = Decoder(
-    FIELDS, norms=NORMS, fixed=FIXED, rotary=None, head_norms=True, layers=layers, written=written, whole_heads=True
+    FIELDS,
+    norms=NORMS,
+    fixed=FIXED,
+    rotary=None,
+    head_norms="same",
+    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS, FIELDS["max_position_embeddings"]),
+    written=write_by_kind(KINDS),
+    whole_heads=True,
 )
 
-GEMMA3 = Architecture(
-    name="gemma3_text",
+GEMMA3 = DECODER.architecture(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    SANDWICH_LEAVES,
+    released="2025-03",
     model_types=("gemma3_text", "gemma3"),
-    hf_class="Gemma3ForCausalLM",
     hf_config="Gemma3TextConfig",
-    kinds=DECODER.kinds,
     token_ids=GEMMA_IDS,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=SANDWICH_LEAVES,
-    prefix="model.",
     part="text_config",
     renamed=(
         ("language_model.model.", "model."),

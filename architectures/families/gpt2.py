@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..config import ConfigReader
 from ..decoder import Decoder, Field
 from ..layout import Layout
@@ -80,23 +80,10 @@ DECODER = Decoder(
 
 B, T = "blocks.{layer}.", "transformer.h.{layer}."
 
-GPT2 = Architecture(
-    name="gpt2",
-    model_types=("gpt2",),
-    hf_class="GPT2LMHeadModel",
-    hf_config="GPT2Config",
-    kinds=DECODER.kinds,
-    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=DECODER.read,
-    write=DECODER.write,
-    config_aliases={
-        "n_embd": ("hidden_size",),
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "n_positions": ("max_position_embeddings",),
-    },
-    prefix="transformer.",
-    leaves=(
+GPT2 = DECODER.architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    (
         *leaves_of({"transformer.wte": "embedding", "transformer.wpe": "positions", T + "ln_1": B + "attention_norm"}),
         Leaf(T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
         Leaf(T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
@@ -109,6 +96,16 @@ GPT2 = Architecture(
         Leaf(T + "mlp.c_proj.bias", B + "feed_forward.down_proj.bias"),
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
+    released="2019-02",
+    hf_config="GPT2Config",
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+    config_aliases={
+        "n_embd": ("hidden_size",),
+        "n_head": ("num_attention_heads",),
+        "n_layer": ("num_hidden_layers",),
+        "n_positions": ("max_position_embeddings",),
+    },
+    prefix="transformer.",
     aliases=tuple(
         (f"{norm}.{old}", f"{norm}.{new}")
         for norm in (T + "ln_1", T + "ln_2", "transformer.ln_f")

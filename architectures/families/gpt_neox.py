@@ -7,7 +7,7 @@ Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Architecture, Leaf, leaves_of, qkv
+from ..base import Leaf, leaves_of, qkv
 from ..decoder import Decoder, Field
 from ..rope import RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -19,6 +19,7 @@ DECODER = Decoder(
         "intermediate_size": Field("intermediate", 24576),
         "num_hidden_layers": Field("layers", 44),
         "num_attention_heads": Field("heads", 64),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "gelu"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -30,6 +31,7 @@ DECODER = Decoder(
     inner=FeedForward,
     fixed={"attention.fused": True, "feed_forward.up_bias": True, "feed_forward.down_bias": True},
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", whole=0.25),
+    square=True,
 )
 
 B, T = "blocks.{layer}.", "gpt_neox.layers.{layer}."
@@ -54,16 +56,12 @@ LEAVES = (
     ),
 )
 
-GPT_NEOX = Architecture(
-    name="gpt_neox",
-    model_types=("gpt_neox",),
-    hf_class="GPTNeoXForCausalLM",
-    hf_config="GPTNeoXConfig",
-    kinds=DECODER.kinds,
+GPT_NEOX = DECODER.architecture(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    LEAVES,
+    released="2022-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
     prefix="gpt_neox.",
     dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     head="embed_out.weight",

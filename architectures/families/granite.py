@@ -5,7 +5,6 @@ Source: transformers models/granite/{configuration,modeling}_granite.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
@@ -29,16 +28,11 @@ DECODER = Decoder(
     fixed={"head.scaling": "divide"},
 )
 
-GRANITE = Architecture(
-    name="granite",
-    model_types=("granite",),
-    hf_class="GraniteForCausalLM",
-    hf_config="GraniteConfig",
-    kinds=DECODER.kinds,
+GRANITE = DECODER.architecture(
+    "granite",
+    "GraniteForCausalLM",
+    LEAVES,
+    released="2024-10",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

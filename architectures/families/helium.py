@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
@@ -31,18 +30,14 @@ DECODER = Decoder(
     },
     fixed={"norm.cast": "after_weight", "attention.scale": lambda values: 1 / math.sqrt(values["head_dim"])},
     rotary=RotaryKind(100_000.0, pairs="adjacent"),
+    square=True,
 )
 
-HELIUM = Architecture(
-    name="helium",
-    model_types=("helium",),
-    hf_class="HeliumForCausalLM",
-    hf_config="HeliumConfig",
-    kinds=DECODER.kinds,
+HELIUM = DECODER.architecture(
+    "helium",
+    "HeliumForCausalLM",
+    LEAVES,
+    released="2025-01",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -6,7 +6,6 @@ Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
@@ -31,16 +30,11 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-JAIS2 = Architecture(
-    name="jais2",
-    model_types=("jais2",),
-    hf_class="Jais2ForCausalLM",
-    hf_config="Jais2Config",
-    kinds=DECODER.kinds,
+JAIS2 = DECODER.architecture(
+    "jais2",
+    "Jais2ForCausalLM",
+    LEAVES,
+    released="2025-12",
     token_ids={"bos_token_id": 0, "eos_token_id": 150024},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -5,7 +5,7 @@ Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints
 
 from __future__ import annotations
 
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..decoder import USUAL, Decoder, Field
 
 BIAS = Field("attention.qkv_bias attention.output_bias", False)
@@ -29,16 +29,11 @@ ENDS = {"model.norm": "final_norm", "lm_head": "head"}
 LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
 LLAMA_DROPPED = (T + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 
-LLAMA = Architecture(
-    name="llama",
-    model_types=("llama",),
-    hf_class="LlamaForCausalLM",
-    hf_config="LlamaConfig",
-    kinds=DECODER.kinds,
+LLAMA = DECODER.architecture(
+    "llama",
+    "LlamaForCausalLM",
+    LEAVES,
+    released="2023-02",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -6,7 +6,6 @@ null means none.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
@@ -17,17 +16,12 @@ FIELDS = {
 }
 DECODER = Decoder(FIELDS)
 
-MISTRAL = Architecture(
-    name="mistral",
-    model_types=("mistral",),
-    hf_class="MistralForCausalLM",
-    hf_config="MistralConfig",
-    kinds=DECODER.kinds,
+MISTRAL = DECODER.architecture(
+    "mistral",
+    "MistralForCausalLM",
+    LEAVES,
+    released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     refused={"layer_types": ((None,), "a mistral with layer types is read as a ministral by transformers")},
 )

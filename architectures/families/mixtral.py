@@ -49,6 +49,7 @@ STACKED = (
 
 MIXTRAL = Architecture(
     name="mixtral",
+    released="2023-12",
     model_types=("mixtral",),
     hf_class="MixtralForCausalLM",
     hf_config="MixtralConfig",

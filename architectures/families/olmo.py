@@ -6,7 +6,6 @@ Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 from __future__ import annotations
 
 from ...components import LayerNorm
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
@@ -20,20 +19,15 @@ DECODER = Decoder(
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
     },
     norm=LayerNorm,
-    fixed={"eps": 1e-5, "norm.gain": "none", "norm.bias": False},
+    fixed={"eps": 1e-5, "norm.gain": "none", "norm.bias": False, "norm.cast": "float32 kernel"},
     rotary=RotaryKind(rounding="result"),
 )
 
-OLMO = Architecture(
-    name="olmo",
-    model_types=("olmo",),
-    hf_class="OlmoForCausalLM",
-    hf_config="OlmoConfig",
-    kinds=DECODER.kinds,
+OLMO = DECODER.architecture(
+    "olmo",
+    "OlmoForCausalLM",
+    LEAVES,
+    released="2024-02",
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

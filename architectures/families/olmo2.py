@@ -6,7 +6,7 @@ Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
 
 from __future__ import annotations
 
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..decoder import Decoder, with_defaults
 from ..rope import RotaryKind
 from . import olmo
@@ -23,16 +23,11 @@ FIXED = {"norm.cast": "after_weight"}
 
 DECODER = Decoder(FIELDS, norms=POST, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))
 
-OLMO2 = Architecture(
-    name="olmo2",
-    model_types=("olmo2",),
-    hf_class="Olmo2ForCausalLM",
-    hf_config="Olmo2Config",
-    kinds=DECODER.kinds,
+OLMO2 = DECODER.architecture(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    LEAVES,
+    released="2024-11",
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -7,7 +7,7 @@ Source: transformers models/phi/{configuration,modeling}_phi.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind
 from .llama import EMBEDDING, LLAMA_DROPPED, B, T
@@ -20,6 +20,7 @@ DECODER = Decoder(
         "num_hidden_layers": Field("layers", 24),
         "num_attention_heads": Field("heads", 32),
         "num_key_value_heads": Field("kv_heads"),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "gelu_new"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -39,6 +40,7 @@ DECODER = Decoder(
         "head.bias": True,
     },
     rotary=RotaryKind(part=PART, whole=0.5),
+    square=True,
 )
 
 MODULES = {
@@ -54,17 +56,12 @@ MODULES = {
     "lm_head": "head",
 }
 
-PHI = Architecture(
-    name="phi",
-    model_types=("phi",),
-    hf_class="PhiForCausalLM",
-    hf_config="PhiConfig",
-    kinds=DECODER.kinds,
+PHI = DECODER.architecture(
+    "phi",
+    "PhiForCausalLM",
+    leaves_of(MODULES),
+    released="2023-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=leaves_of(MODULES),
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"embd_pdrop": "training only", "resid_pdrop": "training only"},
 )

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...components import ModelSpec
-from ..base import Architecture
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Layers, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
@@ -65,16 +64,11 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
 DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
 
-QWEN2 = Architecture(
-    name="qwen2",
-    model_types=("qwen2",),
-    hf_class="Qwen2ForCausalLM",
-    hf_config="Qwen2Config",
-    kinds=DECODER.kinds,
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
+QWEN2 = DECODER.architecture(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    LEAVES,
+    released="2024-01",
     dropped=LLAMA_DROPPED,
     irrelevant={"use_mrope": "multimodal positions, off in text models"},
 )

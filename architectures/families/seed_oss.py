@@ -5,7 +5,6 @@ Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
@@ -27,17 +26,12 @@ DECODER = Decoder(
     }
 )
 
-SEED_OSS = Architecture(
-    name="seed_oss",
-    model_types=("seed_oss",),
-    hf_class="SeedOssForCausalLM",
-    hf_config="SeedOssConfig",
-    kinds=DECODER.kinds,
+SEED_OSS = DECODER.architecture(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    LEAVES,
+    released="2025-08",
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"residual_dropout": "training only"},
 )

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...components import Attention, ModelSpec, Rotary
-from ..base import Architecture
+from ...components import Attention, ModelSpec
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..obstacles import of_kind
-from ..rope import RotaryKind, read_rotary, write_rotary
+from ..rope import RotaryKind
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
-ROTARY = RotaryKind(2e6)
 
-
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Which layers have positions, and the windows of those that have one."""
     every = config.integer("no_rope_layer_interval", 4)
     turned = config.raw("no_rope_layers")
@@ -33,9 +30,8 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
         raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
-    rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", 32768), ROTARY)
     return [
-        {"position": rotary if each else None, "window": window if kind == "sliding_attention" else None}
+        {"window": window if kind == "sliding_attention" else None, **({} if each else {"position": None})}
         for each, kind in zip(turned, types, strict=True)
     ]
 
@@ -43,16 +39,12 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
 def written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of what differs by layer."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
-    rotary = next((each.position for each in mixers if each.position is not None), None)
-    size = mixers[0].head_dim
-    turned = Rotary(dim=size, base=ROTARY.base) if rotary is None else of_kind(rotary, Rotary)
     window = next((each.window for each in mixers if each.window is not None), None)
     return {
         "no_rope_layers": [int(each.position is not None) for each in mixers],
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "layer_types": ["full_attention" if each.window is None else "sliding_attention" for each in mixers],
-        **write_rotary(turned, size),
     }
 
 
@@ -71,21 +63,16 @@ DECODER = Decoder(
         "attention_bias": BIAS,
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
-    rotary=None,
+    rotary=RotaryKind(2e6),
     layers=layers,
     written=written,
 )
 
-SMOLLM3 = Architecture(
-    name="smollm3",
-    model_types=("smollm3",),
-    hf_class="SmolLM3ForCausalLM",
-    hf_config="SmolLM3Config",
-    kinds=DECODER.kinds,
+SMOLLM3 = DECODER.architecture(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    LEAVES,
+    released="2025-07",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
 )

@@ -6,11 +6,7 @@ a tensor a head, which has no map here yet.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ...components import LayerNorm, ModelSpec
-from ..base import Architecture
-from ..config import ConfigReader
+from ...components import LayerNorm
 from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
@@ -23,6 +19,7 @@ DECODER = Decoder(
         "num_hidden_layers": Field("layers", 32),
         "num_attention_heads": Field("heads", 32),
         "num_key_value_heads": Field("kv_heads", 32),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "silu"),
         "max_position_embeddings": Field("context", 4096),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -31,28 +28,19 @@ DECODER = Decoder(
         "tie_word_embeddings": Field("tied", False),
     },
     norm=LayerNorm,
+    norms=lambda values: PRE[:1] if values["block.parallel"] else PRE,
     fixed={"block.sums": lambda values: "stream first" if values["block.parallel"] else "branches first"},
     rotary=RotaryKind(part=PART, whole=0.25),
+    square=True,
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    parallel = config.boolean("use_parallel_residual", False)
-    return replace(DECODER, norms=PRE[:1] if parallel else PRE).read(config)
-
-
-STABLELM = Architecture(
-    name="stablelm",
-    model_types=("stablelm",),
-    hf_class="StableLmForCausalLM",
-    hf_config="StableLmConfig",
-    kinds=DECODER.kinds,
+STABLELM = DECODER.architecture(
+    "stablelm",
+    "StableLmForCausalLM",
+    LEAVES,
+    released="2023-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
-    read=read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"hidden_dropout": "training only"},
     refused={"qk_layernorm": ((False, None), "there a norm is a tensor a head, without a map here")},

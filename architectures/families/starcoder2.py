@@ -6,7 +6,7 @@ Source: transformers models/starcoder2/{configuration,modeling}_starcoder2.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Architecture, leaves_of
+from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field
 from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
@@ -33,17 +33,12 @@ DECODER = Decoder(
 FEED_FORWARD = {T + "mlp.c_fc": B + "feed_forward.up_proj", T + "mlp.c_proj": B + "feed_forward.down_proj"}
 LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
 
-STARCODER2 = Architecture(
-    name="starcoder2",
-    model_types=("starcoder2",),
-    hf_class="Starcoder2ForCausalLM",
-    hf_config="Starcoder2Config",
-    kinds=DECODER.kinds,
+STARCODER2 = DECODER.architecture(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    LEAVES,
+    released="2024-02",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     irrelevant={"residual_dropout": "training only", "embedding_dropout": "training only"},
 )

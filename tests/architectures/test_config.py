@@ -185,7 +185,8 @@ BAD = {
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_every_size_refuses_what_is_no_size(variant, value):
-    sizes = [key for key, good in variant.config.items() if type(good) is int and key != "max_window_layers"]
+    others = ("max_window_layers", "pad_token_id", "rotary_emb_base")
+    sizes = [key for key, good in variant.config.items() if type(good) is int and key not in others]
     assert len(sizes) >= 4
     for key in sizes:
         with pytest.raises(ConfigError, match=key):
@@ -382,7 +383,7 @@ def test_an_unknown_family_gets_a_guess_and_the_list():
     with pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": "lama"})
     assert "did you mean llama?" in str(caught.value)
-    assert all(name in str(caught.value) for name in ARCHITECTURES)
+    assert f"gptkit families lists the {len(ARCHITECTURES)} that it knows" in str(caught.value)
     with pytest.raises(UnknownFamily, match="'nothing-near'"):
         architecture_of({"model_type": "nothing-near"})
 
@@ -395,11 +396,11 @@ def test_an_architecture_of_its_own_is_no_typo():
         with pytest.raises(UnknownFamily) as caught:
             architecture_of({"model_type": kind})
         assert "did you mean" not in str(caught.value), kind
-        told += kind == "ministral3"
+        told += kind == "zamba2"
     assert told == 1
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "opt", "t5", "phi", "gpt_neox", "cohere"])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "xlstm", "zamba", "lfm2"])
 def test_another_family_is_no_typo_of_ours(kind):
     with pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": kind})

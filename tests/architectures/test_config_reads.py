@@ -61,8 +61,8 @@ def names_read(path: Path) -> Iterator[str]:
 
 def read_by_transformers(family: str) -> list[str]:
     config_class = getattr(transformers, ARCHITECTURES[family].hf_config)
-    folder = config_class.__module__.split(".")[-2]
-    modeling = SOURCE / f"models/{folder}/modeling_{folder}.py"
+    reference = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    modeling = SOURCE.joinpath(*reference.__module__.split(".")[1:]).with_suffix(".py")
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in (modeling, *(SOURCE / name for name in shared)) for name in names_read(path)}
     methods = {name for name in found if callable(getattr(config_class, name, None))}

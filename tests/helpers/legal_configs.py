@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.decoder import ACTIVATIONS
-from helpers.families import VOCAB
+from helpers.families import VOCAB, hf_config
 
 Config = dict[str, Any]
 
@@ -250,6 +251,57 @@ def gemma3(chosen: random.Random) -> Config:
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
 
+def by_role(chosen: random.Random, family: str) -> Config:
+    """A config drawn from the fields that a family reads, by what each of them says; not all of it need be legal."""
+    decoder = ARCHITECTURES[family].read.__self__  # type: ignore[attr-defined]
+    fields = decoder.fields
+    kv_heads, group, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 1, 2, 3)), chosen.choice(EVEN)
+    heads = kv_heads * group
+    shared_out = decoder.square or decoder.whole_heads or chosen.random() < 0.5
+    sizes: Config = {
+        "vocab": VOCAB,
+        "hidden": heads * head_dim if shared_out else 3 * chosen.choice(ODD),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "layers": chosen.choice((1, 2, 3)),
+        "intermediate": chosen.choice((1, 7, 33, 64)),
+        "context": chosen.choice(CONTEXT),
+        "activation": activation(chosen),
+        "eps": chosen.choice((1e-3, 1e-6)),
+    }
+    found: Config = {}
+    for name, field in fields.items():
+        role, default = field.role.split()[0], field.default
+        if role in sizes:
+            found[name] = sizes[role]
+        elif isinstance(default, bool):
+            found[name] = chosen.choice((True, False))
+        elif isinstance(default, float):
+            found[name] = chosen.choice((default, 0.3, 2.5))
+        elif role.endswith((".cap", ".clip")):
+            found[name] = chosen.choice((None, 0.7, 5.0))
+        elif role.endswith(".window"):
+            found[name] = window(chosen)
+    if decoder.layers is not None:
+        kinds = ("full_attention", "sliding_attention")
+        found["layer_types"] = [chosen.choice(kinds) for _ in range(sizes["layers"])]
+        found["sliding_window"] = chosen.choice((1, 2, 3, 8, 17, 300))
+    if decoder.rotary is not None:
+        found |= rope(chosen, head_dim) if not decoder.rotary.part else {decoder.rotary.part: chosen.choice((0.5, 1.0))}
+    needed = {name for name, field in fields.items() if field.role in sizes and field.role not in ("activation", "eps")}
+    return {name: value for name, value in found.items() if name in needed or chosen.random() < 0.7}
+
+
+def legal(config: Config) -> bool:
+    """Whether transformers' config class takes it."""
+    try:
+        hf_config(config)
+    except Exception:  # each class refuses in a way of its own
+        return False
+    return True
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gpt2": gpt2,
     "llama": llama,
@@ -268,4 +320,8 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
 def legal_config(family: str, seed: int) -> Config:
     """The config of that number, always the same."""
     chosen = random.Random(f"{family} {seed}")
-    return {"model_type": family, "vocab_size": VOCAB, **DRAWN[family](chosen)}
+    if family in DRAWN:
+        return {"model_type": family, "vocab_size": VOCAB, **DRAWN[family](chosen)}
+    ids = {name: 0 for name, value in ARCHITECTURES[family].token_ids.items() if value >= VOCAB}
+    drawn = ({"model_type": family, **ids, **by_role(chosen, family)} for _ in range(100))
+    return next(config for config in drawn if legal(config))

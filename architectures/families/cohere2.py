@@ -1,0 +1,36 @@
+"""Command R7B and Command A (Cohere 2024, 2504.00698): Command R with a window in three layers of four, and no
+positions in the fourth.
+
+Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.
+"""
+
+from __future__ import annotations
+
+from ...components import LayerNorm
+from ..base import leaves_of
+from ..decoder import PRE, Decoder, sliding, turned_in_windows, write_sliding
+from . import cohere
+from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(
+    {name: each for name, each in cohere.DECODER.fields.items() if name != "use_qk_norm"},
+    norm=LayerNorm,
+    norms=PRE[:1],
+    fixed=cohere.FIXED,
+    rotary=cohere.ROTARY._replace(base=1e4),
+    layers=turned_in_windows(sliding(4, pattern="sliding_window_pattern")),
+    written=write_sliding,
+    square=True,
+)
+LEAVES = leaves_of(
+    {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}
+)
+
+COHERE2 = DECODER.architecture(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    LEAVES,
+    released="2024-12",
+    token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
+    dropped=LLAMA_DROPPED,
+)

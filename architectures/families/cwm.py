@@ -1,0 +1,47 @@
+"""Code World Model (Meta 2025): llama 3 with a window in three layers of four.
+
+Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config class has llama 3's rope parameters where
+none are given.
+"""
+
+from __future__ import annotations
+
+from ..decoder import USUAL, Decoder, Field, sliding, with_defaults, write_sliding
+from ..rope import RotaryKind
+from .llama import LEAVES, LLAMA_DROPPED
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=128256,
+            hidden_size=6144,
+            intermediate_size=21504,
+            num_hidden_layers=64,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    fixed={"attention.output_bias": False},
+    rotary=RotaryKind(1e6, usual=ROPE),
+    layers=sliding(4, 8192, first=0),
+    written=write_sliding,
+    whole_heads=True,
+)
+
+CWM = DECODER.architecture(
+    "cwm", "CwmForCausalLM", LEAVES, released="2025-09", token_ids={"bos_token_id": 128000}, dropped=LLAMA_DROPPED
+)

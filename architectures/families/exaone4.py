@@ -1,0 +1,56 @@
+"""EXAONE 4 (LG 2025, 2507.11407): llama with norms behind each sub-layer and on query and key heads; beside layers with
+a window, those that see all tokens have no positions.
+
+Source: transformers models/exaone4/{configuration,modeling}_exaone4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import ModelSpec
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, sliding, turned_in_windows, with_defaults, write_sliding
+from . import olmo2
+from .llama import LLAMA_DROPPED
+
+WINDOW = 4096
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, and which layers have no positions."""
+    if config.optional_integer("sliding_window", WINDOW) is None:
+        if config.raw("layer_types") is None:
+            raise config.fail("layer_types", None, "a list, since there is no sliding_window")
+        return sliding(1, None)(config, count, head_dim)
+    pattern = config.raw("sliding_window_pattern", 4)
+    every = pattern if isinstance(pattern, int) and pattern else 1
+    if config.raw("layer_types") is None and every != pattern:
+        raise config.fail("sliding_window_pattern", pattern, "a number of layers, since there are no layer_types")
+    return turned_in_windows(sliding(every, WINDOW))(config, count, head_dim)
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of each layer's window; without any no window is said, and all layers have positions."""
+    fields = write_sliding(spec)
+    turned = any(getattr(block.attention, "position", None) is not None for block in spec.blocks)
+    return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields
+
+
+DECODER = Decoder(
+    with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
+    norms=olmo2.POST,
+    head_norms="same",
+    layers=layers,
+    written=written,
+)
+
+EXAONE4 = DECODER.architecture(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    olmo2.LEAVES,
+    released="2025-07",
+    token_ids={"bos_token_id": 0, "eos_token_id": 2},
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,45 @@
+"""GLM-4 9B (2406.12793): llama with half of each head turned, neighbours together, biases on q, k and v, and gate and
+up in one matrix.
+
+Source: transformers models/glm/{configuration,modeling}_glm.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Leaf, leaves_of
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..layout import Layout
+from ..rope import PART, RotaryKind
+from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+
+FIELDS = {
+    **with_defaults(
+        USUAL,
+        vocab_size=151552,
+        intermediate_size=13696,
+        num_hidden_layers=40,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1.5625e-7,
+    ),
+    "attention_bias": Field("attention.qkv_bias", True),
+}
+FIXED = {"feed_forward.fused": True}
+ROTARY = RotaryKind(part=PART, whole=0.5, pairs="adjacent")
+
+DECODER = Decoder(FIELDS, fixed=FIXED, rotary=ROTARY)
+
+FUSED = (
+    Leaf(
+        T + "mlp.gate_up_proj.weight",
+        (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
+        Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
+    ),
+    *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
+)
+LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED, *leaves_of({**NORMS, **ENDS}))
+
+GLM = DECODER.architecture(
+    "glm", "GlmForCausalLM", LEAVES, released="2024-06", token_ids={"pad_token_id": 151329}, dropped=LLAMA_DROPPED
+)

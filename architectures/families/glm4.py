@@ -1,0 +1,26 @@
+"""GLM-4 0414 (Zhipu 2025): GLM-4 9B with a norm behind each sub-layer too.
+
+Source: transformers models/glm4/{configuration,modeling}_glm4.py.
+"""
+
+from __future__ import annotations
+
+from ..base import leaves_of
+from ..decoder import Decoder
+from . import glm
+from .gemma2 import NORMS
+from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(glm.FIELDS, norms=NORMS, fixed=glm.FIXED, rotary=glm.ROTARY)
+
+SANDWICH = {
+    T + "input_layernorm": B + "attention_norm",
+    T + "post_attention_layernorm": B + "feed_forward_norm",
+    T + "post_self_attn_layernorm": B + "attention_output_norm",
+    T + "post_mlp_layernorm": B + "feed_forward_output_norm",
+}
+LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *glm.FUSED, *leaves_of({**SANDWICH, **ENDS}))
+
+GLM4 = DECODER.architecture(
+    "glm4", "Glm4ForCausalLM", LEAVES, released="2025-04", token_ids={"pad_token_id": 151329}, dropped=LLAMA_DROPPED
+)

@@ -1,0 +1,33 @@
+"""Hunyuan dense (Tencent 2025): llama with norms on query and key heads behind their positions.
+
+Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1_dense.py.
+"""
+
+from __future__ import annotations
+
+from ..base import leaves_of
+from ..decoder import USUAL, Decoder, with_defaults
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+
+FIELDS = {**with_defaults(USUAL, vocab_size=290943, rms_norm_eps=1e-5), "attention_bias": BIAS}
+ROTARY = RotaryKind(alpha=True)
+FIXED = {"attention.norm_order": "after"}
+DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
+
+HEADS = {
+    **{name: ours for name, ours in ATTENTION.items() if not name.endswith("_norm")},
+    T + "self_attn.query_layernorm": B + "attention.q_norm",
+    T + "self_attn.key_layernorm": B + "attention.k_norm",
+}
+LEAVES = leaves_of({**EMBEDDING, **HEADS, **FEED_FORWARD, **NORMS, **ENDS})
+
+HUNYUAN_V1_DENSE = DECODER.architecture(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    LEAVES,
+    released="2025-07",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    dropped=LLAMA_DROPPED,
+    irrelevant={"eod_token_id": "generation"},
+)

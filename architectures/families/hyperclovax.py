@@ -1,0 +1,39 @@
+"""HyperCLOVA X SEED Think (Naver 2025): Granite with a norm behind each sub-layer too, and logits that are multiplied.
+
+Source: transformers models/hyperclovax/{configuration,modeling}_hyperclovax.py.
+"""
+
+from __future__ import annotations
+
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import PRE, Decoder, Field
+from . import granite
+from .gemma2 import NORMS
+from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(
+    {
+        **granite.DECODER.fields,
+        "attention_multiplier": Field("attention.scale", None, ConfigReader.optional_number),
+        "logits_scaling": Field("head.multiplier", 1.0),
+        "use_post_norm": Field("output_norms", True),
+    },
+    norms=lambda values: NORMS if values["output_norms"] else PRE,
+    whole_heads=True,
+)
+SANDWICH = {
+    T + "input_layernorm": B + "attention_norm",
+    T + "post_attention_layernorm": B + "feed_forward_norm",
+    T + "post_norm1": B + "attention_output_norm",
+    T + "post_norm2": B + "feed_forward_output_norm",
+}
+
+HYPERCLOVAX = DECODER.architecture(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS}),
+    released="2025-07",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,25 @@
+"""Ministral 8B (Mistral 2024): mistral with a window in some layers.
+
+Source: transformers models/ministral/{configuration,modeling}_ministral.py.
+"""
+
+from __future__ import annotations
+
+from ..decoder import Decoder, sliding, write_sliding
+from . import mistral
+from .llama import LEAVES, LLAMA_DROPPED
+
+DECODER = Decoder(
+    {name: each for name, each in mistral.FIELDS.items() if name != "sliding_window"},
+    layers=sliding(0),
+    written=write_sliding,
+)
+
+MINISTRAL = DECODER.architecture(
+    "ministral",
+    "MinistralForCausalLM",
+    LEAVES,
+    released="2024-10",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    dropped=LLAMA_DROPPED,
+)

@@ -1,0 +1,50 @@
+"""nanochat (Karpathy 2025): norms without weights, on the embedding, query and key heads too, relu squared, a cap on
+logits, and positions that turn backward.
+
+Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
+"""
+
+from __future__ import annotations
+
+from ...components import FeedForward
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=50304,
+            hidden_size=768,
+            intermediate_size=8192,
+            num_hidden_layers=12,
+            num_attention_heads=6,
+            hidden_act="relu2",
+        ),
+        "final_logit_softcapping": Field("head.cap", 15.0, ConfigReader.optional_number),
+        "attention_bias": BIAS,
+    },
+    inner=FeedForward,
+    head_norms="same",
+    embedding_norm=True,
+    fixed={
+        "norm.gain": "none",
+        "attention.norm_order": "after",
+        "feed_forward.up_bias": False,
+        "feed_forward.down_bias": False,
+    },
+    rotary=RotaryKind(direction="backward"),
+)
+FEED_FORWARD = {T + "mlp.fc1": B + "feed_forward.up_proj", T + "mlp.fc2": B + "feed_forward.down_proj"}
+
+NANOCHAT = DECODER.architecture(
+    "nanochat",
+    "NanoChatForCausalLM",
+    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, "lm_head": "head"}),
+    released="2025-10",
+    token_ids={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+    dropped=LLAMA_DROPPED,
+)

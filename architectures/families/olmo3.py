@@ -1,0 +1,34 @@
+"""OLMo 3 (Ai2 2025): OLMo 2 with a window in three layers of four, and rotary scaling in the others alone.
+
+Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
+"""
+
+from __future__ import annotations
+
+from ..decoder import Decoder, sliding, turned_by_kind, write_by_kind
+from ..rope import RotaryKind
+from . import olmo2
+from .llama import LLAMA_DROPPED
+
+KINDS = {
+    "full_attention": RotaryKind(5e5, rounding="result"),
+    "sliding_attention": RotaryKind(5e5, theta="", scaled=False, rounding="result"),
+}
+DECODER = Decoder(
+    olmo2.FIELDS,
+    norms=olmo2.POST,
+    head_norms="whole",
+    fixed=olmo2.FIXED,
+    rotary=None,
+    layers=turned_by_kind(sliding(4), KINDS, olmo2.FIELDS["max_position_embeddings"]),
+    written=write_by_kind(KINDS),
+)
+
+OLMO3 = DECODER.architecture(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    olmo2.LEAVES,
+    released="2025-11",
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+    dropped=LLAMA_DROPPED,
+)

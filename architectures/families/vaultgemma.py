@@ -1,0 +1,29 @@
+"""VaultGemma (2510.15001): Gemma 2 without the norms behind its sub-layers.
+
+Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
+"""
+
+from __future__ import annotations
+
+from ..base import leaves_of
+from ..decoder import PRE, Decoder, sliding, write_sliding
+from . import gemma2
+from .gemma import FIXED, GEMMA_IDS
+from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+DECODER = Decoder(
+    gemma2.DECODER.fields, norms=PRE, fixed=FIXED, layers=sliding(2), written=write_sliding, whole_heads=True
+)
+NORMS = {T + "input_layernorm": B + "attention_norm", T + "pre_feedforward_layernorm": B + "feed_forward_norm"}
+
+VAULTGEMMA = DECODER.architecture(
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS}),
+    released="2025-09",
+    token_ids=GEMMA_IDS,
+    dropped=LLAMA_DROPPED,
+    irrelevant={"cache_implementation": "generation", "hidden_act": "transformers goes by hidden_activation"},
+    reference=lambda _: ("eager",),
+    reference_quirk="no fused kernel caps scores, and transformers has none for vaultgemma",
+)
