@@ -118,10 +118,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self.experts // self.groups * min(self.top_groups, self.groups)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a softmax over experts and nothing else: neither biases, groups, scale nor shared expert."""
-        other = {name for name, value in self.choices().items() if name != "normalise" and getattr(self, name) != value}
-        return not other
+    def beside(self) -> list[str]:
+        """The fields that it has beside those of a softmax over experts: biases, groups, a scale, a shared expert."""
+        found = self.choices().items()
+        return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))

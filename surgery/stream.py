@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from ..components import Block, FeedForward, GatedFeedForward, LayerNorm, ModelSpec, Norm, RMSNorm, Role
+from ..components import (
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    LayerNorm,
+    MixtureOfExperts,
+    ModelSpec,
+    Norm,
+    RMSNorm,
+    Role,
+)
 from ..components.model import walk
+from ..errors import SwapRefused
 from .base import Model, Wide
 from .gather import Index
 from .layerwise import tensors_of, unknown, weighed
@@ -74,8 +85,18 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
 
 
 def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
-    """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
+    """The feed-forwards of a block, one or as many as there are experts: (path, record).
+
+    Raises:
+        SwapRefused: a shared expert stands beside them, or a gate has limits, of which swaps of units know nothing.
+    """
     mixer = block.feed_forward
+    if isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
+        raise SwapRefused(f"{path}.feed_forward has a shared expert (shared), and this swap knows experts of one kind")
+    inner = getattr(mixer, "expert", mixer)
+    for field in ("limit", "up_shift"):
+        if getattr(inner, field, None):
+            raise SwapRefused(f"{path}.feed_forward has {field}, and this swap knows gates without it")
     inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
     return inside or [(f"{path}.feed_forward", mixer)]
 

@@ -71,6 +71,8 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("YarnScaling", "truncate"): yarn(truncate=False),
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
+        ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
+        ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 
 
