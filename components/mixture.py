@@ -180,7 +180,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
-        chosen, gathered, combined = f"{path}.chosen", f"{path}.gathered", f"{path}.combined"
+        chosen = f"{path}.choice" if self.choice_bias else f"{path}.chosen"
+        gathered, combined = f"{path}.gathered", f"{path}.combined"
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
 
@@ -194,7 +195,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups")},
-            "weights": (("choice.bias", (self.experts,)),) if self.choice_bias else (),
+            "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),
