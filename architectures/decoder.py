@@ -454,7 +454,8 @@ class Decoder:
         mixture = next((each for each in inners if hasattr(each, "expert")), None)
         dense = next((each for each in inners if not hasattr(each, "expert")), None)
         if mixture is not None and dense is None:
-            dense = mixture.expert if mixture.shared is None else mixture.shared
+            apart = any("expert_size" in each.role.split() for each in self.fields.values())
+            dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
