@@ -217,7 +217,10 @@ class Architecture:
         return self._config(spec)
 
     def _config(self, spec: ModelSpec) -> dict[str, Any]:
-        return {"model_type": self.name, "architectures": [self.hf_class], **self.write(spec)}
+        # transformers builds no model whose padding, if only by its class' default, is beyond the vocabulary.
+        name = "pad_token_id"
+        beyond = {name: None} if self.token_ids.get(name, 0) >= spec.vocab_size else {}
+        return {"model_type": self.name, "architectures": [self.hf_class], **beyond, **self.write(spec)}
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree that config.json would be read as where this one was written; see `obstacles.Target`."""
@@ -251,8 +254,7 @@ class Architecture:
             return None
         left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *QUANTISED))}
         kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}
-        kept |= {key: original[key] for key in TOKEN_IDS if key in original}
-        return {**kept, **config}
+        return {**kept, **config, **{key: original[key] for key in TOKEN_IDS if key in original}}
 
     # --- checkpoint names <-> shared names ---
 

@@ -288,14 +288,14 @@ class Decoder:
 
     fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
     block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or
-    functions of those that the fields
-    say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
-    whether there is a table of positions. head_norms: how queries and keys are normed: every head by the "same" norm or
-    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
-    embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
-    mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
-    field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
-    dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
+    functions of those that the fields say. rotary: what is assumed of its positions; None where attention has them
+    from `layers`, or has none. learned: whether there is a table of positions. head_norms: how queries and keys are
+    normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field has the role
+    of that name, it says whether. embedding_norm: whether the embedding has a norm. layers: what differs by layer.
+    mixtures: of a family that has mixtures of experts; the plain roles of one are `expert_size` (an expert's width,
+    that of a dense layer where no field has it), `shared_size` (the shared expert's) or `shared_experts` (how many
+    experts' widths that is), the dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config
+    fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
     beside head_dim. square: whether all heads together must be as wide as the stream, head_dim or not.
     """
@@ -357,7 +357,8 @@ class Decoder:
                 raise config.fail(names["hidden"], hidden, f"a multiple of {names['heads']} ({heads})")
             head_dim = values["head_dim"] = hidden // heads
         if self.square and heads * head_dim != hidden:
-            raise config.fail(names["head_dim"], head_dim, f"{hidden} / {heads}: transformers knows no other for it")
+            quotient = f"{names['hidden']} / {names['heads']} ({hidden} / {heads})"
+            raise config.fail(names["head_dim"], head_dim, f"{quotient}: transformers knows no other for this family")
         fixed = {**self.fixed, **{role.replace("__", "."): value for role, value in more.items()}}
         values |= {role: value(values) if callable(value) else value for role, value in fixed.items()}
         tied = values["tied"]

@@ -81,7 +81,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
         if base != kind.usual.get("rope_theta", base):
             raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
         rope = config.inner("rope_parameters", more=kind.usual)
-        return _rotary(rope, dim, base, context_length, kind)
+        return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
     rope = config.inner(which, more=_said_elsewhere(config, which, kind))
@@ -146,6 +146,7 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     if kind.part:
         if not _is_number(part) or not 0 < part <= 1:
             raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
+        rest["joined"] = int(dim * part) == dim
         dim = int(dim * part)
         if dim < 2 or dim % 2:
             raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")

@@ -184,11 +184,13 @@ class Rotary(Turning, Component, frozen=True):
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
     ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere). `direction`: whether
-    later tokens turn by larger or by smaller angles (nanochat).
+    later tokens turn by larger or by smaller angles (nanochat). `joined`: whether heads that turn as a whole are
+    copied, as transformers does where it joins what turned with a rest that may be empty: of other strides, kernels
+    round otherwise.
     """
 
     title = "RoPE"
-    rounds = ("rounding",)
+    rounds = ("rounding", "joined")
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
@@ -204,6 +206,7 @@ class Rotary(Turning, Component, frozen=True):
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "tables"] = "input"
     direction: Literal["forward", "backward"] = "forward"
+    joined: bool = False
 
     def __post_init__(self) -> None:
         if self.dim % 2:

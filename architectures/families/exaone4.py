@@ -20,14 +20,14 @@ WINDOW = 4096
 
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and which layers have no positions."""
+    # Of the patterns that are strings ("LLLG") transformers makes no layer types.
+    stated = isinstance(config.raw("layer_types"), list)
+    config.raw("sliding_window_pattern")
+    every = 1 if stated else config.integer("sliding_window_pattern", 4)
     if config.optional_integer("sliding_window", WINDOW) is None:
-        if config.raw("layer_types") is None:
+        if not stated:
             raise config.fail("layer_types", None, "a list, since there is no sliding_window")
         return sliding(1, None)(config, count, head_dim)
-    pattern = config.raw("sliding_window_pattern", 4)
-    every = pattern if isinstance(pattern, int) and pattern else 1
-    if config.raw("layer_types") is None and every != pattern:
-        raise config.fail("sliding_window_pattern", pattern, "a number of layers, since there are no layer_types")
     return turned_in_windows(sliding(every, WINDOW))(config, count, head_dim)
 
 

@@ -5,18 +5,22 @@ Source: transformers models/internlm3/configuration_internlm3.py; its model is L
 
 from __future__ import annotations
 
-from ..config import ConfigReader
+from ...components import Attention, ModelSpec
+from ...errors import CannotExpress
 from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..obstacles import of_kind
 from .llama import LEAVES, LLAMA_DROPPED
 
 
-def biased(config: ConfigReader, name: str, default: bool) -> bool:
-    """The one switch, under either of its names."""
-    found = config.boolean(name, default)
-    other = config.boolean("mlp_bias" if name == "attention_bias" else "attention_bias", default)
-    if other != found:
-        raise config.fail(name, found, f"{other}: transformers refuses biases in attention or feed-forward alone")
-    return found
+def written(spec: ModelSpec) -> dict[str, bool]:
+    """Nothing more, of a tree that transformers reads.
+
+    Raises:
+        CannotExpress: there are biases in attention alone, or in the feed-forward alone.
+    """
+    if of_kind(spec.blocks[0].attention, Attention).qkv_bias != getattr(spec.blocks[0].feed_forward, "up_bias", False):
+        raise CannotExpress("transformers refuses biases in attention alone, or in the feed-forward alone")
+    return {}
 
 
 DECODER = Decoder(
@@ -31,17 +35,19 @@ DECODER = Decoder(
             max_position_embeddings=32768,
             rms_norm_eps=1e-5,
         ),
-        "attention_bias": Field("attention.qkv_bias attention.output_bias", False, biased),
-        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False, biased),
+        "attention_bias": Field("attention.qkv_bias attention.output_bias", False),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
     whole_heads=True,
+    written=written,
 )
 
 INTERNLM3 = DECODER.architecture(
     "internlm3",
-    "InternLM3ForCausalLM",
+    "LlamaForCausalLM",
     LEAVES,
     released="2025-01",
+    hf_config="InternLM3Config",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
     dropped=LLAMA_DROPPED,
     config_aliases={"attention_bias": ("qkv_bias",), "mlp_bias": ("bias",)},

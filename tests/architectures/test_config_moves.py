@@ -13,7 +13,13 @@ OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True,
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
-COMPARED = {("falcon", "head_dim"): "heads share out the width, and another value is refused"}
+SQUARE = [
+    name for name, each in ARCHITECTURES.items() if getattr(getattr(each.read, "__self__", None), "square", False)
+]
+COMPARED = {
+    (name, "head_dim"): "heads share out the width, and another value is refused" for name in ("falcon", *SQUARE)
+}
+COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 """Fields that are read to be compared with what others say."""
 
 
@@ -23,6 +29,8 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     layers = config.get("num_hidden_layers", config.get("n_layer", 1))
     if isinstance(value, dict):
         yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
+    if isinstance(value, list):
+        yield from ([each] * layers for each in (0, 1))
     if name == "layer_types":
         yield from ([kind] * layers for kind in TYPES)
     if name.startswith("rope_"):

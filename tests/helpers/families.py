@@ -679,7 +679,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "mlp_bias": True,
         "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 5e4,
     },
     "ernie4_5": {**LLAMA, **GROUPED, "model_type": "ernie4_5", "head_dim": 16},
     "ernie4_5-biased": {**LLAMA, **GROUPED, "model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": False},
@@ -738,7 +739,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "logits_scaling": 8.0,
     },
-    "helium": {**LLAMA, **GROUPED, "model_type": "helium", "head_dim": 8},
+    "helium": {**LLAMA, "model_type": "helium", "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
     "helium-biased": {
         **LLAMA,
         "model_type": "helium",
@@ -808,7 +809,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "layer_norm_eps": 1e-4,
     },
-    "ministral": {
+    "ministral": {**LLAMA, **GROUPED, "model_type": "ministral", "head_dim": 16, "sliding_window": 12},
+    "ministral-some": {
         **LLAMA,
         **GROUPED,
         "model_type": "ministral",
@@ -816,7 +818,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
-    "ministral-everywhere": {**LLAMA, **GROUPED, "model_type": "ministral", "head_dim": 16, "sliding_window": 12},
     "nanochat": {**LLAMA, **GROUPED, "model_type": "nanochat", "hidden_act": "relu2"},
     "nanochat-uncapped": {
         **LLAMA,
@@ -899,7 +900,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None,
         "attention_bias": True,
         "tie_word_embeddings": False,
-        "num_key_value_heads": 1,
     },
 }
 
