@@ -80,7 +80,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
         base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
         if base != kind.usual.get("rope_theta", base):
             raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
-        rope = config.inner("rope_parameters", more=kind.usual)
+        rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
         return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
