@@ -29,6 +29,8 @@ PATTERN = "prefix_dense_sliding_window_pattern"
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and its positions: in those with a window, and in dense ones where these are all without."""
     first, sparse = none_or_more(config, "first_k_dense_replace", 0), MIXED["sparse"](config, count)
+    if first > count:
+        raise config.fail("first_k_dense_replace", first, f"at most the {count} layers")
     before, behind = config.integer(PATTERN, 1), config.integer("sliding_window_pattern", 4)
     places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, behind) for layer in range(count - first)]
     types = config.layer_types(["sliding_attention" if place % each else "full_attention" for place, each in places])

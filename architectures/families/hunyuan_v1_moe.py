@@ -17,7 +17,8 @@ from .qwen2_moe import NAMES, OF_ROUTERS, STACKED, mixed_leaves, shared
 def alike(config: ConfigReader, name: str, default: int) -> int:
     """A number of experts, or a list of one number for every layer."""
     value = config.raw(name, default)
-    if isinstance(value, list) and len({str(each) for each in value}) == 1:
+    layers = config.layers("num_hidden_layers", 32)
+    if isinstance(value, list) and len(value) == layers and len({str(each) for each in value}) == 1:
         config = ConfigReader({name: value[0]})
     number: int = READERS["mixture.experts"](config, name, default)
     return number
