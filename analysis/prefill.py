@@ -114,7 +114,10 @@ class Following:
                 if operation.fused and operation is not together[0]:
                     return Step()  # in the first one's product
                 whole = sum(map(self.bytes, together)) if operation.fused else size
-                rounded = operation.bias and operation.arithmetic == "matmul_add"  # before the bias, and behind it
+                rounded = operation.bias and operation.arithmetic in (
+                    "matmul_add",
+                    "conv1d_add",
+                )  # before the bias, and behind it
                 return Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
             case ops.Rotate(turned=turned):
                 part = size * turned // int(operation.shape[-1])

@@ -454,10 +454,11 @@ class Decoder:
         """
         first = spec.blocks[0]
         attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
-        mixture = next((each for each in inners if isinstance(each, MixtureOfExperts)), None)
-        dense = next((each for each in inners if not isinstance(each, MixtureOfExperts)), None)
+        mixture = next((each for each in inners if hasattr(each, "expert")), None)
+        dense = next((each for each in inners if not hasattr(each, "expert")), None)
         if mixture is not None and dense is None:
-            dense = mixture.expert if mixture.shared is None else mixture.shared
+            apart = any("expert_size" in each.role.split() for each in self.fields.values())
+            dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
@@ -503,7 +504,7 @@ class Decoder:
             rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
             fields |= write_rotary(rotary, attention.head_dim, self.rotary)
         if self.mixtures is not None:
-            fields |= self.mixtures.written([isinstance(each, MixtureOfExperts) for each in inners])
+            fields |= self.mixtures.written([hasattr(each, "expert") for each in inners])
         return {**fields, **self.written(spec)}
 
 

@@ -40,10 +40,10 @@ class RotaryKind(NamedTuple):
     base: where none is given. theta: the field that has it in configs before transformers 5, if any. scaled: whether
     their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
     families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
-    dimensions turn, where none says which part. usual: the parameters where none are given. pairs, rounding, direction:
-    of the component. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times
-    alpha ^ (d / (d - 2)). original: the original context where none is given, None for the model's.
-    types: what the config class calls each type that it knows, None for all by their names.
+    dimensions turn, where none says which part. pairs, rounding, direction: of the component. usual: the parameters
+    where none are given, with the base where no other may stand beside them. alpha: whether "dynamic" parameters that
+    have an `alpha` stand for a base times alpha ^ (d / (d - 2)). original: the original context where none is given,
+    None for the model's. types: what the config class calls each type that it knows, None for all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -52,9 +52,9 @@ class RotaryKind(NamedTuple):
     part: str = ""
     whole: float = 1.0
     dims: str = ""
-    usual: Mapping[str, Any] | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "keys", "tables"] = "input"
+    usual: Mapping[str, Any] | None = None
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
     original: int | None = None
@@ -79,13 +79,16 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
     """
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     which = "rope_scaling" if found[0].data else "rope_parameters"
+    if kind.usual is not None and not config.inner(which).data:
+        base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
+        if base != kind.usual.get("rope_theta", base):
+            raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
+        rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
+        return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
-    more = _said_elsewhere(config, which, kind)
-    rope = config.inner(which, more=more if found[0].data or found[1].data else {**(kind.usual or {}), **more})
+    rope = config.inner(which, more=_said_elsewhere(config, which, kind))
     base = config.number(kind.theta, kind.base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
-    if not (found[0].data or found[1].data) and config.number(kind.theta, base) != base:
-        raise config.fail(kind.theta, config.raw(kind.theta), f"{base:g}, as this family has without rope_parameters")
     turned = config.optional_integer(kind.dims) if kind.dims else None
     if turned is not None and turned <= dim:
         kind = kind._replace(whole=turned / dim)

@@ -41,9 +41,9 @@ Shape = tuple[int, ...]
 Sizes = tuple[int | str, ...]
 """A shape in which B, T and S may stand for numbers; see `components.operations`."""
 
-Arithmetic = Literal["linear", "conv1d", "matmul_add"]
+Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
-matmul and then, rounded once more, the bias."""
+matmul and then, rounded once more, the bias; the same on a weight that lies [in, out] (gpt-oss)."""
 
 Role = Literal["table", "reads", "writes", "inner", "router", "gain", "bias"]
 """What a parameter does.

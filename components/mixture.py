@@ -118,10 +118,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self.experts // self.groups * min(self.top_groups, self.groups)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a softmax over experts and nothing else: neither biases, groups, scale nor shared expert."""
-        other = {name for name, value in self.choices().items() if name != "normalise" and getattr(self, name) != value}
-        return not other
+    def beside(self) -> list[str]:
+        """The fields that it has beside those of a softmax over experts: biases, groups, a scale, a shared expert."""
+        found = self.choices().items()
+        return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
@@ -180,7 +180,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
-        chosen, gathered, combined = f"{path}.chosen", f"{path}.gathered", f"{path}.combined"
+        chosen = f"{path}.choice" if self.choice_bias else f"{path}.chosen"
+        gathered, combined = f"{path}.gathered", f"{path}.combined"
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
 
@@ -194,7 +195,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups")},
-            "weights": (("choice.bias", (self.experts,)),) if self.choice_bias else (),
+            "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),

@@ -133,11 +133,15 @@ class MixtureOfExpertsModule(nn.Module):
         else:
             scores = self._scores(logits.to(dtype))
             chosen = self._chosen(scores)
-            weights, summed = scores.gather(1, chosen), False
+            weights, summed = self.weighing(scores).gather(1, chosen), False
         if spec.normalise and not summed:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
+
+    def weighing(self, scores: Tensor) -> Tensor:
+        """What experts are weighed by, of scores (N, experts): these, without what they are chosen by beside."""
+        return scores
 
     def _scores(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1) if self.spec.scores == "softmax" else torch.sigmoid(logits)

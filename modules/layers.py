@@ -23,7 +23,8 @@ class Linear(nn.Module):
         super().__init__()
         # "conv1d": the shape is [out, in] as everywhere, but the memory lies [in, out], as GPT-2's addmm reads it:
         # a matrix product over the other memory order sums in another order (3e-5 to 1.6e-4 in fp32 logits).
-        weight = torch.empty(inputs, outputs).t() if arithmetic == "conv1d" else torch.empty(outputs, inputs)
+        lies = arithmetic in ("conv1d", "conv1d_add")
+        weight = torch.empty(inputs, outputs).t() if lies else torch.empty(outputs, inputs)
         self.weight = nn.Parameter(weight)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.arithmetic = arithmetic
@@ -59,7 +60,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithme
 
     "conv1d" is the weight's memory order: over contiguous rows linear is GPT-2's addmm, on the matrix as it lies.
     """
-    if arithmetic == "matmul_add" and bias is not None:
+    if arithmetic in ("matmul_add", "conv1d_add") and bias is not None:
         return x @ weight.T + bias
     if arithmetic == "conv1d":
         x = x.contiguous()
@@ -119,7 +120,7 @@ class FusedLinears:
                 return torch.cat(parts)
             return torch.cat([torch.unflatten(part, 0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
-        if linears[0].arithmetic == "conv1d":
+        if linears[0].arithmetic in ("conv1d", "conv1d_add"):
             weight = torch.cat([linear.weight.t() for linear in linears], dim=1).t()  # memory [in, out]
         else:
             weight = joined([linear.weight for linear in linears])

@@ -19,8 +19,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..components import KINDS, Component, ModelSpec, Rotary
+from ..components import KINDS, Component, MixtureOfExperts, ModelSpec, Rotary
 from ..errors import ConfigError
+from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.positions import RotaryTables, RotaryTurn, apply_rotary
 from ..modules.registry import computes
 
@@ -276,6 +277,29 @@ class MistakenTurn(RotaryTurn):
         )
 
 
+class MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
+    """A mixture in whose weights the bias of the choice is too."""
+
+
+del KINDS[MistakenMixture.__name__]
+
+
+@computes(MistakenMixture)
+class MistakenRouting(MixtureOfExpertsModule):
+    """What `MistakenMixture` says."""
+
+    def weighing(self, scores: Tensor) -> Tensor:
+        return scores if self.choice is None else self.choice(scores)
+
+
+def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
+    def change(node: Any, _: str) -> Any:
+        fields = {name: getattr(node, name) for name in MixtureOfExperts.__struct_fields__ if hasattr(node, name)}
+        return MistakenMixture(**fields) if getattr(node, "choice_bias", False) else node
+
+    return spec.mapped(change), dict(weights)
+
+
 def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
@@ -335,6 +359,12 @@ MUTATIONS: tuple[Mutation, ...] = (
     _reordered("experts in other places", "shifting experts by one"),
     _both_ways("an expert a token too many", "one expert a token less"),
     _once(_slipped, "weights of experts normalised or not", "normalising the weights of experts, or not"),
+    Mutation(
+        "bias of the choice in the weights of experts",
+        "weighing experts without the bias of their choice",
+        _choice_weighs,
+        in_code=True,
+    ),
     Mutation("tied head ignored", "tying the head to the embedding", _head_not_tied),
     _once(_forgotten, "head bias dropped", "the head's bias"),
     Mutation("another layer's tensor", "exchanging layers 0 and 1", _other_layer),

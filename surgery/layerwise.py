@@ -164,8 +164,18 @@ class Inner(NamedTuple):
 
 
 def experts(block: Block, layer: int) -> Iterator[Inner]:
-    """The feed-forwards of a block, one or as many as there are experts."""
+    """The feed-forwards of a block, one or as many as there are experts.
+
+    Raises:
+        SwapRefused: a shared expert stands beside them, or a gate has limits, of which swaps of units know nothing.
+    """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
+    if getattr(mixer, "shared", None) is not None:
+        raise SwapRefused(f"{whole} has a shared expert (shared), and this swap knows experts of one kind")
+    inner = getattr(mixer, "expert", mixer)
+    for field in ("limit", "up_shift"):
+        if getattr(inner, field, None):
+            raise SwapRefused(f"{whole} has {field}, and this swap knows gates without it")
     inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in mixer.children()]
     for path, record in inside or [(whole, mixer)]:
         inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]

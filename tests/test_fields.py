@@ -72,6 +72,8 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("YarnScaling", "truncate"): yarn(truncate=False),
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
+        ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
+        ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 
 
@@ -167,10 +169,22 @@ def test_a_kind_that_says_nothing_has_mistakes_all_the_same() -> None:
                 "kinds of layers shifted by one",
             },
         ),
+        (
+            "glm4_moe",
+            {
+                "bias of the experts' choice dropped",
+                "bias of the choice in the weights of experts",
+                "experts chosen from all groups",
+                "shared expert left out",
+                "weights of experts normalised or not",
+                "weights of experts not scaled",
+            },
+        ),
+        ("gpt_oss", {"sinks left out", "router bias dropped", "up taken as it is, not one more"}),
         ("gemma3_text", {"norm of queries left out", "norm of keys left out", "kinds of layers shifted by one"}),
     ],
 )
-def test_the_mistakes_of_a_gemma_are_among_those_that_verify_makes(name: str, mistakes: set[str]) -> None:
+def test_the_mistakes_of_a_family_are_among_those_that_verify_makes(name: str, mistakes: set[str]) -> None:
     spec = SPECS[name]
     assert mistakes <= {mutation.name for mutation, _ in applicable(spec, random_weights(spec))}
 

@@ -53,7 +53,7 @@ DECODER = Decoder(
         "feed_forward.up_shift": 1.0,
         "feed_forward.up_bias": True,
         "feed_forward.down_bias": True,
-        "feed_forward.arithmetic": "matmul_add",
+        "feed_forward.arithmetic": "conv1d_add",
         "mixture.router_bias": True,
         "mixture.chosen_by": "logits",
         "mixture.scored_in": "input",

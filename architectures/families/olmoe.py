@@ -30,7 +30,7 @@ DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     head_norms="whole",
-    fixed={**ROUTER, "attention.clip_normed": True},
+    fixed={**ROUTER, "attention.clip_normed": lambda values: values["attention.clip"] is not None},
     mixtures=Mixtures(),
 )
 

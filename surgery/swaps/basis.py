@@ -128,7 +128,7 @@ def resized(spec: ModelSpec, size: int) -> ModelSpec:
         if node is None:
             return None
         width = "hidden_size" if hasattr(node, "hidden_size") else "size"
-        inner = {name: part(getattr(node, name)) for name in ("expert",) if hasattr(node, name)}
+        inner = {name: part(getattr(node, name)) for name in ("expert", "shared") if hasattr(node, name)}
         return replace(node, **inner, **{width: size})
 
     def block(record: Block) -> Block:

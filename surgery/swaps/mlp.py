@@ -269,6 +269,10 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     hint = "--mlp moe:8x2 makes 8 experts of each."
     found = asked.those(spec, is_mixture, "the feed-forwards asked for are dense already", hint)
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in found}
+    for layer, mixture in mixtures.items():
+        if mixture.beside:
+            told = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
+            raise SwapRefused(f"{told}: experts become one where a softmax weighs them, with nothing beside them")
     one = [layer for layer in found if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
     all_of = [layer for layer in found if layer not in one and all_weighed_alike(spec, asked, layer)]
     lossy = [layer for layer in found if layer not in (*one, *all_of)]

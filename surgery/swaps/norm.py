@@ -220,8 +220,12 @@ def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
     for layer in asked.those(spec, lambda block: isinstance(block.feed_forward, MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
         norm, router = _inner_norm(block, path), f"{path}.feed_forward.router"
+        if not has_bias(dict(norms(block, path))[norm]):
+            continue
         question = partial(_steered, router=router, beta=f"{norm}.bias")
-        if has_bias(dict(norms(block, path))[norm]) and asked.weights.ask(question, True, False):
+        # What is all alike in scores is seen by everything but a softmax.
+        plain = isinstance(block.feed_forward, MixtureOfExperts) and not block.feed_forward.beside
+        if asked.weights.ask(question, True, False) or not (plain or asked.weights.zero(f"{norm}.bias")):
             return router
     return None
 

@@ -38,6 +38,8 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
         yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
     if isinstance(value, list):
         yield from ([each] * layers for each in (0, 1))
+    if name == "mlp_layer_types":
+        yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name == "layer_types":
         yield from ([kind] * layers for kind in TYPES)
     if name == "attention_types":

@@ -38,6 +38,11 @@ PUBLISHED = {
     "falcon3-7b": 7_455_550_464,
     "qwen1.5-0.5b": 463_987_712,
     "qwen1.5-72b": 72_287_920_128,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
@@ -53,18 +58,22 @@ def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(preset.config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    # named_parameters names a tied weight once, by the embedding's name; modules may hold several tensors in one.
-    named = revert_weight_conversion(model, dict(model.named_parameters()))
+    # named_parameters names a tied weight once, by the embedding's name; modules may hold several tensors in one. What
+    # the choice of experts is biased with is a buffer there.
+    stored = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    named = revert_weight_conversion(model, dict(model.named_parameters()) | buffers)
     theirs = {name: tuple(parameter.shape) for name, parameter in named.items()}
 
     architecture = architecture_of(preset.config)
     spec = architecture.spec(preset.config)
     assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == theirs
-    assert count(spec).total == model.num_parameters()
+    biased = sum(buffer.numel() for buffer in buffers.values())
+    assert count(spec).total == model.num_parameters() + biased
     # A tied head is the embedding's parameter under a second name, and in neither count.
     twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
     tied = spec.vocab_size * spec.hidden_size if spec.head.tied else 0
-    assert twice == count(spec).total + tied
+    assert twice + biased == count(spec).total + tied
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.head.tied
     assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]
 

@@ -251,6 +251,24 @@ def gemma3(chosen: random.Random) -> Config:
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
 
+def mixture(chosen: random.Random) -> Config:
+    """Sizes of mixtures of experts, by role: torch's grouped product wants rows of whole 16 bytes."""
+    groups, width = chosen.choice((1, 1, 2)), chosen.choice((8, 24, 40))
+    experts = groups * chosen.choice((2, 3))
+    top_groups = chosen.randint(1, groups)
+    return {
+        "hidden": chosen.choice((8, 24, 40, 64)),
+        "intermediate": width,
+        "expert_size": width,
+        "shared_size": chosen.choice((8, 24)),
+        "shared_experts": chosen.choice((1, 2)),
+        "mixture.experts": experts,
+        "mixture.top_k": chosen.randint(1, experts // groups * top_groups),
+        "mixture.groups": groups,
+        "mixture.top_groups": top_groups,
+    }
+
+
 def by_role(chosen: random.Random, family: str) -> Config:
     """A config drawn from the fields that a family reads, by what each of them says; not all of it need be legal."""
     decoder = ARCHITECTURES[family].read.__self__  # type: ignore[attr-defined]
@@ -270,7 +288,9 @@ def by_role(chosen: random.Random, family: str) -> Config:
         "activation": activation(chosen),
         "eps": chosen.choice((1e-3, 1e-6)),
     }
-    found: Config = {}
+    if decoder.mixtures is not None:
+        sizes |= mixture(chosen)
+    found: Config = dict(ARCHITECTURES[family].stated)
     for name, field in fields.items():
         role, default = field.role.split()[0], field.default
         if role in sizes:
@@ -289,7 +309,10 @@ def by_role(chosen: random.Random, family: str) -> Config:
         found["sliding_window"] = chosen.choice((1, 2, 3, 8, 17, 300))
     if decoder.rotary is not None:
         found |= rope(chosen, head_dim) if not decoder.rotary.part else {decoder.rotary.part: chosen.choice((0.5, 1.0))}
-    needed = {name for name, field in fields.items() if field.role in sizes and field.role not in ("activation", "eps")}
+    needed = {name for name, field in fields.items() if field.role.split()[0] in sizes}
+    needed = {name for name in needed if fields[name].role not in ("activation", "eps")} | {
+        *ARCHITECTURES[family].stated
+    }
     return {name: value for name, value in found.items() if name in needed or chosen.random() < 0.7}
 
 

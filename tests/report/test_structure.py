@@ -74,7 +74,8 @@ class Following:
         return self.module(node, path).weight[self.at]
 
     def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
-        return self.module(node, path)(x)
+        whole = len(node.shape) == 3 and x.dim() == 4  # of all heads at once
+        return self.module(node, path)(x.flatten(2) if whole else x)
 
     def linear(self, node: Node, path: str, x: Tensor, chosen: Any = None) -> Tensor:
         if node.tied:
@@ -97,6 +98,7 @@ class Following:
 
     def rotate(self, node: Node, path: str, x: Tensor) -> Tensor:
         rotate: Any = node.operation
+        x = x.reshape(*x.shape[:2], *node.shape[2:])  # type: ignore[arg-type]
         tables = rotary_tables(rotate.rotary, self.at[None], x.dtype)
         end = rotate.start + rotate.turned
         parts = x[..., rotate.start : end].unflatten(-1, (rotate.parts, rotate.rotary.dim))
@@ -132,7 +134,12 @@ class Following:
         seen = keys <= queries
         if window is not None:
             seen &= keys > queries - window
-        return torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if node.weights:  # of the attention
+            sinks = self.decoder.get_submodule(path + node.id.rpartition(".")[0]).sinks
+            scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)  # type: ignore[index]
+            return torch.softmax(scores, dim=-1)[..., :-1]
+        return torch.softmax(scores, dim=-1)
 
     def mix(self, node: Node, path: str, weights: Tensor, v: Tensor) -> Tensor:
         v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
@@ -145,16 +152,30 @@ class Following:
         return x * node.operation.factor  # type: ignore[union-attr]
 
     def cap(self, node: Node, path: str, x: Tensor) -> Tensor:
-        limit = node.operation.limit  # type: ignore[union-attr]
-        return torch.tanh(x / limit) * limit
+        operation: Any = node.operation
+        limit = operation.limit
+        if not operation.hard:
+            return torch.tanh(x / limit) * limit
+        x = x.reshape(*x.shape[:2], *node.shape[2:]) if len(node.shape) == 4 else x
+        return x.clamp(max=limit) if node.id.endswith("gate_limited") else x.clamp(-limit, limit)
 
     def product(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
         return one * other
 
     def choose(self, node: Node, path: str, scores: Tensor) -> Tensor:
         record: Any = node.operation
-        weights, self.chosen = scores.softmax(-1).topk(record.top_k, dim=-1)
-        return weights / weights.sum(-1, keepdim=True) if record.normalise else weights
+        scores = scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
+        best = scores + self.module(node, path).bias if node.weights else scores
+        groups = best.unflatten(-1, (record.groups, -1))
+        if record.groups > 1:
+            least = groups.topk(2)[0].sum(-1).topk(record.top_groups)[0][..., -1:]
+            groups = groups.masked_fill(groups.topk(2)[0].sum(-1, keepdim=True) < least[..., None], -torch.inf)
+        self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
+        weights = scores.gather(-1, self.chosen)
+        return record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+
+    def shift(self, node: Node, path: str, x: Tensor) -> Tensor:
+        return x + node.operation.number  # type: ignore[union-attr]
 
     def combine(self, node: Node, path: str, weights: Tensor, outputs: Tensor) -> Tensor:
         return (weights[..., None] * outputs).sum(2)

@@ -1,0 +1,141 @@
+"""Cohere 2 with mixtures (Cohere 2026): Cohere 2's parallel blocks behind either kind of norm, the first layers dense.
+
+Source: transformers models/cohere2_moe/{configuration,modeling}_cohere2_moe.py. What a softmax router gives is
+normalised whatever is said, since it is over the experts that were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...components import Attention, LayerNorm, ModelSpec, RMSNorm
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, Mixtures, by_type, none_or_more, write_sliding
+from ..obstacles import of_kind
+from ..rope import read_rotary
+from . import cohere, cohere2
+from .llama import LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+ROTARY = cohere.ROTARY._replace(base=1e4)
+MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
+FIELDS = cohere2.DECODER.fields
+PATTERN = "prefix_dense_sliding_window_pattern"
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, and its positions: in those with a window, and in dense ones where these are all without."""
+    first, sparse = none_or_more(config, "first_k_dense_replace", 0), MIXED["sparse"](config, count)
+    if first > count:
+        raise config.fail("first_k_dense_replace", first, f"at most the {count} layers")
+    before, behind = config.integer(PATTERN, 1), config.integer("sliding_window_pattern", 4)
+    places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, behind) for layer in range(count - first)]
+    types = config.layer_types(["sliding_attention" if place % each else "full_attention" for place, each in places])
+    window = config.optional_integer("sliding_window", 4096)
+    if window is None and "sliding_attention" in types:
+        raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
+    context = FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
+    rotary = read_rotary(config, head_dim, context, ROTARY)
+    return [
+        {
+            "window": window if kind == "sliding_attention" else None,
+            "position": rotary if kind == "sliding_attention" or (before == 1 and not mixed) else None,
+        }
+        for kind, mixed in zip(types, sparse, strict=True)
+    ]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of each layer's window and positions."""
+    mixers = [(of_kind(block.attention, Attention), hasattr(block.feed_forward, "experts")) for block in spec.blocks]
+    bare = any(each.window is None and each.position is None and not mixed for each, mixed in mixers)
+    return {**write_sliding(spec), PATTERN: 2 if bare else 1}
+
+
+def averaged(config: ConfigReader, name: str, default: str) -> bool:
+    """Whether experts and shared expert are averaged."""
+    found: bool = config.choice(name, default, {"average": True, "sum": False})
+    return found
+
+
+def dense_size(config: ConfigReader, name: str, _default: None) -> int:
+    """The width of dense layers, that of an expert where it is not said."""
+    return config.optional_integer(name) or config.integer("intermediate_size", 22528)
+
+
+DECODER = Decoder(
+    {
+        **FIELDS,
+        "head_dim": Field("head_dim", 128),
+        "intermediate_size": Field("expert_size", 22528),
+        "prefix_dense_intermediate_size": Field("intermediate", None, dense_size),
+        "num_shared_experts": Field("shared_experts", 0, none_or_more),
+        "shared_expert_combination_strategy": Field(
+            "mixture.averaged", "average", averaged, lambda value: "average" if value else "sum"
+        ),
+        "num_experts": Field("mixture.experts", 8),
+        "num_experts_per_tok": Field("mixture.top_k", 2),
+        "expert_selection_fn": Field(
+            "mixture.scores",
+            "softmax",
+            lambda config, name, default: config.choice(name, default, {"softmax": "softmax", "sigmoid": "sigmoid"}),
+        ),
+        "norm_topk_prob": Field("mixture.normalise", True),
+    },
+    norm=LayerNorm,
+    norms=cohere2.DECODER.norms,
+    fixed={
+        **cohere.FIXED,
+        "mixture.normalise": lambda values: values["mixture.normalise"] or values["mixture.scores"] == "softmax",
+        "mixture.averaged": lambda values: values["mixture.averaged"] and values["shared_experts"] > 0,
+        "mixture.scored_in": lambda values: "float32" if values["mixture.scores"] == "softmax" else "input",
+        "mixture.chosen_by": "logits",
+        "mixture.rounded": True,
+    },
+    rotary=ROTARY,
+    layers=layers,
+    mixtures=Mixtures(**MIXED),
+    written=written,
+)
+RMS = replace(
+    DECODER,
+    fields={
+        **{name: each for name, each in DECODER.fields.items() if name != "layer_norm_eps"},
+        "rms_norm_eps": Field("eps"),
+    },
+    norm=RMSNorm,
+    fixed={role: value for role, value in DECODER.fixed.items() if not role.startswith("norm.")},
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree: RMSNorm where it has an eps of its own, else LayerNorm."""
+    if config.raw("rms_norm_eps") is None:
+        return DECODER.read(config)
+    config.raw("layer_norm_eps")
+    return RMS.read(config)
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
+    return (RMS if isinstance(spec.final_norm, RMSNorm) else DECODER).write(spec)
+
+
+COHERE2_MOE = Architecture(
+    name="cohere2_moe",
+    model_types=("cohere2_moe",),
+    hf_class="Cohere2MoeForCausalLM",
+    hf_config="Cohere2MoeConfig",
+    kinds=DECODER.kinds | RMS.kinds,
+    read=read,
+    write=write,
+    leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, cohere2.LEAVES),
+    prefix="model.",
+    token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,41 @@
+"""K-EXAONE (LG 2025): EXAONE 4's attention behind norms, and DeepSeek-V3's mixtures with the first layers dense.
+
+Source: transformers models/exaone_moe/{configuration,modeling}_exaone_moe.py. Layers that draft tokens are left out
+there too.
+"""
+
+from __future__ import annotations
+
+from ..base import Stacked
+from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, none_or_more, with_defaults
+from . import exaone4
+from .glm4_moe import CORRECTION, GROUPED, ROUTER
+from .llama import LLAMA_DROPPED, T
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+STORED = T + "mlp.e_score_correction_bias"
+
+DECODER = Decoder(
+    {
+        **with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
+        "moe_intermediate_size": Field("expert_size", 1024),
+        "num_shared_experts": Field("shared_experts", 1),
+        "num_experts": Field("mixture.experts", 64),
+        **with_defaults(GROUPED, routed_scaling_factor=2.5),
+    },
+    head_norms="same",
+    fixed=ROUTER,
+    layers=exaone4.layers,
+    mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1))),
+    written=exaone4.written,
+)
+
+EXAONE_MOE = DECODER.architecture(
+    "exaone_moe",
+    "ExaoneMoeForCausalLM",
+    mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=STORED),
+    token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
+    dropped=LLAMA_DROPPED,
+    stacked=(*STACKED, Stacked(CORRECTION, (STORED,))),
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,53 @@
+"""Hunyuan A13B (Tencent 2025): hunyuan_v1_dense with a mixture in every layer, a shared expert as wide as the others,
+and a router in fp32.
+
+Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_moe.py. Numbers of experts may be listed
+by layer; here all layers have as many.
+"""
+
+from __future__ import annotations
+
+from ..config import ConfigReader
+from ..decoder import READERS, Decoder, Field, Mixtures
+from . import hunyuan_v1_dense as dense
+from .llama import LLAMA_DROPPED, B, T
+from .qwen2_moe import NAMES, OF_ROUTERS, STACKED, mixed_leaves, shared
+
+
+def alike(config: ConfigReader, name: str, default: int) -> int:
+    """A number of experts, or a list of one number for every layer."""
+    value = config.raw(name, default)
+    layers = config.layers("num_hidden_layers", 32)
+    if isinstance(value, list) and len(value) == layers and len({str(each) for each in value}) == 1:
+        config = ConfigReader({name: value[0]})
+    number: int = READERS["mixture.experts"](config, name, default)
+    return number
+
+
+MODULES = {
+    T + "mlp.gate.wg": B + "feed_forward.router",
+    **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES},
+    **shared("shared_mlp"),
+}
+DECODER = Decoder(
+    {
+        **dense.FIELDS,
+        "intermediate_size": Field("intermediate expert_size shared_size", 11008),
+        "num_experts": Field("mixture.experts", 1, alike),
+        "moe_topk": Field("mixture.top_k", 1, alike),
+    },
+    head_norms="same",
+    fixed={**dense.FIXED, "mixture.routed_in": "float32", "mixture.wide_router": True},
+    rotary=dense.ROTARY,
+    mixtures=Mixtures(),
+)
+
+HUNYUAN_V1_MOE = DECODER.architecture(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    mixed_leaves(MODULES, dense.LEAVES),
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant={**OF_ROUTERS, "eod_token_id": "generation", "sep_token_id": "generation"},
+)
