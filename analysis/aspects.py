@@ -179,6 +179,8 @@ def _end_norm(norm: Norm | None, spec: ModelSpec) -> Said:
 
 def _final_norm(spec: ModelSpec) -> Said:
     """Told where it is not the first layer's."""
+    if spec.final_norm is None:
+        return "none", []
     alike = without_rounding(spec.final_norm) == without_rounding(_first_norm(spec))
     return ("as in the layers", None) if alike else _end_norm(spec.final_norm, spec)
 
@@ -187,4 +189,6 @@ def _end_norms(spec: ModelSpec) -> str:
     """The norms outside of the layers, where they are not what the layers have."""
     told = "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
     norms = {norm for block in set(spec.blocks) for norm in block.norms().values()}
+    if spec.final_norm is None:
+        return f"{told}; none at the end"
     return told if spec.final_norm in norms else f"{told}; {spec.final_norm.named().long}, at the end"

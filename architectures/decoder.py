@@ -164,8 +164,8 @@ class Decoder:
     block has, by their names in it. fixed: values of roles that no field says, or functions of those that the fields
     say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
     whether there is a table of positions, of the kind `table`. The role "final_norm" says whether one stands behind the
-    last layer, as it does where nobody says so. head_norms: how queries and keys are normed: every head by the "same" norm or
-    by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
+    last layer, as it does where nobody says so. head_norms: how queries and keys are normed: every head by the "same"
+    norm or by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
     embedding_norm: whether the embedding has a norm. layers, feed_forwards: what differs by layer. written: the config
     fields beside those of the table.
     whole_heads: whether transformers' config class refuses a hidden size that is no multiple of the heads, needless
@@ -291,6 +291,8 @@ class Decoder:
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
         norm = next(iter(first.norms().values()), spec.final_norm)
+        if norm is None:
+            raise CannotExpress("a model without any norm")
         sizes = {
             "vocab": spec.vocab_size,
             "hidden": spec.hidden_size,

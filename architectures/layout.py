@@ -7,8 +7,8 @@ A layout is written as two axis patterns, in the manner of einops, and knows its
 reads: the checkpoint tensor has two dimensions, the second holds q, k and v one after the other; each shared tensor
 has the same axes with `hidden` last. Parentheses flatten axes into one dimension. `split` names the axis that is
 shared out over the shared tensors, `parts` its extent in each. Axis extents are names looked up in the sizes of the
-block (`heads`, `head_dim`, …), quotients of one (`heads/4`) or plain digits. `each` names an axis of which every index has shared tensors of its own,
-which are without it:
+block (`heads`, `head_dim`, …), quotients of one (`heads/4`) or plain digits. `each` names an axis of which every index
+has shared tensors of its own, which are without it:
 
     Layout("experts hidden (part intermediate)", "(part intermediate) hidden", "part", ("1", "1"), each="experts")
 

@@ -26,11 +26,12 @@ class Attention(Mixer, Component, frozen=True):
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
-    with `rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at least, or
-    in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32" makes them
-    of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J, GPT-Neo); and
-    "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds of a window's
-    tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
+    with `fused_rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at
+    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
+    makes them of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J,
+    GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
+    of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then; `lie` how keys and values
+    lie in memory where there is no cache: as one would hold them, head by head, or as they were projected (MPT).
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
@@ -39,7 +40,7 @@ class Attention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "rows", "softmax", "scores", "kept")
+    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "fused_rows", "softmax", "scores", "kept", "lie")
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -74,10 +75,11 @@ class Attention(Mixer, Component, frozen=True):
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     fused: bool = False
-    rows: Literal["by head", "by part"] = "by head"
+    fused_rows: Literal["by head", "by part"] = "by head"
     softmax: Literal["float32", "input"] = "float32"
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
     kept: Literal["window", "all"] = "window"
+    lie: Literal["as cached", "as projected"] = "as cached"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -124,7 +126,7 @@ class Attention(Mixer, Component, frozen=True):
     @property
     def groups(self) -> int:
         """In how many groups the rows of a fused product lie."""
-        return 1 if self.arithmetic == "conv1d" or self.rows == "by part" else self.kv_heads
+        return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size

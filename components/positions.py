@@ -31,8 +31,8 @@ __all__ = [
 
 class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings. A token's row is its position and `offset` (OPT has 2), so that the table
-    has `offset` rows more than the model takes tokens. `counts` says what a position is where nobody gives one: how many
-    tokens come before, those of padding among them, or "real tokens" alone (OPT).
+    has `offset` rows more than the model takes tokens. `counts` says what a position is where nobody gives one: how
+    many tokens come before, those of padding among them, or "real tokens" alone (OPT).
     """
 
     label = "positions"
@@ -61,8 +61,8 @@ class LearnedPositions(Component, frozen=True):
 
 class SinusoidalPositions(Component, frozen=True):
     """Sines and then cosines of a token's position and `offset` added to its embedding (Vaswani et al. 2017), for
-    sequences up to `length`. With `ends` "both" the slowest pair turns once in 2π · 10,000 tokens (XGLM, tensor2tensor),
-    else the one that would come behind it does (the paper, CTRL).
+    sequences up to `length`. With `ends` "both" the slowest pair turns once in 2π · 10,000 tokens (XGLM,
+    tensor2tensor), else the one that would come behind it does (the paper, CTRL).
     """
 
     label = "positions"
@@ -212,7 +212,10 @@ class Biasing(Position, frozen=True):
     title: ClassVar[str]
     formula: ClassVar[str]
     scaled: bool
-    apart: ClassVar[bool] | property = False
+
+    @property
+    def apart(self) -> bool:
+        return False
 
 
 class Rotary(Turning, Component, frozen=True):

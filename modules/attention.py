@@ -168,10 +168,10 @@ class AttentionModule(nn.Module):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
         if spec.norm_order == "after":
             q, k = self._normed(q, k)
-        if cache is None:
+        if cache is None and spec.lie == "as cached":
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
-        else:
+        elif cache is not None:
             k, v = cache.append(k, v)
             if spec.kv_expansion == "projection":
                 # Of one key head the repeated ones are views; transformers' cache holds them all.

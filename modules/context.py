@@ -62,8 +62,8 @@ class Context:
         return self._biases[key]
 
     def allowed(self, window: int | None, held: int | None) -> Tensor | None:
-        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window of
-        the cache, which may hold more than is seen.
+        """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window
+        of the cache, which may hold more than is seen.
         """
         if self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
             return None

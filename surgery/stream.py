@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from ..components import Block, FeedForward, GatedFeedForward, LayerNorm, ModelSpec, Norm, RMSNorm, Role
+from ..components import (
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    LayerNorm,
+    LearnedPositions,
+    ModelSpec,
+    Norm,
+    RMSNorm,
+    Role,
+)
 from ..components.model import walk
+from ..errors import SwapRefused
 from .base import Model, Wide
 from .gather import Index
 from .layerwise import tensors_of, unknown, weighed
@@ -128,12 +139,22 @@ def by_weights(model: Model, inner: Inner) -> Wide:
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
-    """The tables [rows, hidden] whose rows are the stream's beginning."""
+    """The tables [rows, hidden] whose rows are the stream's beginning.
+
+    Raises:
+        SwapRefused: they are not as wide as the stream, or positions are no table.
+    """
+    if spec.embedding.width is not None:
+        raise SwapRefused(f"embedding has width {spec.embedding.width}, where this swap expects that of the stream")
+    if spec.positions is not None and not isinstance(spec.positions, LearnedPositions):
+        raise unknown("the model", spec.positions, "a table of positions")
     return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
 
 
 def head_weight(spec: ModelSpec) -> str:
-    """The tensor [vocabulary, hidden] that reads the last norm."""
+    """The tensor [vocabulary, hidden] that reads the last norm; raises SwapRefused where it reads a projection."""
+    if spec.head.width is not None:
+        raise SwapRefused(f"head has width {spec.head.width}, where this swap expects that of the stream")
     return "embedding.weight" if spec.head.tied else "head.weight"
 
 
@@ -167,7 +188,14 @@ def known(path: str, norm: Norm) -> tuple[str, Norm]:
 def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
     """Every norm that looks at the stream, from the first layer to the last norm (not one on the token table)."""
     found = [each for layer, block in enumerate(spec.blocks) for each in norms(block, f"blocks.{layer}")]
-    return [*found, known("final_norm", spec.final_norm)]
+    return [*found, known("final_norm", last_norm(spec))]
+
+
+def last_norm(spec: ModelSpec) -> Norm:
+    """The norm before the head; raises SwapRefused where there is none."""
+    if spec.final_norm is None:
+        raise SwapRefused("the model has no final_norm, which this swap expects before the head")
+    return spec.final_norm
 
 
 def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:

@@ -14,7 +14,7 @@ from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import PRE, Decoder, Field, Layers
-from ..obstacles import of_kind
+from ..obstacles import Kinds, of_kind
 
 
 def turning(rounding: Literal["input", "keys"]) -> Layers:
@@ -59,7 +59,7 @@ FIXED = {
     "feed_forward.down_bias": True,
     "head.bias": True,
 }
-KINDS = frozenset({LayerNorm, Attention, FeedForward, Rotary})
+KINDS: Kinds = frozenset({LayerNorm, Attention, FeedForward, Rotary})
 DECODER = Decoder(
     FIELDS,
     norm=LayerNorm,

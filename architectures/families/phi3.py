@@ -1,5 +1,5 @@
-"""Phi 3 and 4 (Microsoft 2404.14219, 2412.08905): llama with q, k and v in one tensor, gate and up in another, LongRoPE,
-and in Phi-4-mini a part of each head turned.
+"""Phi 3 and 4 (Microsoft 2404.14219, 2412.08905): llama with q, k and v in one tensor, gate and up in another,
+LongRoPE, and in Phi-4-mini a part of each head turned.
 
 Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files call LongRoPE "su" or "yarn".
 """
@@ -39,7 +39,7 @@ DECODER = Decoder(
         ),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
     },
-    fixed={"attention.fused": True, "attention.rows": "by part", "feed_forward.fused": True},
+    fixed={"attention.fused": True, "attention.fused_rows": "by part", "feed_forward.fused": True},
     rotary=RotaryKind(
         part=PART, original=4096, types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}
     ),

@@ -9,9 +9,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...analysis.costs import usual_context
-from ...components import ModelSpec, Rotary
+from ...components import LearnedPositions, ModelSpec, Rotary
 from ...errors import SwapRefused
 from ..base import Array, Moved, Promise, Swapped
+from ..layerwise import unknown
 from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
 
@@ -42,6 +43,8 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"its context is {length:,} tokens already")
     new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
+    if table is not None and not isinstance(table, LearnedPositions):
+        raise unknown("the model", table, "a table of positions")
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
         if rotary and now is not None and length > now:

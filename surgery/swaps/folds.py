@@ -22,7 +22,7 @@ from ..basis import with_norms
 from ..layerwise import attentions, tensors_of, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import head_weight, norms, readers, require_weights
+from ..stream import head_weight, last_norm, norms, readers, require_weights
 from .norm import has_bias, shifted, with_read_biases
 
 
@@ -119,7 +119,7 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
         blocks[layer] = with_norms(with_read_biases(block, path, biased), path, plain)
         for name, norm in own.items():
             clear(norm, name, tensors)
-    head, final = spec.head, spec.final_norm
+    head, final = spec.head, last_norm(spec)
     if asked.layers is None:
         weight = head_weight(spec)
         tensors["head.weight"] = scaled_inputs(weight, "final_norm.weight")

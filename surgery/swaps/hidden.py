@@ -30,7 +30,7 @@ from ..fits.scratch import Scratch
 from ..gather import Index, gather, padded, scaled, taken
 from ..options import NORMS, Option
 from ..registry import Asked, Swap
-from ..stream import every_norm, norms, read_weights, require_weights, stream_norms, written
+from ..stream import every_norm, last_norm, norms, read_weights, require_weights, stream_norms, written
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -47,7 +47,7 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     require_weights(spec)
     done = wider(spec, new) if new > old else narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
-    if new % heads and not spec.final_norm.centred:
+    if new % heads and not last_norm(spec).centred:
         notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 

@@ -34,7 +34,7 @@ from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis
 from ..layerwise import weighed, with_blocks
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import every_norm, head_weight, known, norms, readers, stream_norms, writers, written
+from ..stream import every_norm, head_weight, known, last_norm, norms, readers, stream_norms, writers, written
 from .mlp import dense_of, with_dense
 
 
@@ -127,7 +127,7 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
         layer: _block(block, f"blocks.{layer}", layers is None or layer in layers, computed)
         for layer, block in enumerate(spec.blocks)
     }
-    head, final, embedding = spec.head, spec.final_norm, spec.embedding
+    head, final, embedding = spec.head, last_norm(spec), spec.embedding
     if layers is None:
         if has_bias(final):
             old = "head.bias" if head.bias else None

@@ -38,6 +38,8 @@ def kind(spec: ModelSpec) -> str:
     """
     found = {kind_of(each) for each in _positions_in(spec, range(len(spec.blocks)))}
     if spec.positions is not None:
+        if not isinstance(spec.positions, LearnedPositions):
+            raise unknown("the model", spec.positions, "a table of positions")
         return "learned" if found == {"none"} else "mixed"
     return found.pop() if len(found) == 1 else "mixed"
 
