@@ -6,10 +6,12 @@ from typing import Any, ClassVar, Self, get_args
 
 import msgspec
 
+from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Size, Weight, bias, divided
+from .norms import Norm
 from .operations import Activation as ActivationOperation
-from .operations import Product, Program, Sizes, linear
+from .operations import Product, Program, Sizes, linear, out_of
 from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
@@ -84,7 +86,8 @@ class FeedForward(Mixer, Component, frozen=True):
 class GatedFeedForward(Mixer, Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
 
-    `fused` computes gate and up in one matrix product.
+    `fused` computes gate and up in one matrix product. `inner_norm` is on the product, before the projection back
+    (BitNet).
     """
 
     label = "feed-forward"
@@ -95,6 +98,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
+        "inner_norm": "norm before the feed-forward's output left out",
     }
 
     hidden_size: Size
@@ -102,8 +106,17 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     activation: Activation
     up_bias: bool = False
     down_bias: bool = False
+    inner_norm: Norm | None = None
     arithmetic: Arithmetic = "linear"
     fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:
+            raise ConfigError(f"inner_norm of size {self.inner_norm.size} on {self.intermediate_size} units")
+
+    def _norm_of(self, units: int) -> Norm | None:
+        """Its norm for so many units."""
+        return None if self.inner_norm is None else self.inner_norm.small(units)
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.intermediate_size, self.hidden_size), "reads")
@@ -128,7 +141,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
     def small(self, hidden: int) -> Self:
-        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+        norm = self._norm_of(2 * hidden)
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden, inner_norm=norm)
 
     def slips(self) -> dict[str, Self]:
         return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
@@ -138,7 +152,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     def share(self, devices: int) -> Self:
         units = divided(self.intermediate_size, devices, "units of the feed-forward")
-        return msgspec.structs.replace(self, intermediate_size=units)
+        return msgspec.structs.replace(self, intermediate_size=units, inner_norm=self._norm_of(units))
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         inner: Sizes = (*shape[:-1], self.intermediate_size)
@@ -150,12 +164,16 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         }
         gate = linear(self, "gate_proj", path, source, inner, row, **together)
         up = linear(self, "up_proj", path, source, inner, row, **together)
+        norm: Program = ()
+        if self.inner_norm is not None:
+            norm = tuple(out_of(row, self.inner_norm.operations(f"{path}.inner_norm", gated, inner)))
         return (
             gate,
             ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
             up,
             Product(gated, (active, up.id), inner, row, in_place=not self.fused),
-            linear(self, "down_proj", path, gated, shape, row),
+            *norm,
+            linear(self, "down_proj", path, norm[-1].id if norm else gated, shape, row),
         )
 
 

@@ -48,6 +48,13 @@ def unknown(where: str, component: object, expected: str) -> SwapRefused:
     return SwapRefused(f"{where} has {type(component).__name__}, where this swap expects {expected}")
 
 
+def unnormed(path: str, mixer: Component) -> None:
+    """Raise SwapRefused where a mixer norms all that its output projection reads, for a swap that changes that."""
+    for name in ("mixed_norm", "inner_norm"):
+        if getattr(mixer, name, None) is not None:
+            raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
+
+
 def weighed(path: str, norm: Norm | None) -> None:
     """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight."""
     if norm is not None and norm.gain != "weight":
@@ -63,6 +70,7 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
         attention = spec.blocks[layer].attention
         if isinstance(attention, LatentAttention):
             raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
+        unnormed(f"blocks.{layer}.attention", attention)
         found[layer] = attention
     return found
 

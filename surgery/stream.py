@@ -28,7 +28,7 @@ from ..components.model import walk
 from ..errors import SwapRefused
 from .base import Model, Wide
 from .gather import Index
-from .layerwise import tensors_of, unknown, weighed
+from .layerwise import tensors_of, unknown, unnormed, weighed
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,15 @@ def writers(block: Block, path: str) -> tuple[Linear, ...]:
 
 
 def experts(block: Block, path: str) -> list[tuple[str, FeedForward | GatedFeedForward]]:
-    """The feed-forwards of a block, one or as many as there are experts: (path, record)."""
+    """The feed-forwards of a block, one or as many as there are experts: (path, record). Raises SwapRefused where one
+    norms its units.
+    """
     mixer = block.feed_forward
     inside: list[Any] = [(f"{path}.feed_forward.{name}", expert) for name, expert in mixer.children()]
-    return inside or [(f"{path}.feed_forward", mixer)]
+    found = inside or [(f"{path}.feed_forward", mixer)]
+    for each in found:
+        unnormed(*each)
+    return found
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ DECODER = Decoder(
 
 def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    padding = config.raw("pad_token_id", 1)
+    padding = config.data.get("pad_token_id", 1)  # which says nothing else
     if type(padding) is int and padding >= DECODER.fixed["positions.offset"]:
         raise config.fail("pad_token_id", padding, "0 or 1: the positions of the row with this number are zeros")
     return DECODER.read(config)

@@ -27,7 +27,7 @@ from ..base import Model, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..gather import Index, by_head, taken
 from ..heads import Choice, Grouped, kept, key_heads, parts, remaining, slopes
-from ..layerwise import one_or_all, with_mixers
+from ..layerwise import one_or_all, unnormed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 
@@ -42,6 +42,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     exact = True
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        unnormed(path, attention)
         if new > attention.heads:
             choice: Choice | None = more(attention, new)
         else:

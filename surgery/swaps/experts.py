@@ -26,7 +26,7 @@ from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
-from ..layerwise import guarantee_of, in_words, with_mixers
+from ..layerwise import guarantee_of, in_words, unnormed, with_mixers
 from ..registry import Asked, Clears, Step, Swap
 from .mlp import Dense, dense_of
 
@@ -59,6 +59,8 @@ def _dense_layers(spec: ModelSpec, asked: Asked) -> dict[int, Dense]:
     """The layers asked for that have one feed-forward, and it."""
     none = "the feed-forwards asked for are mixtures of experts already"
     layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
+    for layer in layers:
+        unnormed(f"blocks.{layer}.feed_forward", dense_of(spec.blocks[layer]))
     return {layer: dense_of(spec.blocks[layer]) for layer in layers}
 
 

@@ -116,6 +116,7 @@ GPT_NEOX_JAPANESE = {
     "num_attention_heads": 6,
     "max_position_embeddings": 256,
 }
+BITNET = {**LLAMA, **GROUPED, "model_type": "bitnet"}
 MPT = {"model_type": "mpt", "vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": 256, "n_heads": 4}
 PHI3 = {**LLAMA, **GROUPED, "model_type": "phi3", "max_position_embeddings": 160, "pad_token_id": 0}
 
@@ -221,6 +222,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "relu",
         "tie_word_embeddings": False,
         "num_attention_heads": 3,
+    },
+    "bitnet": BITNET,
+    "bitnet-biased": {
+        **BITNET,
+        "attention_bias": True,
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-3,
     },
     "mpt": MPT,
     "mpt-clipped": {
