@@ -129,7 +129,7 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
             raise rope.fail("rope_type", scaling, f"one of {', '.join(kind.types)}")
         scaling = kind.types[scaling]
     part = rope.raw(PART, kind.whole)
-    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding}
+    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding, "joined": bool(kind.part)}
     if scaling == "proportional":
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
     if kind.part:

@@ -224,11 +224,12 @@ class Rotary(Turning, Component, frozen=True):
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
     ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
-    (Cohere).
+    (Cohere). `joined`: what turned is put beside what did not even where all of a head turns (GPT-NeoX), so that heads
+    lie one behind the other.
     """
 
     title = "RoPE"
-    rounds = ("rounding",)
+    rounds = ("rounding", "joined")
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
@@ -239,6 +240,7 @@ class Rotary(Turning, Component, frozen=True):
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "keys", "tables"] = "input"
+    joined: bool = False
 
     def __post_init__(self) -> None:
         if self.dim % 2:

@@ -28,12 +28,13 @@ from .registry import computes
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`: see `components.Rotary.pairs`.
+    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: see `components.Rotary`.
     """
 
     cos: Tensor
     sin: Tensor
     adjacent: bool
+    joined: bool = False
 
 
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
@@ -50,8 +51,8 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
         cos, sin = cos.to(wide), sin.to(wide)
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
-        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True)
-    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), False)
+        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined)
+    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), False, rotary.joined)
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -111,7 +112,7 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
-    cos, sin, adjacent = tables
+    cos, sin, adjacent, joined = tables
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
     # Each element's partner.
@@ -120,7 +121,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
         turned = (turned * cos).add_(other.mul_(sin))
     else:
         turned = (turned * cos).add_(other * sin).to(x.dtype)
-    return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
+    return turned if dim == head_dim and not joined else torch.cat((turned, x[..., dim:]), dim=-1)
 
 
 @computes(Rotary)
