@@ -463,6 +463,8 @@ class Decoder:
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
+        if norm is None:
+            raise CannotExpress("a model without any norm")
         sizes = {
             "vocab": spec.vocab_size,
             "hidden": spec.hidden_size,

@@ -147,13 +147,18 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     if kind.alpha and scaling == "dynamic" and rope.raw("alpha"):
         scaling, base = "default", base * rope.number("alpha") ** (dim / (dim - 2))
         rope.used |= {rope.place + name for name in rope.data}  # transformers looks at none of them beside an alpha
-    rest: dict[str, Any] = {"base": base, "pairs": kind.pairs, "rounding": kind.rounding, "direction": kind.direction}
+    rest: dict[str, Any] = {
+        "base": base,
+        "pairs": kind.pairs,
+        "rounding": kind.rounding,
+        "direction": kind.direction,
+        "joined": bool(kind.part),
+    }
     if scaling == "proportional":
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
     if kind.part:
         if not _is_number(part) or not 0 < part <= 1:
             raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
-        rest["joined"] = int(dim * part) == dim
         dim = int(dim * part)
         if dim < 2 or dim % 2:
             raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")

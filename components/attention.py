@@ -26,21 +26,23 @@ class Attention(Mixer, Component, frozen=True):
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
-    with `fused_order` "by part" all queries, all keys, all values (with "conv1d" always). `softmax` runs in fp32 at
+    with `fused_rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at
     least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
     makes them of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J,
     GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
-    of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then.
+    of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then; `lie` how keys and values
+    lie in memory where there is no cache: as one would hold them, head by head, or as they were projected (MPT).
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). With `sinks` every head has one more score, of a key without a value (gpt-oss).
+    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet). With `sinks` every head
+    has one more score, of a key without a value (gpt-oss).
     """
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "fused_order", "softmax", "scores", "kept")
+    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "fused_rows", "softmax", "scores", "kept", "lie")
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -55,6 +57,7 @@ class Attention(Mixer, Component, frozen=True):
         "clip_normed": "q and k clipped before their norms",
         "norm_order": "norms of queries and keys before positions",
         "sinks": "sinks left out",
+        "mixed_norm": "norm before the output projection left out",
     }
 
     hidden_size: Size
@@ -73,14 +76,16 @@ class Attention(Mixer, Component, frozen=True):
     clip_normed: bool = False
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
+    mixed_norm: Norm | None = None
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
     fused: bool = False
-    fused_order: Literal["by head", "by part"] = "by head"
+    fused_rows: Literal["by head", "by part"] = "by head"
     softmax: Literal["float32", "input"] = "float32"
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
     kept: Literal["window", "all"] = "window"
+    lie: Literal["as cached", "as projected"] = "as cached"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -103,6 +108,10 @@ class Attention(Mixer, Component, frozen=True):
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
                 raise ConfigError(f"q/k norm of size {norm.size} does not fit {heads} heads of {self.head_dim}")
+        if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
+            raise ConfigError(
+                f"mixed_norm of size {self.mixed_norm.size} does not fit {self.heads} heads of {self.head_dim}"
+            )
         if self.norm_order == "after" and (self.q_norm is None or self.position is None):
             raise ConfigError("norms after positions, of an attention that has no norm of queries or no positions")
         if self.clip_normed and self.norm_order == "after":
@@ -129,7 +138,7 @@ class Attention(Mixer, Component, frozen=True):
     @property
     def groups(self) -> int:
         """In how many groups the rows of a fused product lie."""
-        return 1 if self.arithmetic == "conv1d" or self.fused_order == "by part" else self.kv_heads
+        return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
@@ -193,7 +202,8 @@ class Attention(Mixer, Component, frozen=True):
                 f"--tp {devices}: {kv_heads} key-value heads are neither split nor repeated evenly over {devices} GPUs",
                 f"Choose a number that divides {kv_heads}, or a multiple of it that divides {self.heads}.",
             )
-        return msgspec.structs.replace(self, heads=heads, kv_heads=max(kv_heads // devices, 1))
+        kv_heads = max(kv_heads // devices, 1)
+        return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
 
     def small(self, hidden: int) -> Self:
         kv_heads = min(self.kv_heads, 2)
@@ -201,11 +211,18 @@ class Attention(Mixer, Component, frozen=True):
         if isinstance(self.position, ALiBi):
             heads = few_biased(self.heads)
             kv_heads = {self.heads: heads, 1: 1}.get(self.kv_heads, 2)
-        norms = {
-            name: norm if norm is None or norm.size == self.head_dim else norm.small(number * self.head_dim)
-            for name, norm, number in (("q_norm", self.q_norm, heads), ("k_norm", self.k_norm, kv_heads))
-        }
+        norms = self._norms_of(heads, kv_heads)
         return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_heads=kv_heads, **norms)
+
+    def _norms_of(self, heads: int, kv_heads: int) -> dict[str, Norm | None]:
+        """Its norms for so many heads: those of all heads at once are as wide as these."""
+        numbers = {"q_norm": heads, "k_norm": kv_heads, "mixed_norm": heads}
+        found: dict[str, Norm | None] = {}
+        for name, number in numbers.items():
+            norm: Norm | None = getattr(self, name)
+            by_head = norm is None or (norm.size == self.head_dim and name != "mixed_norm")
+            found[name] = norm if by_head or norm is None else norm.small(number * self.head_dim)
+        return found
 
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
@@ -282,7 +299,10 @@ class Attention(Mixer, Component, frozen=True):
         }
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
-        return (*found, linear(self, "o_proj", path, f"{path}.mixed", shape, row))
+        if self.mixed_norm is not None:
+            every: Sizes = ("B", "T", self.mixed_norm.size)
+            found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
+        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
 
 def few_biased(heads: int) -> int:

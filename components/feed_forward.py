@@ -6,10 +6,12 @@ from typing import Any, ClassVar, Self, get_args
 
 import msgspec
 
+from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
+from .norms import Norm
 from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Cap, Product, Program, Shift, Sizes, linear
+from .operations import AnyOperation, Cap, Product, Program, Shift, Sizes, linear, out_of
 from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
@@ -85,7 +87,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
 
     `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
-    (gpt-oss 2508.10925). `fused` computes gate and up in one matrix product.
+    (gpt-oss 2508.10925). `inner_norm` is on the product, before the projection back (BitNet). `fused` computes gate and
+    up in one matrix product.
     """
 
     label = "feed-forward"
@@ -98,6 +101,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         "down_bias": "bias out of the feed-forward dropped",
         "limit": "gate and up not limited",
         "up_shift": "up taken as it is, not one more",
+        "inner_norm": "norm before the feed-forward's output left out",
     }
 
     hidden_size: Size
@@ -107,8 +111,17 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     down_bias: bool = False
     limit: Positive | None = None
     up_shift: float = 0.0
+    inner_norm: Norm | None = None
     arithmetic: Arithmetic = "linear"
     fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:
+            raise ConfigError(f"inner_norm of size {self.inner_norm.size} on {self.intermediate_size} units")
+
+    def _norm_of(self, units: int) -> Norm | None:
+        """Its norm for so many units."""
+        return None if self.inner_norm is None else self.inner_norm.small(units)
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.intermediate_size, self.hidden_size), "reads")
@@ -133,7 +146,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
     def small(self, hidden: int) -> Self:
-        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+        norm = self._norm_of(2 * hidden)
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden, inner_norm=norm)
 
     def slips(self) -> dict[str, Self]:
         return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
@@ -143,7 +157,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     def share(self, devices: int) -> Self:
         units = divided(self.intermediate_size, devices, "units of the feed-forward")
-        return msgspec.structs.replace(self, intermediate_size=units)
+        return msgspec.structs.replace(self, intermediate_size=units, inner_norm=self._norm_of(units))
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         inner: Sizes = (*shape[:-1], self.intermediate_size)
@@ -164,7 +178,9 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         if self.up_shift:
             found.append(Shift(f"{path}.up_shifted", (found[-1].id,), inner, row, number=self.up_shift))
         found.append(Product(gated, (active, found[-1].id), inner, row, in_place=not self.fused))
-        return (*found, linear(self, "down_proj", path, gated, shape, row))
+        if self.inner_norm is not None:
+            found += out_of(row, self.inner_norm.operations(f"{path}.inner_norm", gated, inner))
+        return (*found, linear(self, "down_proj", path, found[-1].id, shape, row))
 
 
 def _another(activation: Activation) -> Activation:

@@ -21,8 +21,8 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known.
-    Without a `final_norm` the head reads the last block's output (where norms stand behind the sums, say).
+    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known. Without
+    a `final_norm` the head reads the last block's output (where norms stand behind the sums, say).
     """
 
     tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")

@@ -231,10 +231,9 @@ class Rotary(Turning, Component, frozen=True):
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the
-    result (Cohere). `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: whether
-    heads that turn as a whole are copied, as transformers does where it joins what turned with a rest that may be
-    empty: of other strides, kernels round otherwise.
+    ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
+    (Cohere). `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what turned is
+    put beside what did not even where all of a head turns (GPT-NeoX), so that heads lie one behind the other.
     """
 
     title = "RoPE"

@@ -136,6 +136,7 @@ class AttentionModule(nn.Module):
         self.fused = FusedLinears(spec.groups) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
+        self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     @staticmethod
@@ -175,15 +176,16 @@ class AttentionModule(nn.Module):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
         if spec.norm_order == "after":
             q, k = self._normed(q, k)
-        if cache is None:
+        if cache is None and spec.lie == "as cached":
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
-        else:
+        elif cache is not None:
             k, v = cache.append(k, v)
             if spec.kv_expansion == "projection":
                 # Of one key head the repeated ones are views; transformers' cache holds them all.
                 k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
-        out: Tensor = self.o_proj(self.mix(q, k, v, context, self.sinks))
+        mixed = self.mix(q, k, v, context, self.sinks)
+        out: Tensor = self.o_proj(mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         return out
 
 

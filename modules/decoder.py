@@ -76,8 +76,11 @@ class Front(nn.Module):
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = None if spec.positions is None else PositionsModule(spec.positions)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """With an `attention_mask` positions are those of tokens that nobody gives any."""
         x: Tensor = self.embedding(input_ids)
+        if self.positions is not None and attention_mask is not None:
+            position_ids = self.positions.where_not_given(attention_mask, 0, input_ids.shape[1], input_ids.device)
         return x if self.positions is None else x + self.positions(position_ids, x.dtype)
 
 

@@ -38,6 +38,7 @@ class GatedFeedForwardModule(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        self.inner_norm = build_module(spec.inner_norm) if spec.inner_norm else None
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
         self.limit, self.up_shift = spec.limit, spec.up_shift
@@ -52,7 +53,11 @@ class GatedFeedForwardModule(nn.Module):
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
             inner = self.gated(self.raised(x))
-        out: Tensor = self.down_proj(inner)
+        return self.lowered(inner)
+
+    def lowered(self, inner: Tensor) -> Tensor:
+        """What comes of the product."""
+        out: Tensor = self.down_proj(inner if self.inner_norm is None else self.inner_norm(inner))
         return out
 
     def raised(self, x: Tensor) -> Tensor:
@@ -179,4 +184,4 @@ class MixtureOfExpertsModule(nn.Module):
             return torch.cat([expert(tokens) for expert, tokens in pairs])
         # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))
-        return torch.cat([expert.down_proj(part) for expert, part in zip(used, torch.split(inner, sizes), strict=True)])
+        return torch.cat([expert.lowered(part) for expert, part in zip(used, torch.split(inner, sizes), strict=True)])

@@ -28,7 +28,7 @@ from .registry import computes
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: of `components.Rotary`.
+    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: see `components.Rotary`.
     """
 
     cos: Tensor
@@ -123,9 +123,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
         turned = (turned * cos).add_(other.mul_(sin))
     else:
         turned = (turned * cos).add_(other * sin).to(x.dtype)
-    if dim == head_dim:
-        return turned.contiguous() if joined else turned
-    return torch.cat((turned, x[..., dim:]), dim=-1)
+    return turned if dim == head_dim and not joined else torch.cat((turned, x[..., dim:]), dim=-1)
 
 
 @computes(Rotary)

@@ -238,9 +238,14 @@ def _valued(fields: Fields) -> Apply:
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         try:
             tree = spec.mapped(change)
-            shapes = {each.name: each.shape for each in tree.parameters()}
+            parameters = list(tree.parameters())
         except ConfigError:
             return None
+        shapes = {each.name: each.shape for each in parameters}
+        for each in parameters:  # of a table that would need fewer rows the first are read
+            rows = weights.get(each.name)
+            if each.role == "table" and rows is not None and rows.shape[0] > each.shape[0]:
+                weights = {**weights, each.name: rows[: each.shape[0]]}
         if any(name not in weights or weights[name].shape != shape for name, shape in shapes.items()):
             return None
         gone = weights.keys() - shapes.keys()

@@ -143,7 +143,8 @@ def _run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch]
         rows, steps = batch.input_ids.shape
         x, positions = inputs[id(batch)], torch.arange(steps)[None]
         context = Context(rows, steps, 0, False, positions, batch.attention_mask, dtype)
-        given = (batch.input_ids, positions) if unit == "front" else (x,) if unit == "back" else (x, context)
+        front = (batch.input_ids, positions, batch.attention_mask)
+        given = front if unit == "front" else (x,) if unit == "back" else (x, context)
         with torch.inference_mode():
             out = batch.valid(module(*given)).double()
         yield out

@@ -86,7 +86,7 @@ def states(
 
 
 def final_norm(tree: Tree, dtype: torch.dtype) -> nn.Module:
-    """A tree's last norm, if any, which makes of a stream the states that the head takes."""
+    """A tree's last norm, which makes of a stream the states that the head takes; without one they are the stream."""
     if tree.spec.final_norm is None:
         return nn.Identity()
     make: Callable[[], nn.Module] = partial(build_module, tree.spec.final_norm)
@@ -102,11 +102,14 @@ def head_rows(
     head = tree.spec.head
     weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
     bias = tensor_of(tree, "head.bias") if head.bias else None
+    projection = tensor_of(tree, "head.projection.weight") if head.width is not None else None
     for each in columns:
         rows = weight[each].to(dtype)
         with torch.device("meta"):
             module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
         module.weight = nn.Parameter(rows, requires_grad=False)
+        if module.projection is not None and projection is not None:
+            module.projection.weight = nn.Parameter(projection.to(dtype), requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias[each].to(dtype), requires_grad=False)
         yield partial(module, embedding=rows)

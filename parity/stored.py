@@ -151,12 +151,13 @@ def rows_to_probe(
     # Of tokens whose own logits are compared: through attention alone a row shows less.
     ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)
-    positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]), np.arange(tokens))
+    first = 0 if source.spec.positions is None else source.spec.positions.offset  # before it is a row of padding
+    positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]) - first, np.arange(-first, tokens))
     if not required:
         if source.spec.head.tied and target.spec.head.tied:
             embedding = embedding[:0]  # each row is a token's logit, whatever is read
         embedding = embedding[~_alike_at_the_ends(source, target, EMBEDDING, embedding)]
-        positions = positions[~_alike_at_the_ends(source, target, POSITIONS, positions)]
+        positions = positions[~_alike_at_the_ends(source, target, POSITIONS, positions + first)]
     positions = positions[positions < min(most or 0, up_to or most or 0)]
     # Where bytes are called for they have failed already, and a few rows show what it comes to.
     read, left = np.split(embedding, [len(embedding) if long else WIDTH if required else AFFORDABLE])
@@ -168,7 +169,7 @@ def rows_to_probe(
         every = torch.arange(int(positions[-1]) + 1) % source.spec.vocab_size
         more.append(Batch("rows of the position table", every[None]))
     elif len(positions):
-        limited.append(_too_many(positions, POSITIONS))
+        limited.append(_too_many(positions + first, POSITIONS))
     return more, [] if required else limited
 
 
@@ -230,9 +231,11 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
     spec, every, first = checkpoint.spec, torch.arange(len(rows)), torch.zeros_like(rows)
 
     def read(name: str, taken: Tensor) -> Tensor:
-        """The rows taken of a parameter, or all of a norm's."""
+        """The rows taken of a parameter, or all of a norm's or a projection's."""
         array, stored = checkpoint.tensor(name)
-        return torch.from_numpy(to_float64(array if "norm" in name else array[taken.numpy()], stored))
+        return torch.from_numpy(
+            to_float64(array if "norm" in name or "projection" in name else array[taken.numpy()], stored)
+        )
 
     def embedded(taken: Tensor) -> Tensor:
         few = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
@@ -243,9 +246,10 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
         x = embedded(first)
         if name == EMBEDDING:
             x = x + embedded(rows)
-        if spec.positions is not None:
-            few = partial(PositionsModule, replace(spec.positions, length=len(rows)))
-            x = x + filled(few, partial(read, taken=rows if name == POSITIONS else first), dtype, "positions")(every)
+        if spec.positions is not None and spec.positions.shapes():
+            few = partial(PositionsModule, replace(spec.positions, length=len(rows), offset=0))
+            taken = rows if name == POSITIONS else first
+            x = x + filled(few, partial(read, taken=taken), dtype, "positions")(every, dtype)
         logits = next(head_rows(checkpoint, dtype, [columns]))(final_norm(checkpoint, dtype)(x))
     checkpoint.release()
     return logits

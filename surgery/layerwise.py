@@ -68,6 +68,13 @@ def unknown(where: str, component: object, expected: str) -> SwapRefused:
     return SwapRefused(f"{where} has {found}, where this swap expects {expected}")
 
 
+def unnormed(path: str, mixer: Component) -> None:
+    """Raise SwapRefused where a mixer norms all that its output projection reads, for a swap that changes that."""
+    for name in ("mixed_norm", "inner_norm"):
+        if getattr(mixer, name, None) is not None:
+            raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
+
+
 def weighed(path: str, norm: Norm | None) -> None:
     """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight."""
     if norm is not None and norm.gain != "weight":
@@ -83,6 +90,7 @@ def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | 
         attention: Any = spec.blocks[layer].attention
         if not hasattr(attention, "kv_heads"):
             raise SwapRefused(f"layer {layer} has latent attention{latent}", hint)
+        unnormed(f"blocks.{layer}.attention", attention)
         found[layer] = attention
     return found
 
@@ -178,6 +186,7 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
             raise SwapRefused(f"{whole} has {field}, and this swap knows gates without it")
     inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in mixer.children()]
     for path, record in inside or [(whole, mixer)]:
+        unnormed(path, record)
         inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]
         names = tensors_of(path, record, *inputs), f"{path}.down_proj.weight", f"{path}.down_proj.bias"
         yield Inner(path, record, layer, inputs, *names, record.intermediate_size)
@@ -197,12 +206,22 @@ def by_weights(model: Model, inner: Inner) -> Wide:
 
 
 def tables(spec: ModelSpec) -> tuple[str, ...]:
-    """The tables [rows, hidden] whose rows are the stream's beginning."""
+    """The tables [rows, hidden] whose rows are the stream's beginning.
+
+    Raises:
+        SwapRefused: they are not as wide as the stream, or positions are no table.
+    """
+    if spec.embedding.width is not None:
+        raise SwapRefused(f"embedding has width {spec.embedding.width}, where this swap expects that of the stream")
+    if spec.positions is not None and not spec.positions.weights():
+        raise unknown("the model", spec.positions, "a table of positions")
     return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
 
 
 def head_weight(spec: ModelSpec) -> str:
-    """The tensor [vocabulary, hidden] that reads the last norm."""
+    """The tensor [vocabulary, hidden] that reads the last norm; raises SwapRefused where it reads a projection."""
+    if spec.head.width is not None:
+        raise SwapRefused(f"head has width {spec.head.width}, where this swap expects that of the stream")
     return "embedding.weight" if spec.head.tied else "head.weight"
 
 

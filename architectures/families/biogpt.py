@@ -49,6 +49,7 @@ DECODER = Decoder(
         "attention.output_bias": True,
         "feed_forward.up_bias": True,
         "feed_forward.down_bias": True,
+        "attention.softmax": "input",
         "positions.offset": 2,
     },
     rotary=None,

@@ -24,7 +24,7 @@ def turning(rounding: Literal["input", "keys"]) -> Layers:
         dim = config.integer("rotary_dim", 64, most=head_dim)
         if dim % 2:
             raise config.fail("rotary_dim", dim, "an even number")
-        return [{"position": Rotary(dim=dim, base=10_000.0, pairs="adjacent", rounding=rounding)}] * count
+        return [{"position": Rotary(dim=dim, base=10_000.0, pairs="adjacent", rounding=rounding, joined=True)}] * count
 
     return layers
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...components import ALiBi, Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Architecture, Leaf, leaves_of, qkv
-from ..config import ConfigReader
+from ..config import COMMON_REFUSED, ConfigReader
 from ..decoder import Decoder, Field
 from ..layout import Layout
 from ..obstacles import of_kind
@@ -31,7 +31,7 @@ INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """What `attn_config` says of all layers."""
     inner = config.inner("attn_config")
-    inner.refuse(INNER_REFUSED)
+    inner.refuse({**COMMON_REFUSED, **INNER_REFUSED})
     scale = inner.optional_number("softmax_scale")
     clip = inner.optional_number("clip_qkv") if inner.raw("clip_qkv") else None
     return [{"scale": 1 / math.sqrt(head_dim) if scale is None else scale, "clip": clip}] * count
@@ -61,7 +61,8 @@ DECODER = Decoder(
         "activation": "gelu",
         "attention.position": ALiBi(rounding="apart"),
         "attention.fused": True,
-        "attention.fused_order": "by part",
+        "attention.lie": "as projected",
+        "attention.fused_rows": "by part",
     },
     rotary=None,
     layers=layers,

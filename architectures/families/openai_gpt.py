@@ -18,7 +18,7 @@ from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
 from .opt import POST
 
 ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
-NAMES = {ours: name for name, ours in reversed([*ACT_FNS.items()])}
+NAMES = {ours: name for name, ours in reversed(list(ACT_FNS.items()))}
 
 
 def read_activation(config: ConfigReader, name: str, default: str) -> Any:
@@ -54,6 +54,7 @@ DECODER = Decoder(
         "attention.output_bias": True,
         "attention.arithmetic": "conv1d",
         "attention.fused": True,
+        "attention.lie": "as projected",
         "attention.scaling": "divide",
         "attention.softmax": "input",
         "feed_forward.up_bias": True,

@@ -57,8 +57,8 @@ DECODER = Decoder(
 def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     before = config.boolean("do_layer_norm_before", True)
-    last = before and not config.boolean("_remove_final_layer_norm", False)
-    return replace(DECODER, norms=PRE if before else POST).read(config, final_norm=last)
+    removed = config.boolean("_remove_final_layer_norm", False)
+    return replace(DECODER, norms=PRE if before else POST).read(config, final_norm=before and not removed)
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:

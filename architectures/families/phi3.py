@@ -39,7 +39,7 @@ DECODER = Decoder(
         ),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
     },
-    fixed={"attention.fused": True, "attention.fused_order": "by part", "feed_forward.fused": True},
+    fixed={"attention.fused": True, "attention.fused_rows": "by part", "feed_forward.fused": True},
     rotary=RotaryKind(
         part=PART, original=4096, types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}
     ),

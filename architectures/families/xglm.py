@@ -7,8 +7,9 @@ they meet keys.
 
 from __future__ import annotations
 
-from ...components import FeedForward, LayerNorm, SinusoidalPositions
+from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import leaves_of
+from ..config import ConfigReader
 from ..decoder import Decoder, Field
 from .biogpt import fairseq, is_scaled, root_of
 
@@ -42,6 +43,15 @@ DECODER = Decoder(
     table=SinusoidalPositions,
 )
 
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    padding = config.data.get("pad_token_id", 1)  # which says nothing else
+    if type(padding) is int and padding >= DECODER.fixed["positions.offset"]:
+        raise config.fail("pad_token_id", padding, "0 or 1: the positions of the row with this number are zeros")
+    return DECODER.read(config)
+
+
 XGLM = DECODER.architecture(
     "xglm",
     "XGLMForCausalLM",
@@ -49,6 +59,7 @@ XGLM = DECODER.architecture(
         {"model.embed_tokens": "embedding", **fairseq("model."), "model.layer_norm": "final_norm", "lm_head": "head"}
     ),
     released="2021-12",
+    read=read,
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     config_aliases={
         "attention_heads": ("num_attention_heads",),
@@ -63,7 +74,6 @@ XGLM = DECODER.architecture(
         "init_std": "training only",
         "layerdrop": "training only",
     },
-    refused={"pad_token_id": ((1, 0, None), "the row of positions with this number is zeros, which nothing here has")},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for xglm",
 )

@@ -25,7 +25,7 @@ from ...components import ALiBi, ModelSpec
 from ...errors import SwapRefused
 from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
-from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, with_mixers
+from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, unnormed, with_mixers
 from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 
@@ -40,6 +40,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     exact = True
     for layer in layers:
         path, attention = f"blocks.{layer}.attention", spec.blocks[layer].attention
+        unnormed(path, attention)
         if new > attention.heads:
             choice: Choice | None = _more(attention, new)
         else:

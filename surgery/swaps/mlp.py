@@ -36,7 +36,7 @@ from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
-from ..layerwise import experts, guarantee_of, in_words, with_blocks, with_mixers
+from ..layerwise import experts, guarantee_of, in_words, unnormed, with_blocks, with_mixers
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Step, Swap
 
@@ -192,7 +192,10 @@ def wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
         )
     none = "the feed-forwards asked for are mixtures of experts already"
     layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
-    return count, top, {layer: dense_of(spec.blocks[layer]) for layer in layers}
+    dense = {layer: dense_of(spec.blocks[layer]) for layer in layers}
+    for layer, inner in dense.items():
+        unnormed(f"blocks.{layer}.feed_forward", inner)
+    return count, top, dense
 
 
 # --- dense -> experts -------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ def kind(spec: ModelSpec) -> str:
     """What tells positions apart: learned, rope (not neutral), alibi, none; "mixed" where layers differ."""
     found = {kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
+        if not isinstance(spec.positions, LearnedPositions):
+            raise unknown("the model", spec.positions, "a table of positions")
         return "learned" if found == {"none"} else "mixed"
     return found.pop() if len(found) == 1 else "mixed"
 
@@ -301,6 +303,8 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"its context is {length:,} tokens already")
     new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
+    if table is not None and not isinstance(table, LearnedPositions):
+        raise unknown("the model", table, "a table of positions")
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
         if rotary and now is not None and length > now:

@@ -72,7 +72,7 @@ def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path
     assert count(spec).total == model.num_parameters() + biased
     # A tied head is the embedding's parameter under a second name, and in neither count.
     twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = spec.vocab_size * spec.hidden_size if spec.head.tied else 0
+    tied = spec.vocab_size * (spec.embedding.width or spec.hidden_size) if spec.head.tied else 0
     assert twice + biased == count(spec).total + tied
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.head.tied
     assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]

@@ -90,6 +90,37 @@ GPT_NEO = {
 GPT_BIGCODE = {**GPT2, "model_type": "gpt_bigcode", "n_layer": 2, "n_head": 6}
 PERSIMMON = {**LLAMA, "model_type": "persimmon", "num_attention_heads": 3}
 NEMOTRON = {**LLAMA, **GROUPED, "model_type": "nemotron"}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "ffn_dim": 72,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+}
+BIOGPT = {**LLAMA, "model_type": "biogpt", "num_hidden_layers": 3, "num_attention_heads": 4}
+XGLM = {
+    "model_type": "xglm",
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "num_layers": 3,
+    "ffn_dim": 72,
+    "max_position_embeddings": 256,
+    "attention_heads": 4,
+}
+CTRL = {**GPT2, "model_type": "ctrl", "dff": 72}
+OPENAI_GPT = {**GPT2, "model_type": "openai-gpt"}
+GPT_NEOX_JAPANESE = {
+    "model_type": "gpt_neox_japanese",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+BITNET = {**LLAMA, **GROUPED, "model_type": "bitnet"}
+MPT = {"model_type": "mpt", "vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "max_seq_len": 256, "n_heads": 4}
 PHI3 = {**LLAMA, **GROUPED, "model_type": "phi3", "max_position_embeddings": 160, "pad_token_id": 0}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -145,6 +176,72 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "tie_word_embeddings": True,
         "partial_rotary_factor": 1.0,
+    },
+    "opt": OPT,
+    "opt-350m": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 20},
+    "opt-bare": {
+        **OPT,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "_remove_final_layer_norm": True,
+        "tie_word_embeddings": False,
+        "activation_function": "gelu",
+        "num_attention_heads": 3,
+        "word_embed_proj_dim": 60,
+    },
+    "biogpt": BIOGPT,
+    "biogpt-unscaled": {
+        **BIOGPT,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "relu",
+        "num_attention_heads": 3,
+    },
+    "xglm": XGLM,
+    "xglm-unscaled": {
+        **XGLM,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "activation_function": "relu",
+        "attention_heads": 3,
+    },
+    "ctrl": CTRL,
+    "ctrl-untied": {**CTRL, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3, "n_head": 3, "n_layer": 2},
+    "openai-gpt": OPENAI_GPT,
+    "openai-gpt-untied": {
+        **OPENAI_GPT,
+        "afn": "relu",
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-3,
+        "n_head": 3,
+        "n_layer": 2,
+    },
+    "gpt_neox_japanese": {**GPT_NEOX_JAPANESE, "pad_token_id": 0},
+    "gpt_neox_japanese-partial": {
+        **GPT_NEOX_JAPANESE,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 5000,
+        "intermediate_multiple_size": 2,
+        "hidden_act": "relu",
+        "tie_word_embeddings": False,
+        "num_attention_heads": 3,
+    },
+    "bitnet": BITNET,
+    "bitnet-biased": {
+        **BITNET,
+        "attention_bias": True,
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-3,
+    },
+    "mpt": MPT,
+    "mpt-clipped": {
+        **MPT,
+        "n_heads": 6,
+        "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3},
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-3,
     },
     "phi3": {**PHI3, "sliding_window": 16},
     "phi3-mha": {**PHI3, "num_attention_heads": 4, "num_key_value_heads": None, "tie_word_embeddings": True},
@@ -1009,7 +1106,7 @@ def _variants() -> list[Variant]:
     seen: set[str] = set()
     variants = []
     for name, config in CONFIGS.items():
-        family = name.split("-")[0]
+        family = "openai-gpt" if name.startswith("openai-gpt") else name.split("-")[0]
         variants.append(Variant(name, family, config, family not in seen))
         seen.add(family)
     return variants

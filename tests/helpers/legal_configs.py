@@ -325,7 +325,221 @@ def legal(config: Config) -> bool:
     return True
 
 
+def learned(chosen: random.Random) -> tuple[Config, int]:
+    """The sizes that GPT-2's fields say, and the width of a head."""
+    heads, head_dim = chosen.choice((1, 2, 3, 5, 9)), chosen.choice(ODD)
+    sizes = {"n_positions": 256, "n_embd": heads * head_dim, "n_layer": chosen.choice((1, 2)), "n_head": heads}
+    return sizes, head_dim
+
+
+def gptj(chosen: random.Random) -> Config:
+    heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
+    sizes = {"n_positions": 256, "n_embd": heads * head_dim, "n_layer": chosen.choice((1, 2)), "n_head": heads}
+    more = {
+        "n_inner": chosen.choice((1, 7, 33)),
+        "activation_function": activation(chosen),
+        "layer_norm_epsilon": 1e-3,
+        "tie_word_embeddings": True,
+    }
+    return {**sizes, "rotary_dim": chosen.choice(range(2, head_dim + 1, 2)), **sometimes(chosen, more)}
+
+
+def codegen(chosen: random.Random) -> Config:
+    found = gptj(chosen)
+    return {**found, "n_embd": 4 * found["n_embd"], "n_head": 4 * found["n_head"]}
+
+
+def gpt_neo(chosen: random.Random) -> Config:
+    sizes, _ = learned(chosen)
+    layers = [chosen.choice(("global", "local")) for _ in range(sizes["n_layer"])]
+    more = {
+        "intermediate_size": chosen.choice((1, 7, 33)),
+        "activation_function": activation(chosen),
+        "window_size": chosen.choice((1, 2, 3, 8, 17, 300)),
+        "layer_norm_epsilon": 1e-3,
+        "tie_word_embeddings": False,
+    }
+    return {
+        "max_position_embeddings": 256,
+        "hidden_size": sizes["n_embd"],
+        "num_layers": sizes["n_layer"],
+        "num_heads": sizes["n_head"],
+        "attention_types": [[layers, 1]],
+        **sometimes(chosen, more),
+    }
+
+
+def gpt_bigcode(chosen: random.Random) -> Config:
+    sizes, _ = learned(chosen)
+    more = {
+        "n_inner": chosen.choice((1, 7, 33)),
+        "activation_function": activation(chosen),
+        "multi_query": False,
+        "scale_attn_weights": False,
+        "layer_norm_epsilon": 1e-3,
+        "tie_word_embeddings": False,
+    }
+    return {**sizes, **sometimes(chosen, more)}
+
+
+def partial(chosen: random.Random, head_dim: int) -> Config:
+    """A part of each head that turns."""
+    parts = [each for each in (0.25, 0.5, 0.75, 1.0) if int(head_dim * each) and int(head_dim * each) % 2 == 0]
+    return {"partial_rotary_factor": chosen.choice(parts)}
+
+
+def persimmon(chosen: random.Random) -> Config:
+    heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
+    more = {"hidden_act": activation(chosen), "qk_layernorm": False, "layer_norm_eps": 1e-3}
+    return {
+        "hidden_size": heads * head_dim,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "num_hidden_layers": chosen.choice((1, 2)),
+        "num_attention_heads": heads,
+        "max_position_embeddings": 256,
+        **partial(chosen, head_dim),
+        **sometimes(chosen, {**more, "tie_word_embeddings": True, "rope_theta": 37.5}),
+    }
+
+
+def nemotron(chosen: random.Random) -> Config:
+    found = llama_like(chosen)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta", "rms_norm_eps"):
+        found.pop(name, None)
+    head_dim = found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    more = {"norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True, "rope_theta": 37.5}
+    return {**found, **partial(chosen, head_dim), **sometimes(chosen, more)}
+
+
+def phi3(chosen: random.Random) -> Config:
+    found = llama_like(chosen, own_dim=False)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        found.pop(name, None)
+    head_dim, original = found["hidden_size"] // found["num_attention_heads"], chosen.choice((8, 32))
+    part = partial(chosen, head_dim)
+    pairs = int(head_dim * part["partial_rotary_factor"]) // 2
+    long: Config = {
+        "original_max_position_embeddings": original,
+        "rope_scaling": {
+            "type": chosen.choice(("longrope", "yarn")),
+            "short_factor": [chosen.uniform(0.5, 2) for _ in range(pairs)],
+            "long_factor": [chosen.uniform(1, 9) for _ in range(pairs)],
+        },
+    }
+    more = {"sliding_window": window(chosen), "rope_theta": 37.5}
+    return {**found, "pad_token_id": 0, **part, **chosen.choice(({}, long)), **sometimes(chosen, more)}
+
+
+def opt(chosen: random.Random) -> Config:
+    sizes, _ = learned(chosen)
+    more = {
+        "word_embed_proj_dim": chosen.choice((1, 3, 16, 33)),
+        "activation_function": activation(chosen),
+        "do_layer_norm_before": False,
+        "_remove_final_layer_norm": True,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "tie_word_embeddings": False,
+    }
+    return {
+        "hidden_size": sizes["n_embd"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "ffn_dim": chosen.choice((1, 7, 33)),
+        "max_position_embeddings": 256,
+        **sometimes(chosen, more),
+    }
+
+
+def biogpt(chosen: random.Random) -> Config:
+    sizes, _ = learned(chosen)
+    more = {"hidden_act": activation(chosen), "scale_embedding": False, "tie_word_embeddings": False}
+    return {
+        "hidden_size": sizes["n_embd"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "intermediate_size": chosen.choice((1, 7, 33)),
+        "max_position_embeddings": 256,
+        **sometimes(chosen, more),
+    }
+
+
+def xglm(chosen: random.Random) -> Config:
+    heads = chosen.choice((1, 2, 3, 5))
+    more = {"activation_function": activation(chosen), "scale_embedding": False, "tie_word_embeddings": False}
+    return {
+        "d_model": heads * chosen.choice(EVEN[1:]),
+        "num_layers": chosen.choice((1, 2)),
+        "attention_heads": heads,
+        "ffn_dim": chosen.choice((1, 7, 33)),
+        "max_position_embeddings": 256,
+        **sometimes(chosen, more),
+    }
+
+
+def ctrl(chosen: random.Random) -> Config:
+    heads = chosen.choice((1, 2, 3, 5))
+    return {
+        "n_embd": heads * chosen.choice(EVEN),
+        "n_layer": chosen.choice((1, 2)),
+        "n_head": heads,
+        "dff": chosen.choice((1, 7, 33)),
+        "n_positions": 256,
+        **sometimes(chosen, {"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}),
+    }
+
+
+def openai_gpt(chosen: random.Random) -> Config:
+    more = {"afn": chosen.choice(("relu", "silu", "swish")), "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}
+    return {**learned(chosen)[0], **sometimes(chosen, more)}
+
+
+def gpt_neox_japanese(chosen: random.Random) -> Config:
+    heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
+    more = {"hidden_act": activation(chosen), "intermediate_multiple_size": 2, "rotary_emb_base": 37.5}
+    return {
+        "hidden_size": heads * head_dim,
+        "num_hidden_layers": chosen.choice((1, 2)),
+        "num_attention_heads": heads,
+        "max_position_embeddings": 256,
+        "rotary_pct": partial(chosen, head_dim)["partial_rotary_factor"],
+        **sometimes(chosen, {**more, "layer_norm_eps": 1e-3, "tie_word_embeddings": False}),
+    }
+
+
+def mpt(chosen: random.Random) -> Config:
+    heads = chosen.choice((1, 2, 3, 5, 8, 9))
+    inner = sometimes(chosen, {"clip_qkv": 0.5, "softmax_scale": 0.3})
+    more = {"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False, "attn_config": inner}
+    return {
+        "d_model": heads * chosen.choice(ODD),
+        "n_layers": chosen.choice((1, 2)),
+        "n_heads": heads,
+        "max_seq_len": 256,
+        **sometimes(chosen, more),
+    }
+
+
+def bitnet(chosen: random.Random) -> Config:
+    return {**llama_like(chosen, own_dim=False), **sometimes(chosen, {"attention_bias": True})}
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
+    "gptj": gptj,
+    "codegen": codegen,
+    "gpt_neo": gpt_neo,
+    "gpt_bigcode": gpt_bigcode,
+    "persimmon": persimmon,
+    "nemotron": nemotron,
+    "phi3": phi3,
+    "opt": opt,
+    "biogpt": biogpt,
+    "xglm": xglm,
+    "ctrl": ctrl,
+    "openai-gpt": openai_gpt,
+    "gpt_neox_japanese": gpt_neox_japanese,
+    "mpt": mpt,
+    "bitnet": bitnet,
     "gpt2": gpt2,
     "llama": llama,
     "mistral": mistral,

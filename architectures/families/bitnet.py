@@ -1,0 +1,64 @@
+"""BitNet b1.58 2B4T (Microsoft 2504.12285), its weights in floating point: llama with squared ReLU for a gate, and
+norms before the output projections of attention and feed-forward.
+
+Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of ternary weights are refused as quantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...components import RMSNorm
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+
+
+def norm_of(values: dict[str, Any], size: int) -> RMSNorm:
+    """A norm of a width."""
+    return RMSNorm(size=size, eps=values["eps"])
+
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=128256,
+            hidden_size=2560,
+            intermediate_size=6912,
+            num_hidden_layers=30,
+            num_attention_heads=20,
+            hidden_act="relu2",
+            rms_norm_eps=1e-5,
+        ),
+        "num_key_value_heads": Field("kv_heads", 5, ConfigReader.optional_integer),  # null: as many as heads
+        "attention_bias": BIAS,
+    },
+    fixed={
+        "attention.mixed_norm": lambda values: norm_of(values, values["hidden"]),
+        "feed_forward.inner_norm": lambda values: norm_of(values, values["intermediate"]),
+    },
+    rotary=RotaryKind(500_000.0),
+    whole_heads=True,
+)
+
+BITNET = DECODER.architecture(
+    "bitnet",
+    "BitNetForCausalLM",
+    leaves_of(
+        {
+            **EMBEDDING,
+            **ATTENTION,
+            T + "self_attn.attn_sub_norm": B + "attention.mixed_norm",
+            **FEED_FORWARD,
+            T + "mlp.ffn_sub_norm": B + "feed_forward.inner_norm",
+            **NORMS,
+            **ENDS,
+        }
+    ),
+    released="2025-04",
+    token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
+    dropped=LLAMA_DROPPED,
+)
