@@ -453,7 +453,8 @@ class Decoder:
                 transformers refuses.
         """
         first = spec.blocks[0]
-        attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
+        attention = of_kind(first.attention, Attention)
+        inners: list[Any] = [block.feed_forward for block in spec.blocks]
         mixture = next((each for each in inners if hasattr(each, "expert")), None)
         dense = next((each for each in inners if not hasattr(each, "expert")), None)
         if mixture is not None and dense is None:

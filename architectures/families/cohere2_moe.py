@@ -134,6 +134,7 @@ COHERE2_MOE = Architecture(
     write=write,
     leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, cohere2.LEAVES),
     prefix="model.",
+    released="2026-04",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
