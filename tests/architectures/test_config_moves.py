@@ -13,7 +13,11 @@ OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True,
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
-COMPARED = {("falcon", "head_dim"): "heads share out the width, and another value is refused"}
+COMPARED = {
+    ("falcon", "head_dim"): "heads share out the width, and another value is refused",
+    ("youtu", "num_attention_heads"): "as many as num_key_value_heads",
+    **{(name, "num_key_value_heads"): "as many as num_attention_heads" for name in ("youtu", "minicpm3")},
+}
 """Fields that are read to be compared with what others say."""
 
 
