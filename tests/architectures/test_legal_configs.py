@@ -38,9 +38,11 @@ def refused(config: Config) -> bool:
     try:
         spec_of(config)
     except ConfigError as error:
-        assert any(name in str(error) for name in (*config, "rope_type", "partial_rotary_factor")), str(error)
-        return True
-    return False
+        said = str(error)
+    else:
+        return False
+    assert any(name in said for name in (*config, "rope_type", "partial_rotary_factor")), said
+    return True
 
 
 def padded(ids: Tensor, chosen: random.Random) -> Tensor | None:
