@@ -9,14 +9,37 @@ from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import ConfigError
 
-OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
+OTHERS: tuple[Any, ...] = (
+    1,
+    2,
+    3,
+    4,
+    8,
+    12,
+    48,
+    96,
+    0.5,
+    1.0,
+    1e-3,
+    2.5,
+    True,
+    False,
+    None,
+    "relu",
+    "gelu",
+    "greedy",
+    "group_limited_greedy",
+)
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
 COMPARED = {
     ("falcon", "head_dim"): "heads share out the width, and another value is refused",
-    ("youtu", "num_attention_heads"): "as many as num_key_value_heads",
-    **{(name, "num_key_value_heads"): "as many as num_attention_heads" for name in ("youtu", "minicpm3")},
+    **{(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")},
+    **{
+        (name, "num_key_value_heads"): "as many as num_attention_heads"
+        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    },
 }
 """Fields that are read to be compared with what others say."""
 
@@ -29,6 +52,8 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
         yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
     if name == "layer_types":
         yield from ([kind] * layers for kind in TYPES)
+    if name == "mlp_layer_types":
+        yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name.startswith("rope_"):
         yield {"rope_type": "linear", "factor": 3.0}
         yield {kind: {"rope_type": "linear", "factor": 3.0} for kind in TYPES}
