@@ -35,6 +35,10 @@ PUBLISHED = {
     "open-llama-3b": 3_426_473_600,
     "solar-10.7b": 10_731_524_096,
     "deepseek-coder-33b": 33_342_991_360,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
     "falcon3-7b": 7_455_550_464,
     "qwen1.5-0.5b": 463_987_712,
     "qwen1.5-72b": 72_287_920_128,
@@ -54,17 +58,20 @@ def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     # named_parameters names a tied weight once, by the embedding's name; modules may hold several tensors in one.
-    named = revert_weight_conversion(model, dict(model.named_parameters()))
+    # What the choice of experts is biased with is stored, and no parameter there.
+    buffers = {name: each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    named = revert_weight_conversion(model, {**dict(model.named_parameters()), **buffers})
     theirs = {name: tuple(parameter.shape) for name, parameter in named.items()}
 
     architecture = architecture_of(preset.config)
     spec = architecture.spec(preset.config)
     assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == theirs
-    assert count(spec).total == model.num_parameters()
+    biases = sum(each.numel() for each in buffers.values())
+    assert count(spec).total == model.num_parameters() + biases
     # A tied head is the embedding's parameter under a second name, and in neither count.
     twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
     tied = spec.vocab_size * spec.hidden_size if spec.head.tied else 0
-    assert twice == count(spec).total + tied
+    assert twice + biases == count(spec).total + tied
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.head.tied
     assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]
 

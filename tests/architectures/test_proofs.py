@@ -144,8 +144,8 @@ def test_names_and_shapes_are_transformers_own(variant):
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""
     architecture = ARCHITECTURES[family]
-    config = getattr(transformers, architecture.hf_config)()
-    spec = architecture.spec({"model_type": family})
+    config = getattr(transformers, architecture.hf_config)(**architecture.stated)
+    spec = architecture.usual
     ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)}
     assert ours == hf_shapes(config, architecture.head if spec.head.tied else None)
 
