@@ -30,13 +30,14 @@ MEANINGS = {
     "k": "width of all key heads",
     "c": "dimensions of a head",
     "f": "feed-forward width",
+    "a": "width of the queries' latent",
     "r": "width of the latent",
     "p": "width of the rotary keys",
     "u": "width of the keys that are made of the latent",
     "w": "width of the values that are made of the latent",
     "n": "another width",
 }
-MULTIPLES = "hkfruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
+MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
 MOST = 8
 MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
 from .norms import Norm
 from .operations import AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes, linear
@@ -64,8 +65,9 @@ class Embedding(Component, frozen=True):
 
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
-    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite); then `cap` c makes c · tanh(x / c)
-    of every logit x (Gemma 2). With `width` a matrix takes hidden states to so many dimensions first (OPT 350m).
+    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
+    before (MiniCPM); then `cap` c makes c · tanh(x / c) of every logit x (Gemma 2). With `width` a matrix
+    takes hidden states to so many dimensions first (OPT 350m).
     """
 
     label = "head"
@@ -88,7 +90,11 @@ class Head(Component, frozen=True):
     cap: Positive | None = None
     multiplier: Positive = 1.0
     width: Size | None = None
-    scaling: Literal["multiply", "divide"] = "multiply"
+    scaling: Literal["multiply", "divide", "divide states"] = "multiply"
+
+    def __post_init__(self) -> None:
+        if self.scaling == "divide states" and self.bias:
+            raise ConfigError("a head that divides states before its product has no bias, which would not be divided")
 
     def words(self) -> dict[str, Words]:
         short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
@@ -108,13 +114,17 @@ class Head(Component, frozen=True):
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied = "embedding" if self.tied else None
         weights = tuple((name, size) for name, size in self.shapes().items() if "." not in name)
+        before = self.scaling == "divide states" and self.multiplier != 1
         found: list[AnyOperation] = []
+        if before:
+            found.append(Scale(f"{path}.scaled", (source,), shape, "head", factor=self.multiplier))
+            source = found[-1].id
         if self.width is not None:
             found.append(linear(self, "projection", path, source, (*shape[:-1], self.width), "head"))
             source = found[-1].id
         inputs = self.width or self.hidden_size
         found.append(Linear(path, (source,), wide, "head", weights, inputs_wide=inputs, tied=tied))
-        if self.multiplier != 1:
+        if self.multiplier != 1 and not before:
             found.append(Scale(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
         if self.cap is not None:
             found.append(Cap(f"{path}.capped", (found[-1].id,), wide, "head", limit=self.cap))

@@ -254,8 +254,8 @@ class Add(Operation, frozen=True, kw_only=True):
 
 class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
-    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these.
-    Its weight, where it has one, is added to scores for the choice alone.
+    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
+    the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
     """
 
     top_k: int
@@ -265,6 +265,7 @@ class Choose(Operation, frozen=True, kw_only=True):
     multiplier: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
 
 
 class Gather(Operation, frozen=True, kw_only=True):

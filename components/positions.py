@@ -232,8 +232,9 @@ class Rotary(Turning, Component, frozen=True):
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
     ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
-    (Cohere). `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what turned is
-    put beside what did not even where all of a head turns (GPT-NeoX), so that heads lie one behind the other.
+    (Cohere). "complex": the result alone, of products of complex numbers (DeepSeek-V2, where neighbours turn together).
+    `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what
+    turned is put beside what did not even where all of a head turns (GPT-NeoX), so that heads lie one behind the other.
     """
 
     title = "RoPE"
@@ -251,7 +252,7 @@ class Rotary(Turning, Component, frozen=True):
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "keys", "tables"] = "input"
+    rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
 

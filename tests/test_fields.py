@@ -84,6 +84,7 @@ ASK_FOR_MORE = {
     ("LatentAttention", "rope_heads"),
     ("Embedding", "width"),
     ("Head", "width"),
+    ("LatentAttention", "q_rank"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
 other field names. Who forgets them finds no place for a tensor, and needs no verifier.

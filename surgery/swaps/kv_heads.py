@@ -145,7 +145,9 @@ def _latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttent
     """The record in a grouped attention's place."""
     rotary, dims = isinstance(attention.position, Rotary), (_plain_dim(attention), attention.head_dim)
     sizes = {"kv_rank": rank, "nope_dim": dims[0], "value_dim": dims[1], "rope_heads": rope_heads if rotary else 0}
-    found: LatentAttention = recast(attention, LatentAttention, **sizes)
+    found: LatentAttention = recast(
+        attention, LatentAttention, **sizes, fused=False
+    )  # which says of what other products
     return found
 
 

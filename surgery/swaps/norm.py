@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import Block, Head, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...components import Block, Head, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..layerwise import head_weight, readers, weighed, with_blocks, writers, written
@@ -137,7 +137,8 @@ def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
     """A block with biases for those of some norms: in what reads them, and in what is added to a norm's output."""
     attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
     if f"{path}.attention_norm" in shifting:
-        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+        reads = {"qkv_bias": True, **({"kv_bias": False} if isinstance(attention, LatentAttention) else {})}
+        attention = replace(attention, **reads, output_bias=attention.output_bias or out)
     if _inner_norm(block, path) in shifting:
         own = out and f"{path}.feed_forward_norm" in shifting
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or own)

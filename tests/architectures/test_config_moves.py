@@ -9,7 +9,27 @@ from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import ConfigError
 
-OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
+OTHERS: tuple[Any, ...] = (
+    1,
+    2,
+    3,
+    4,
+    8,
+    12,
+    48,
+    96,
+    0.5,
+    1.0,
+    1e-3,
+    2.5,
+    True,
+    False,
+    None,
+    "relu",
+    "gelu",
+    "greedy",
+    "group_limited_greedy",
+)
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
@@ -21,6 +41,11 @@ COMPARED = {
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {
+    **{(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")},
+    **{
+        (name, "num_key_value_heads"): "as many as num_attention_heads"
+        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    },
     ("gpt_bigcode", "num_key_value_heads"): "multi_query says it",
     **dict.fromkeys(
         [("gpt_neo", name) for name in ("attention_layers", "num_layers", "num_hidden_layers")],
