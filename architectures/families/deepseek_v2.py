@@ -76,6 +76,7 @@ DEEPSEEK_V2 = Architecture(
     hf_class="DeepseekV2ForCausalLM",
     hf_config="DeepseekV2Config",
     kinds=DECODER.kinds,
+    released="2024-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=DECODER.write,

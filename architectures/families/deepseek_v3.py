@@ -7,7 +7,6 @@ tokens (`layers.61`), is left out there too.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import USUAL, Field, Mixtures, after, with_defaults
 from ..latent import KNOWN, LATENT, LatentDecoder
 from . import youtu
@@ -45,18 +44,14 @@ DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers b
 TRAINING = {"aux_loss_alpha": "training only", "ep_size": "how a server shares out experts", "seq_aux": "training only"}
 """What files say beside, that transformers does not read."""
 
-DEEPSEEK_V3 = Architecture(
-    name="deepseek_v3",
+DEEPSEEK_V3 = DECODER.architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    LEAVES,
     model_types=("deepseek_v3", "kimi_k2"),
-    hf_class="DeepseekV3ForCausalLM",
-    hf_config="DeepseekV3Config",
-    kinds=DECODER.kinds,
+    released="2024-12",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     drafts=1,
     stacked=STACKED,

@@ -6,7 +6,6 @@ drafts tokens (`layers.47`), is left out there too.
 
 from __future__ import annotations
 
-from ..base import Architecture
 from ..decoder import Mixtures, by_type, with_defaults
 from ..latent import KNOWN, LatentDecoder
 from ..rope import PART, RotaryKind
@@ -41,18 +40,13 @@ DECODER = LatentDecoder(
     mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
 )
 
-GLM4_MOE_LITE = Architecture(
-    name="glm4_moe_lite",
-    model_types=("glm4_moe_lite",),
-    hf_class="Glm4MoeLiteForCausalLM",
-    hf_config="Glm4MoeLiteConfig",
-    kinds=DECODER.kinds,
+GLM4_MOE_LITE = DECODER.architecture(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    LEAVES,
+    released="2026-01",
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
-    read=DECODER.read,
-    write=DECODER.write,
-    leaves=LEAVES,
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
-    prefix="model.",
     dropped=LLAMA_DROPPED,
     drafts=1,
     stacked=STACKED,

@@ -79,6 +79,7 @@ MINICPM3 = Architecture(
     hf_class="MiniCPM3ForCausalLM",
     hf_config="MiniCPM3Config",
     kinds=DECODER.kinds,
+    released="2024-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     read=read,
     write=DECODER.write,

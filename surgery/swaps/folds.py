@@ -222,7 +222,8 @@ OPTIONS = (
         "BIASES",
         words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
         "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = q_down_proj.bias, kv_down_proj.bias; "
-        "output.bias = o.bias, o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; biases = bias, all biases",
+        "output.bias = o.bias, o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; "
+        "biases = bias, all biases",
     ),
     Option(
         "fold",
