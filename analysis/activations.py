@@ -110,7 +110,6 @@ COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "rout
 
 
 def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    """What lies before the first layer and behind the last."""
     found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
@@ -164,7 +163,6 @@ class Mixing(msgspec.Struct, frozen=True):
         return run.batch * self.scores.heads * run.tokens**2
 
     def mask(self, run: Pass) -> int:
-        """Bytes of the mask that a fused kernel is handed."""
         if not self.is_masked(run.tokens):
             return 0
         return (run.tokens**2 if self.alibi is None else self.pairs(run)) * run.size

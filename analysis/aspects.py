@@ -103,7 +103,6 @@ def _components(spec: ModelSpec) -> dict[str, list[Words]]:
 
 
 def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:
-    """What is said of every layer, or of which ones."""
     kinds: dict[str, tuple[Words, list[int]]] = {}
     for layer, words in enumerate(said):
         key = json.dumps(words.data, sort_keys=True)

@@ -201,7 +201,6 @@ def _written(products: Sum, letters: Mapping[Letter, str], by_degree: bool = Fal
 
 
 def _which(kind: int, of_kind: list[int]) -> str:
-    """The layers of a kind, in words."""
     if set(of_kind) == {kind}:
         return MEANINGS["L"]
     ranges = [range_label(first, last) for first, last, each in layer_ranges(of_kind) if each == kind]

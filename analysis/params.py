@@ -88,7 +88,6 @@ class ModelCount(Shown):
 
     @cached_property
     def count(self) -> ParameterCount:
-        """Its parameters by component."""
         return count(self.spec)
 
     def __repr__(self) -> str:

@@ -339,7 +339,6 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
 
 
 def _named(kind: str, value: Any, spec: ModelSpec) -> str:
-    """A component as it is called in a tree."""
     told = {each.name: each.words for each in aspects(spec)}
     words = told[_ASPECTS.get(kind, kind)]
     match kind:

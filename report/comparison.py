@@ -38,7 +38,6 @@ class Line:
 
 
 def _lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
-    """The table's rows: aspects, then costs."""
     return [*(Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
@@ -58,7 +57,6 @@ def flops(number: int) -> str:
 
 
 def _conditions(comparison: Comparison) -> str:
-    """Under which the costs were counted."""
     stored = f"Weights and cache in {comparison.dtype}"
     if comparison.cached != comparison.dtype:
         stored = f"Weights in {comparison.dtype}, cache in {comparison.cached}"
@@ -146,7 +144,6 @@ def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
 
 
 def _longest_word(cells: Iterable[str]) -> int:
-    """Letters of the longest of them all."""
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
 

@@ -232,7 +232,6 @@ def _formats(models: Sequence[_Model]) -> Sheet:
 
 
 def _explained(models: Sequence[_Model]) -> list[Sheet]:
-    """A sheet a model: components with their formulas, the total, and what the letters are."""
     sheets = []
     for name, _, figures in models:
         total = figures.explained

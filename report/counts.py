@@ -156,7 +156,6 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
 
 
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
-    """A component in few words, for the table's second column."""
     spec = model.spec
     matrix = f"{spec.vocab_size:,} × {spec.hidden_size:,}"
     if label == "embedding":
@@ -175,7 +174,6 @@ def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
 
 
 def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
-    """A column a model."""
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it

@@ -110,7 +110,6 @@ def _components(counts: Sequence[ModelCount]) -> Table:
 
 
 def _aspects(counts: Sequence[ModelCount]) -> Table:
-    """A row an aspect, a column a model."""
     words = [describe(model.spec) for model in counts]
     every = dict.fromkeys(aspect for of_model in words for aspect in of_model)
     rows = [("family", *(model.family or "–" for model in counts))]

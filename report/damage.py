@@ -74,9 +74,8 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
     sections = [Section(f"{what} by position", (Lines((words,)), _position_table(damage)))]
     if damage.layers:
         lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."
-        sections.append(
-            Section(f"{what} by layer", (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers)))
-        )
+        blocks = (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers))
+        sections.append(Section(f"{what} by layer", blocks))
     if damage.places:
         how = "Each component was given the original's own stream, so that what came from below does not count."
         first, most = damage.first, damage.born
@@ -160,7 +159,6 @@ def _or_infinite(value: float) -> float:
 
 
 def _lens_figure(damage: Damage) -> Figure:
-    """A row a bin of positions, a column a layer."""
     cells = []
     for layer in damage.layers:
         same = layer.before == layer.after
@@ -197,15 +195,14 @@ def _layer_table(layers: Sequence[Layer]) -> Table:
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
-    cells = []
+    cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
         lines = (f"relative difference: {number(place.relative)}", kind)
         cells.append(Cell(place.label, place.layer, _or_infinite(place.relative), lines, place.differs))
-    first = next((index for index, place in enumerate(places) if place.differs), None)
-    lit = frozenset() if first is None else frozenset([first])
     columns = (("component", False), ("relative Δ", True), ("", False))
     rows = tuple((place.name, number(place.relative), "differs" if place.differs else "") for place in places)
+    lit = frozenset() if first is None else frozenset([first])
     caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
         cells,

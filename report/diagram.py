@@ -76,7 +76,6 @@ def _node_table(nodes: Sequence[Node], label: str) -> Table:
 
 
 def _lines(node: Node, trunk: bool) -> list[str]:
-    """What stands in a box, the title first."""
     if node.op == "stream":
         return [f"x  {shape_words(node)}"]
     if node.op == "tokens":
@@ -138,7 +137,6 @@ def _border(box: Box) -> list[dict[str, Any]]:
 
 
 def _rounded(area: Area, r: int, line: dict[str, Any], fill: str) -> dict[str, Any]:
-    """A rectangle with round corners."""
     left, top, right, bottom = area.left, area.top, area.right, area.bottom
     path = (
         f"M{left + r},{top}L{right - r},{top}Q{right},{top},{right},{top + r}L{right},{bottom - r}"
@@ -174,7 +172,6 @@ def _heads_of(node: Node) -> tuple[int, int]:
 
 
 def _shown(box: Box) -> int:
-    """How many groups of heads are drawn."""
     heads, group = _heads_of(box.node)
     fit = max((box.width - 2 * PAD) // (group * (HEADS_ROOM if group == 1 else GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
@@ -186,7 +183,6 @@ def _bar(left: float, top: float, width: float, colour: str) -> dict[str, Any]:
 
 
 def _words(box: Box) -> list[dict[str, Any]]:
-    """A box's lines, each in its place."""
     node = box.node
     if node.op == "add":
         return []
@@ -230,7 +226,6 @@ def _on_stream(wire: Wire) -> bool:
 
 
 def _arrow(wire: Wire) -> list[dict[str, Any]]:
-    """The head of a line, where it ends."""
     if wire.kind == "weights" or _on_stream(wire):
         return []
     (x0, _), (x, y) = wire.points[-2:]

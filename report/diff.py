@@ -147,7 +147,6 @@ def _row_readings(each: TensorDiff) -> list[str]:
 
 
 def _remarks(each: TensorDiff) -> list[str]:
-    """What is said of one tensor that changed."""
     figures = each.figures
     if figures is None:
         return []
@@ -275,7 +274,6 @@ def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bo
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
-    """What stands under which heading."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
         rows = [Row(label(group), _group_cells(group)) for group in groups if group.changed]
@@ -319,7 +317,6 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    """The cells below COLUMNS."""
     changed = group.changed
     if not changed:
         return (f"{len(group.tensors):,}", "0", "–", "–", "–")

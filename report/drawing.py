@@ -204,7 +204,6 @@ class _Canvas:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
     def bracket(self, placed: Placement, label: str) -> None:
-        """What holds the block together, on the right."""
         top, bottom = placed.box("x").top, placed.box("block_output").top
         x = self.width - 1
         self.join(x, top, DOWN, LEFTWARDS)
@@ -229,7 +228,6 @@ class _Canvas:
         return drawn, "bold" if heavy else "dim"
 
     def lines(self) -> Iterator[Text]:
-        """Row by row, without blanks at the end."""
         for y in range(self.height):
             cells = [self.cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")

@@ -150,7 +150,6 @@ def _hover(cell: Cell) -> str:
 
 
 def _short(value: float) -> str:
-    """A figure as a cell has room for."""
     if value == 0:
         return "0"
     if not math.isfinite(value):

@@ -207,7 +207,6 @@ class _Lanes:
                 self.spans[name] = self.hull(sources)
 
     def hull(self, names: Sequence[str]) -> Span:
-        """The lanes that several span together."""
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
@@ -255,7 +254,6 @@ class _Arrangement:
         return gaps
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
-        """Of a stage's lanes, as what stands in them needs."""
         graph, metrics, inside = self.graph, self.metrics, self.inside[stage]
         lanes = [0] * graph.lanes[stage]
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]

@@ -150,7 +150,6 @@ class Sheet:
         return turned if len(turned) < len(whole) else whole
 
     def cut(self, width: int) -> list[Sheet]:
-        """As many columns at a time as fit."""
         pieces, first = [], 0
         while first < len(self.columns):
             number = 1
@@ -208,11 +207,9 @@ class Layout:
         return table
 
     def note(self, words: str) -> Any:
-        """A sentence below a table."""
         return Text(self.clean(words), style="dim")
 
     def text(self, words: str) -> Any:
-        """A cell: its brackets are no markup."""
         return Text(self.clean(words))
 
     def clean(self, words: str) -> str:

@@ -233,7 +233,6 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
 
 
 def _steps_table(result: SwapResult) -> Table:
-    """`steps_cells` for the terminal."""
     columns, rows = steps_cells(result)
     return plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
 

@@ -54,7 +54,6 @@ def tree_rows(graph: Structure) -> list[Row]:
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> Row:
-    """A module that has weights, its own or another's."""
     weights = dict(node.weights)
     what = f"the {node.tied}'s" if node.tied else f"[{sizes(next(iter(weights.values())))}]"
     if isinstance(node.operation, Norm):
