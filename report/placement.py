@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from .structure import Edge, Node
 
+SHAPED = ("linear", "embed", "positions", "scores", "concat", "mix")  # operations whose shape stands in their box
 Point = tuple[int, int]
 Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
 Span = tuple[int, int]  # the first and the last lane
