@@ -42,9 +42,9 @@ class ActivationCost(msgspec.Struct, frozen=True):
     result: bool = False
 
 
-_USUAL = ("gelu", "gelu_tanh", "silu", "mish", "hardswish", "relu6", "leaky_relu")
+_USUAL: tuple[Activation, ...] = ("gelu", "gelu_tanh", "silu", "mish", "hardswish", "relu6", "leaky_relu")
 ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
-    **dict.fromkeys(_USUAL, ActivationCost()),  # type: ignore[dict-item]
+    **dict.fromkeys(_USUAL, ActivationCost()),
     "gelu_python": ActivationCost(3, 4, input=False),
     "gelu_new": ActivationCost(4, 4),
     "gelu_bloom": ActivationCost(7, 5),

@@ -100,7 +100,7 @@ def fit(
     rows = []
     for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else SPREAD:
         try:
-            weights = (weighed(spec, name, family).total,)  # on a GPU of each stage
+            weights: tuple[int, ...] = (weighed(spec, name, family).total,)  # on a GPU of each stage
         except CannotExpress:
             continue
         if tp * pp > 1:

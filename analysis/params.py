@@ -58,8 +58,8 @@ class Stored(Record):
         found: dict[str, list[tuple[int, int, int]]] = {}
         for each in self.tensors:
             found.setdefault(each.dtype, []).append((1, math.prod(each.shape), each.nbytes))
-        sums = {dtype: tuple(map(sum, zip(*sizes, strict=True))) for dtype, sizes in found.items()}
-        return dict(sorted(sums.items(), key=lambda item: -item[1][2]))
+        sums = [(dtype, *map(sum, zip(*sizes, strict=True))) for dtype, sizes in found.items()]
+        return {dtype: (number, size, nbytes) for dtype, number, size, nbytes in sorted(sums, key=lambda row: -row[3])}
 
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:

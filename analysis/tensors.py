@@ -51,8 +51,8 @@ def tensor_groups(spec: ModelSpec, size: Callable[[Parameter], int] | None = Non
         experts[each.layer, place, each.shape, each.component] += is_expert
     kinds = list(layers.values())
     found: dict[tuple[str, Shape, str, int], list[int]] = {}
-    for (kind, *key), number in experts.items():
-        found.setdefault((*key, number), []).extend(() if kind is None else kinds[kind])
+    for (kind, place, shape, component), number in experts.items():
+        found.setdefault((place, shape, component, number), []).extend(() if kind is None else kinds[kind])
     groups = []
     for (place, shape, component, copies), there in found.items():
         number, held = max(len(there), 1) * max(copies, 1), sum(nbytes[each, place, shape] for each in there or (None,))

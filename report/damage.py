@@ -13,7 +13,7 @@ from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page
 from .sheets import indented, number
-from .surgery import steps_cells, steps_words
+from .surgery import steps_cells
 
 if TYPE_CHECKING:
     from ..parity.damage import Bin, Damage, Layer, Place
@@ -101,9 +101,8 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
     exact = result.guarantee == "exact"
     steps = []
     if len(result.chain.steps) > 1:  # what each costs by itself, as the command prints it
-        columns, rows = steps_cells(result)
-        words = f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}."
-        lines = [Lines((words,))] if result.each else []
+        columns, rows, words = steps_cells(result)
+        lines = [Lines((f"{words[0].upper()}{words[1:]}.",))] if words else []
         steps = [Section("Step by step", (*lines, Table("Steps", columns, tuple(rows))))]
     return Page(
         title=str(result.target),

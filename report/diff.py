@@ -67,14 +67,13 @@ def verdict(diff: Diff) -> str:
         return "Different: no tensor of one has its like in the other"
     if not changed and not apart:
         return f"Different trees of the same values: {tensors}"
-    relative = diff.all.relative
-    size = f", relative change {figure(relative)}" if relative else ""
-    of_those = f", relative change of those {figure(relative)}" if relative and changed < both else size
     if not changed:
         return f"Different: the {counted(both, 'tensor')} of one shape are the same"
+    of_those = " of those" if changed < both else ""
+    size = f", relative change{of_those} {figure(diff.all.relative)}" if diff.all.relative else ""
     if changed == both == number:
         return f"Different: {tensors} changed{size}"
-    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{of_those}"
+    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{size}"
 
 
 def readings(diff: Diff) -> list[str]:
@@ -205,15 +204,14 @@ def _rows(each: TensorDiff) -> str:
 
 def _most_changed(diff: Diff) -> list[TensorDiff]:
     """Tensors of other values, what no figure tells first, then by relative change."""
-    return sorted(diff.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
+    return sorted(diff.changed, key=lambda each: -math.inf if (size := _relative(each)) is None else -size)
 
 
-def relative(each: TensorDiff) -> float | None:
-    """A tensor's relative change, where there is one."""
+def _relative(each: TensorDiff) -> float | None:
     return None if each.figures is None else each.figures.relative
 
 
-def listed(tensors: Sequence[TensorDiff]) -> list[str]:
+def _listed(tensors: Sequence[TensorDiff]) -> list[str]:
     """Tensors that cannot be compared, those of several layers in a line."""
     folded: dict[str, list[int]] = {}
     for each in tensors:
@@ -230,12 +228,9 @@ def _files_told(diff: Diff, most: int | None = None) -> list[str]:
     """Small files that differ, and in what; at most so many of a file's lines."""
     lines = []
     for each in diff.files:
-        if each.only is not None:
-            lines.append(f"{each.name}: only in {each.only.upper()}")
-            continue
         left = 0 if most is None else len(each.told) - most
-        more = f"; {left} more" if left > 0 else ""
-        lines.append(f"{each.name}: {'; '.join(each.told[:most]) or 'other bytes'}{more}")
+        told = f"{'; '.join(each.told[:most]) or 'other bytes'}{f'; {left} more' if left > 0 else ''}"
+        lines.append(f"{each.name}: {told if each.only is None else f'only in {each.only.upper()}'}")
     return lines
 
 
@@ -276,9 +271,9 @@ def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bo
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
-        rows = [Row(label(group), _group_cells(group)) for group in groups if group.changed]
+        rows = [Row(_label(group), _group_cells(group)) for group in groups if group.changed]
         lines: list[str | Sheet] = [Sheet("", COLUMNS, tuple(rows))]
-        same = [label(group) for group in groups if group.same == len(group.tensors)]
+        same = [_label(group) for group in groups if group.same == len(group.tensors)]
         lines += [f"Unchanged: {some(same, 8)}"] if same else []
         layers = [group for group in diff.by_layer() if group.layer is not None and group.relative]
         if by != "layer" and len(layers) > 1:
@@ -291,7 +286,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         tensors = [f"{each.name}\n{', '.join(_remarks(each))}" for each in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in HEADINGS.items():
-        apart = listed([each for each in diff.tensors if each.status == status])
+        apart = _listed([each for each in diff.tensors if each.status == status])
         if apart:
             yield heading, apart
     if diff.tree:  # how they round is counted alone unless all is wanted
@@ -329,17 +324,14 @@ def _ranks(changed: Sequence[TensorDiff]) -> str:
     """The largest rank of several, and that it is full or not known."""
     ranks = [(each.figures.rank, each.reading) for each in changed if each.figures and each.figures.rank]
     above = [rank.limit for rank, _ in ranks if rank.more]
-    if above:
-        return f"> {max(above)}"
     known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
-    if not known:
-        return "–"
-    largest = max(rank.rank for rank in known)
-    return "full" if any(rank.full for rank in known) else f"{'≤ ' if len(known) > 1 else ''}{largest}"
+    if above or not known:
+        return f"> {max(above)}" if above else "–"
+    largest = f"{'≤ ' if len(known) > 1 else ''}{max(rank.rank for rank in known)}"
+    return "full" if any(rank.full for rank in known) else largest
 
 
-def label(group: Group) -> str:
-    """What its row is called."""
+def _label(group: Group) -> str:
     return group.name if group.layer is None else f"{group.name} {group.layer}"
 
 
@@ -377,12 +369,12 @@ def _sections(diff: Diff) -> Iterator[Section]:
         rows = []
         for each in changed:
             dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
+            rows.append((each.name, figure(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
     for status, heading in HEADINGS.items():
-        lines = listed([each for each in diff.tensors if each.status == status])
+        lines = _listed([each for each in diff.tensors if each.status == status])
         if lines:
             yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
     if diff.tree:
@@ -399,16 +391,15 @@ def _compared(group: Group) -> bool:
 
 
 def _figure(groups: Sequence[Group]) -> Figure:
-    def place(group: Group) -> str:
-        return group.name if group.layer is None else f"layer {group.layer} {group.name}"
-
     cells = list(map(_cell, groups))
-    rows = tuple((place(group), *_group_cells(group)) for group in groups)
-    most = max((group for group in groups if group.changed), key=_size, default=None)
+    places = [group.name if group.layer is None else f"layer {group.layer} {group.name}" for group in groups]
+    rows = tuple((place, *_group_cells(group)) for place, group in zip(places, groups, strict=True))
+    changed = [index for index, group in enumerate(groups) if group.changed]
+    most = max(changed, key=lambda index: _size(groups[index]), default=None)
     apart = any(cell.apart for cell in cells)
     largest = f"Nothing {'of one shape ' * apart}changed."
     if most is not None:
-        largest = f"Largest: {place(most)}, {_group_cells(most)[2]}."
+        largest = f"Largest: {places[most]}, {_group_cells(groups[most])[2]}."
     columns = (("place", False), *((name, True) for name in COLUMNS))
     marks = " A, B: on that side alone; ≠: of another shape." * apart
     return heatmap(
@@ -434,7 +425,7 @@ def _cell(group: Group) -> Cell:
         return Cell(name, group.layer, value, tuple(words), counts)
     kinds = {each.status for each in group.tensors}
     apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
-    return Cell(name, group.layer, 0.0, tuple(listed(group.tensors)[:2]), True, apart)
+    return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
 
 
 def _size(group: Group) -> float:
@@ -443,7 +434,7 @@ def _size(group: Group) -> float:
 
 
 def _groups(caption: str, groups: Sequence[Group]) -> Table:
-    rows = tuple((label(group), *_group_cells(group)) for group in groups)
+    rows = tuple((_label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
     return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")

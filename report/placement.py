@@ -130,13 +130,11 @@ def folded(line: str, room: int) -> list[str]:
         if lines and len(lines[-1]) + 1 + len(word) <= room:
             lines[-1] += f" {word}"
         elif len(word) > room and re.fullmatch(r"[A-Za-z_.]+,?", word):
-            first, *pieces = re.findall(r"[^_.]*[_.]|[^_.]+$", word)
-            lines.append(first)
-            for piece in pieces:
-                if len(lines[-1]) + len(piece) <= room:
-                    lines[-1] += piece
-                else:
-                    lines.append(piece)
+            lines.append("")
+            for piece in re.findall(r"[^_.]*[_.]|[^_.]+$", word):
+                if lines[-1] and len(lines[-1]) + len(piece) > room:
+                    lines.append("")
+                lines[-1] += piece
         else:
             lines.append(word)
     return lines
@@ -152,7 +150,7 @@ def experts_words(copies: int) -> str:
     return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
-def ways(node: Node) -> list[str]:
+def _ways(node: Node) -> list[str]:
     """The inputs that a line is drawn from."""
     return [source for source in node.inputs if source != node.choice]
 
@@ -181,11 +179,7 @@ class _Lanes:
             self.rank[node.id] = 1 + max([*above, *(self.rank[source] for source in node.inputs)], default=-1)
         self.spans: dict[str, Span] = {}
         self.lanes: dict[str, int] = defaultdict(int)
-        self._open(nodes)
-
-    def _open(self, nodes: Sequence[Node]) -> None:
-        """Find the lanes that nodes beside the trunk span, and how many lanes each stage has."""
-        beside = {node.id: [way for way in ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
+        beside = {node.id: [way for way in _ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
         children: dict[str, list[str]] = defaultdict(list)
         for name, sources in beside.items():
             if len(sources) == 1:
@@ -211,12 +205,12 @@ class _Lanes:
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
-    def expert(self, name: str) -> str:
+    def expert(self, name: str) -> Node:
         """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
         node = self.nodes[name]
-        while not node.weights and ways(node) and node.op in ("activation", "product"):
-            node = self.nodes[ways(node)[0]]
-        return node.id
+        while not node.weights and _ways(node) and node.op in ("activation", "product"):
+            node = self.nodes[_ways(node)[0]]
+        return node
 
 
 class _Arrangement:
@@ -227,12 +221,18 @@ class _Arrangement:
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
         self.graph, self.metrics, self.sizes = graph, metrics, sizes
-        framed = [name for name in graph.nodes if graph.nodes[graph.expert(name)].choice]
+        framed = [name for name in graph.nodes if graph.expert(name).choice]
         self.ranks_framed = {graph.rank[name] for name in framed}
         self.inside: dict[str, list[str]] = defaultdict(list)
         for name in framed:
             self.inside[graph.stage[name]].append(name)
-        gaps = {stage: self._gaps(stage) for stage in stages}
+        gaps = {}  # blanks before each lane and behind the last: a frame needs more
+        for stage in stages:
+            gaps[stage] = [0, *[metrics.beside] * (graph.lanes[stage] - 1), 0]
+            if self.inside[stage]:
+                first, last = graph.hull(self.inside[stage])
+                gaps[stage][first] += metrics.around[0]
+                gaps[stage][last + 1] += metrics.around[0]
         widths = {stage: self._widths(stage, gaps[stage]) for stage in stages}
         totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in stages}
         trunk = max(self._trunk_left(name) + sizes[name][1] for name in graph.trunk)
@@ -244,15 +244,6 @@ class _Arrangement:
             for gap, width in zip(gaps[stage], lanes, strict=False):
                 self.columns[stage].append((x + gap, x + gap + width))
                 x += gap + width
-
-    def _gaps(self, stage: str) -> list[int]:
-        """Blanks before each lane and behind the last: a frame needs more."""
-        gaps = [0, *[self.metrics.beside] * (self.graph.lanes[stage] - 1), 0]
-        if self.inside[stage]:
-            first, last = self.graph.hull(self.inside[stage])
-            gaps[first] += self.metrics.around[0]
-            gaps[last + 1] += self.metrics.around[0]
-        return gaps
 
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
         graph, metrics, inside = self.graph, self.metrics, self.inside[stage]
@@ -315,7 +306,7 @@ class _Arrangement:
         """For each line that goes sideways between ranks: the rank below which it does, and with whose others."""
         graph, turns = self.graph, {}
         for name, node in graph.nodes.items():
-            sources = ways(node)
+            sources = _ways(node)
             for source in sources:
                 joins_trunk = name in graph.trunk and source not in graph.trunk
                 if self.ports[source] != self.ports[name] and not joins_trunk:
