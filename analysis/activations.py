@@ -12,8 +12,6 @@ one number a row instead of scores, and "eager". torch has no fused kernel where
 out as well, in fp32 whatever the dtype.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

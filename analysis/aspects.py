@@ -5,8 +5,6 @@ compute the same function in exact arithmetic: each aspect tells a part of it, a
 `components.without_rounding` sets alike, which is how the last bits come about.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ products are summed. Widths that are a small multiple of d are written as that: 
 size, each value has a letter of its own (f1, f2), and layers of one formula are counted together (L1, L2).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -129,9 +127,6 @@ def explain(spec: ModelSpec) -> Explained:
     return Explained(whole.value, whole.formula, (*symbols, *layers), tuple(map(term, labels)))
 
 
-# --- a component's sizes ---------------------------------------------------------------------------------------------
-
-
 def _layer(spec: ModelSpec) -> dict[str, Sum]:
     """A tree's only layer, by component. Experts are alike: the first stands for all."""
     found: dict[str, Sum] = {}
@@ -164,9 +159,6 @@ def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None
                 product[index] = ("d", spec.hidden_size)
         found[tuple(sorted(product, key=lambda letter: [*MEANINGS].index(letter[0])))] += factor
     return found
-
-
-# --- sums in words ---------------------------------------------------------------------------------------------------
 
 
 def _letters(parts: Iterable[Mapping[str, Sum]]) -> dict[Letter, str]:

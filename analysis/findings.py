@@ -1,7 +1,5 @@
 """What the costs say to the advice: sentences made of figures, for `recommend`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ What is stored, dtypes and bytes, is told from the headers of the weight files, 
 kilobytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

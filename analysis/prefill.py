@@ -6,8 +6,6 @@ unused is not told. In tests this is within 6 % of what is alive in a run, and a
 tokens is chance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -52,9 +50,6 @@ def _shared(programs: Collection[ops.Program], run: Pass) -> int:
     numbers = run.rows * sum(heads for _, heads in biases) + run.tokens**2 * len(written)
     turned = tables(run, (each for program in programs for each in program))
     return turned + run.tokens**2 * len(masks) + numbers * run.size
-
-
-# --- moment by moment ------------------------------------------------------------------------------------------------
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -5,8 +5,6 @@ The choices are what is usually advised; the costs are counted, each choice exch
 nothing of quality: for that there are the papers. No torch, no weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -285,9 +283,6 @@ def parse_budget(text: int | str) -> int:
 
 
 _NUMBER = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d{1,15})(\.\d{1,12})?(?:[eE]\+?(\d{1,2}))? ?([kKmMbBgGtT]?)", re.ASCII)
-
-
-# --- choices ---------------------------------------------------------------------------------------------------------
 
 
 def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
