@@ -90,20 +90,11 @@ class RandomModel:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": 1,
-            "model": self.reference,
-            "family": self.tree.origin.family,
-            "parameters": count(self.tree.spec).total,
-            "dtype": self.dtype,
-            "initialisation": self.initialisation,
-            "seed": self.seed,
-            "finite_logits": self.finite,
-            "out": self.out,
-            "bytes": self.nbytes if self.out is not None else None,
-            "components": describe(self.tree.spec),
-            "notes": list(self.notes),
-        }
+        spec, nbytes = self.tree.spec, None if self.out is None else self.nbytes
+        more = {"out": self.out, "bytes": nbytes, "components": describe(spec), "notes": list(self.notes)}
+        told = {"schema_version": 1, "model": self.reference, "family": self.tree.origin.family}
+        told |= {"parameters": count(spec).total, "dtype": self.dtype, "initialisation": self.initialisation}
+        return {**told, "seed": self.seed, "finite_logits": self.finite, **more}
 
     def summary(self) -> RenderableType:
         spec = self.tree.spec

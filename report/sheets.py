@@ -39,9 +39,7 @@ def nbytes(number: int) -> str:
 
 def binary(nbytes: int) -> str:
     """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes:,} bytes"
-    return _prefixed(nbytes, 1024, BINARY)
+    return f"{nbytes:,} bytes" if nbytes < 1024 else _prefixed(nbytes, 1024, BINARY)
 
 
 def _prefixed(number: int, base: int, units: Sequence[str]) -> str:

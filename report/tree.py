@@ -11,6 +11,7 @@ from ..analysis.aspects import describe
 from ..analysis.parameters import count
 from ..components.operations import Norm
 from ..components.ranges import range_label
+from ..display import Record
 from .pages import Table
 from .placement import folded
 from .sheets import Layout, drawing
@@ -22,7 +23,7 @@ GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-",
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Record):
     """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
     below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
     layers: which it stands for; group: it has no weights of its own, and is told in words.
@@ -36,6 +37,8 @@ class Row:
     tied: bool = False
     layers: tuple[int, ...] = ()
     group: bool = False
+
+    JSON = "depth name what parameters=number copies"
 
     @property
     def figures(self) -> str:
@@ -165,9 +168,4 @@ def tree_table(graph: Structure) -> Table:
 
 def tree_json(graph: Structure) -> list[dict[str, Any]]:
     """The same as plain JSON values."""
-    rows = []
-    for row in tree_rows(graph):
-        words = {"depth": row.depth, "name": row.name, "what": row.what}
-        layers = {"layers": list(row.layers)} if row.layers else {}
-        rows.append({**words, "parameters": row.number, "copies": row.copies, **layers})
-    return rows
+    return [row.as_json() | ({"layers": list(row.layers)} if row.layers else {}) for row in tree_rows(graph)]
