@@ -80,24 +80,23 @@ def readings(diff: Diff) -> list[str]:
     """What the figures come to, in sentences."""
     lines = []
     if not diff.same:
-        counts = "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number)
-        lines.append(f"{counts}.")
-    if diff.changed:
-        # All matrices of one shape, where most changed and their cosine is about zero.
-        both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
-        matrices = Group("matrices", None, tuple(both))
-        cosine = matrices.cosine
-        if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
-            about = round(cosine, 2) + 0.0  # not -0.00
-            lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
-        else:
-            lines += _rank_readings(diff)
+        lines.append(
+            "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number) + "."
+        )
+    # All matrices of one shape, where most changed and their cosine is about zero.
+    both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
+    matrices = Group("matrices", None, tuple(both))
+    cosine = matrices.cosine if diff.changed else None
+    if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
+        about = round(cosine, 2) + 0.0  # not -0.00
+        lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
+    elif diff.changed:
+        lines += _rank_readings(diff)
     lines += [f"{each.name}: {line}" for each in diff.tensors for line in _row_readings(each)]
     names = [each.name for each in diff.tensors if each.figures is not None and any(each.figures.not_finite)]
     if names:
-        lines.append(
-            f"NaN or infinite values in {some(names)}: figures are of the values that are finite on both sides."
-        )
+        what = "figures are of the values that are finite on both sides"
+        lines.append(f"NaN or infinite values in {some(names)}: {what}.")
     return lines
 
 
@@ -156,15 +155,12 @@ def _remarks(each: TensorDiff) -> list[str]:
     words += _rank_told(each)
     if figures.rounded is not None:
         words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {DTYPES[figures.rounded[0]]} rounds")
-    if figures.scale is not None:
-        words.append(f"B = {figures.scale:.6g} · A")
-    if figures.order is not None:
-        words.append(f"the same {figures.order} in another order")
+    words += [] if figures.scale is None else [f"B = {figures.scale:.6g} · A"]
+    words += [] if figures.order is None else [f"the same {figures.order} in another order"]
     if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
         words.append(_rows(each))
-    for side, number in zip("AB", figures.not_finite, strict=True):
-        if number:
-            words.append(f"{number:,} of {side}'s values NaN or infinite")
+    sides = zip("AB", figures.not_finite, strict=True)
+    words += [f"{number:,} of {side}'s values NaN or infinite" for side, number in sides if number]
     if each.quantised:
         words.append(f"quantised in {' and '.join(each.quantised).upper().replace('AND', 'and')}")
     elif each.dtype_a != each.dtype_b:
@@ -179,14 +175,10 @@ def _rank_told(each: TensorDiff) -> list[str]:
         return []
     if each.reading == "unclear":
         return ["rank not told: too little beside rounding"]
-    if rank.more:
-        words = f"rank above {rank.limit} of {rank.of:,}"
-    elif rank.full:
-        words = f"full rank ({rank.of:,})"
-    else:
-        share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
-        share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
-        words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
+    share = "–" if rank.share is None else ">99.9 %" if 0.999 < rank.share < 1 else f"{100 * rank.share:.1f} %"
+    words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
+    if rank.more or rank.full:
+        words = f"rank above {rank.limit} of {rank.of:,}" if rank.more else f"full rank ({rank.of:,})"
     if rank.most is not None and each.reading == "high" and rank.most < rank.of // 4:
         return [words, f"99 % of the change in {counted(rank.most, 'direction')}"]
     return [words]
@@ -413,19 +405,16 @@ def _figure(groups: Sequence[Group]) -> Figure:
 
 def _cell(group: Group) -> Cell:
     """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
-    changed = group.changed
-    counts = any(each.status == "changed" for each in changed)
+    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
+    changed, kinds = group.changed, {each.status for each in group.tensors}
+    if not _compared(group):
+        apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
+        return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
     words = [f"relative change: {figure(group.relative) if changed else '0'}"]
     if changed:
         words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
         words += [f"{each.name.split('.')[-1]}: {', '.join(_remarks(each))}" for each in changed[:2]]
-    value = _size(group) if changed else 0.0
-    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
-    if _compared(group):
-        return Cell(name, group.layer, value, tuple(words), counts)
-    kinds = {each.status for each in group.tensors}
-    apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
-    return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
+    return Cell(name, group.layer, _size(group) if changed else 0.0, tuple(words), "changed" in kinds)
 
 
 def _size(group: Group) -> float:
