@@ -9,13 +9,14 @@ from rich.text import Text
 
 from ..analysis.aspects import describe
 from ..analysis.parameters import count
+from ..components import ModelSpec
 from ..components.operations import Norm
 from ..components.ranges import range_label
 from ..display import Record
 from .pages import Table
 from .placement import folded
 from .sheets import Layout, drawing
-from .structure import Kind, Node, Structure, sizes
+from .structure import Kind, Node, Structure, sizes, structure
 
 NARROWEST = 18  # a column of words is at least so wide
 GAP = 2  # blanks between two columns
@@ -109,8 +110,9 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
 
 
 @drawing
-def tree_drawing(layout: Layout, graph: Structure) -> Iterator[Text]:
+def tree_drawing(layout: Layout, model: Structure | ModelSpec) -> Iterator[Text]:
     """The tree as wide as the page."""
+    graph = model if isinstance(model, Structure) else structure(model)
     return tree_lines(graph, layout.width, layout.ascii_only)
 
 
