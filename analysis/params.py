@@ -53,11 +53,11 @@ class Stored(Record):
 
     def by_dtype(self) -> dict[str, tuple[int, int, int]]:
         """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        found: dict[str, tuple[int, int, int]] = {}
         for each in self.tensors:
-            found.setdefault(each.dtype, []).append((1, math.prod(each.shape), each.nbytes))
-        sums = [(dtype, *map(sum, zip(*sizes, strict=True))) for dtype, sizes in found.items()]
-        return {dtype: (number, size, nbytes) for dtype, number, size, nbytes in sorted(sums, key=lambda row: -row[3])}
+            tensors, parameters, nbytes = found.get(each.dtype, (0, 0, 0))
+            found[each.dtype] = (tensors + 1, parameters + math.prod(each.shape), nbytes + each.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
 
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:

@@ -121,7 +121,7 @@ def cache_chart(
         colour, lengths = f"var(--{colours[index]})", [length for length, _ in line]
         marks: dict[str, Any] = {"size": [(13 if length in at else 5) + 3 * under for length in lengths]}
         marks["symbol"] = ["diamond" if length in at else "circle" for length in lengths]
-        trace = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
+        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
         trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": {**marks, "color": colour}}
         trace["line"] = {"color": colour, "dash": dashes[index], "width": 2 + 3 * under}
         hints = [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line]

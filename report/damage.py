@@ -16,7 +16,7 @@ from .sheets import indented, number
 from .surgery import steps_cells
 
 if TYPE_CHECKING:
-    from ..parity.damage import Bin, Damage, Layer, Place
+    from ..parity.damage import Damage, Layer, Place
     from ..surgery.swap import SwapResult
 
 ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
@@ -140,13 +140,13 @@ def _position_table(damage: Damage) -> Table:
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
         rows.append((name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
-    return Table("By position", tuple(columns), tuple(rows), _largest(damage.bins), bold=LARGEST)
+    return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=LARGEST)
 
 
-def _largest(places: Sequence[Bin] | Sequence[Layer]) -> frozenset[int]:
+def _largest(divergences: Sequence[float]) -> frozenset[int]:
     """Where the KL is largest, if it is more than rounding explains."""
-    worst = max(range(len(places)), key=lambda index: _or_infinite(places[index].kl))
-    return frozenset([worst] if _or_infinite(places[worst].kl) > ROUNDING else [])
+    largest, index = max((_or_infinite(kl), -index) for index, kl in enumerate(divergences))
+    return frozenset([-index] if largest > ROUNDING else [])
 
 
 def _plain(perplexity: float) -> str:
@@ -190,7 +190,7 @@ def _layer_table(layers: Sequence[Layer]) -> Table:
         perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
         rows.append((name, stream, number(each.kl), f"{each.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
-    return Table(caption, tuple(columns), tuple(rows), _largest(layers), bold=LARGEST)
+    return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=LARGEST)
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:

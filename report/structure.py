@@ -179,24 +179,24 @@ class Caption(NamedTuple):
 
 def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
-    last = operation.id.rpartition(".")[2]
+    last, matrix = operation.id.rpartition(".")[2], sizes(dict(operation.weights).get("weight", ()))
     match operation:
         case ops.Tokens():
             return Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
             return Caption("x", "the residual stream")
         case ops.Embed():
-            return Caption("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
+            return Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
         case ops.Positions():
-            return Caption("positions", _matrix(operation), "row of the position")
+            return Caption("positions", matrix, "row of the position")
         case ops.Norm(kind=kind, formula=formula):
             return Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
         case ops.Linear(tied=tied):
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
             if tied is None:
-                return Caption(last, f"{_matrix(operation)}{with_bias}", f"x·Wᵀ{bias}")
-            matrix = sizes((operation.shape[-1], operation.inputs_wide))
-            return Caption("head", f"the {tied}'s {matrix}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
+                return Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
+            theirs = sizes((operation.shape[-1], operation.inputs_wide))
+            return Caption("head", f"the {tied}'s {theirs}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
             return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
@@ -207,12 +207,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             formula = "the head's own part, then the rotated part that all heads share"
             return Caption("key of each head", "rotated part shared by all heads", formula)
         case ops.Scores():
-            title, heads, kv_heads = _scaled_by(operation), operation.heads, operation.kv_heads
+            title, heads, kv_heads = f"q·kᵀ {_scaled_by(operation)}", operation.heads, operation.kv_heads
             shared = "1 kv head" if kv_heads == 1 else f"{heads // kv_heads:,} to each kv head"
-            detail = (
-                "1 head" if heads == 1 else f"{heads:,} heads" if heads == kv_heads else f"{heads:,} q heads, {shared}"
-            )
-            return Caption(f"q·kᵀ {title}", detail, f"q·kᵀ {title}")
+            alike = "1 head" if heads == 1 else f"{heads:,} heads"
+            return Caption(title, alike if heads == kv_heads else f"{heads:,} q heads, {shared}", title)
         case ops.Alibi():
             (scores,) = (others[name] for name in operation.inputs)
             scale = f" {_scaled_by(scores, operation.scale)}" if isinstance(scores, ops.Scores) else " "
@@ -229,7 +227,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Scan():
             return Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
         case ops.Convolve(width=width):
-            return Caption("convolution", f"{width} tokens, {_matrix(operation)}", "Σ w(i) · x(t − i)")
+            return Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):
             return Caption(function)
         case ops.Product():
@@ -248,20 +246,15 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
             return Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, normalise=normalise):
-            title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of softmax"
-            if normalise:
-                return Caption(title, "softmax, renormalised", f"{formula}, divided by their sum")
-            return Caption(title, "softmax", formula)
+            more, divided = (", renormalised", ", divided by their sum") if normalise else ("", "")
+            title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of softmax{divided}"
+            return Caption(title, f"softmax{more}", formula)
         case ops.Combine():
             return Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
         case ops.Gather():
             return Caption("tokens by expert")
         case _:
             raise ops.unknown(operation, "the drawing")
-
-
-def _matrix(operation: ops.AnyOperation) -> str:
-    return sizes(dict(operation.weights)["weight"])
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:

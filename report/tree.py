@@ -51,10 +51,8 @@ class Row(Record):
 
 def tree_rows(graph: Structure) -> list[Row]:
     """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
-    before, after = (
-        [_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)
-    )
-    return [*before, *_blocks(graph), *after]
+    ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
+    return [*ends[0], *_blocks(graph), *ends[1]]
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> Row:
