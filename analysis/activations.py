@@ -267,7 +267,17 @@ class Keeping:
             case ops.Embed() | ops.Positions():  # which rows were read
                 found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
             case ops.Norm():
-                self.normed(operation, numbers)
+                width, inside = int(operation.shape[-1]), operation.lies == "kernel"
+                if inside or run.size == run.wide:
+                    self.keep(self.given(operation), "norms")
+                else:  # a copy of its input in fp32
+                    found["norms"] += numbers * run.wide
+                found["norms"] += numbers // width * operation.statistics * (run.size if inside else run.wide)
+                multiplied = run.wide if operation.lies == "float32" else run.size  # by the gain
+                if operation.gain != "none" and not inside:
+                    found["norms"] += numbers * multiplied
+                if operation.gain == "1 + weight":  # which is a tensor of its own
+                    found["norms"] += width * multiplied
             case ops.Convolve():
                 self.keep(self.given(operation))
             case ops.Linear():
@@ -320,20 +330,6 @@ class Keeping:
             case _:
                 raise ops.unknown(operation, "the memory of training")
         return result
-
-    def normed(self, operation: ops.Norm, numbers: int) -> None:
-        run, width = self.run, int(operation.shape[-1])
-        inside = operation.lies == "kernel"
-        if inside or run.size == run.wide:
-            self.keep(self.given(operation), "norms")
-        else:  # a copy of its input in fp32
-            self.found["norms"] += numbers * run.wide
-        self.found["norms"] += numbers // width * operation.statistics * (run.size if inside else run.wide)
-        size = run.wide if operation.lies == "float32" else run.size
-        if operation.gain != "none" and not inside:  # what is multiplied by the gain
-            self.found["norms"] += numbers * size
-        if operation.gain == "1 + weight":  # which is a tensor of its own
-            self.found["norms"] += width * size
 
     def cached(self, operation: ops.Cache, result: View) -> View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""
