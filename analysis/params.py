@@ -147,7 +147,7 @@ def params(
     """
     counts = Counts()
     for model in models:
-        with naming(str(model), len(models) > 1):
+        with _naming(str(model), len(models) > 1):
             found, files = identify(model), None
             if stored:
                 tree, files = _stored(found, offline, allow_pickle)
@@ -160,7 +160,7 @@ def params(
 
 
 @contextmanager
-def naming(model: str, one_of_several: bool) -> Iterator[None]:
+def _naming(model: str, one_of_several: bool) -> Iterator[None]:
     """Let an error say which model it is of, where it does not and there are others."""
     try:
         yield
@@ -184,7 +184,7 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
         check_sizes(max(specs, key=usual_context), min(longest), 1)
     found = []
     for each in counts:
-        with naming(each.name, len(counts) > 1):
+        with _naming(each.name, len(counts) > 1):
             found.append(replace(each, figures=figures_of(each.spec, asked, context, each.family)))
     return found
 

@@ -107,7 +107,7 @@ class _Canvas:
         self.joints: dict[tuple[int, int], list[int]] = {}
         self.heavy: set[tuple[int, int]] = set()
         for wire in placed.wires:
-            self.wire(wire)
+            self._wire(wire)
         across, along = (".", ":") if ascii_only else ("╌", "╎")
         for frame in placed.frames:  # a dashed border, below what crosses it, with its words at the lower right
             right, bottom, words = frame.right - 1, frame.bottom - 1, f" {experts_words(frame.copies)} "
@@ -116,62 +116,62 @@ class _Canvas:
                     edge = across if y in (frame.top, bottom) else along if x in (frame.left, right) else ""
                     if edge:
                         self.letters.setdefault((x, y), (edge, "dim"))
-            self.write(right - len(words), bottom, words, "")
+            self._write(right - len(words), bottom, words, "")
         for box in placed.boxes:
-            self.box(box)
+            self._box(box)
         # What holds the block together, on the right.
         top, bottom, x = placed.box("x").top, placed.box("block_output").top, self.width - 1
-        self.join(x, top, DOWN, LEFTWARDS)
-        self.join(x, bottom, UP, LEFTWARDS)
-        self.down(x, top + 1, bottom)
-        self.join(x - 1, bottom, RIGHTWARDS)
-        self.write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
+        self._join(x, top, DOWN, LEFTWARDS)
+        self._join(x, bottom, UP, LEFTWARDS)
+        self._down(x, top + 1, bottom)
+        self._join(x - 1, bottom, RIGHTWARDS)
+        self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
 
-    def join(self, x: int, y: int, *ways: int) -> None:
+    def _join(self, x: int, y: int, *ways: int) -> None:
         """A line that leaves a character's middle in some of four ways."""
         joint = self.joints.setdefault((x, y), [0, 0, 0, 0])
         for way in ways:
             joint[way] = 1
 
-    def down(self, x: int, top: int, bottom: int) -> None:
+    def _down(self, x: int, top: int, bottom: int) -> None:
         """A line down the rows from `top` to the one before `bottom`, open at both ends."""
         for y in range(top, bottom):
-            self.join(x, y, UP, DOWN)
+            self._join(x, y, UP, DOWN)
 
-    def along(self, y: int, one: int, other: int) -> None:
+    def _along(self, y: int, one: int, other: int) -> None:
         """A line along a row, from the middle of one column to that of another."""
         low, high = min(one, other), max(one, other)
         for x in range(low, high + 1):
-            self.join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
+            self._join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
 
-    def write(self, x: int, y: int, text: str, style: str) -> None:
+    def _write(self, x: int, y: int, text: str, style: str) -> None:
         self.letters.update({(x + index, y): (letter, style) for index, letter in enumerate(text)})
 
-    def wire(self, wire: Wire) -> None:
+    def _wire(self, wire: Wire) -> None:
         points = wire.points
         if wire.kind == "weights":
             return
         (x, top), (_, turn) = points[:2]
-        self.down(x, top, turn)
+        self._down(x, top, turn)
         if len(points) == 2:
             if x == STREAM:
                 self.heavy |= {(x, y) for y in range(top, turn)}
             return
-        self.join(x, turn, UP)
+        self._join(x, turn, UP)
         end = points[2][0]
         if len(points) == 3:
-            self.along(turn, x, end if end < x else end - 1)
+            self._along(turn, x, end if end < x else end - 1)
             if wire.kind == "choice":
-                self.write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
+                self._write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
         else:
-            self.along(turn, x, end)
-            self.join(end, turn, DOWN)
-            self.down(end, turn + 1, points[3][1])
+            self._along(turn, x, end)
+            self._join(end, turn, DOWN)
+            self._down(end, turn + 1, points[3][1])
 
-    def box(self, box: Box) -> None:
+    def _box(self, box: Box) -> None:
         """A node's words, with a border where it has weights."""
         if box.node.op == "add":
-            self.write(box.left, box.top, box.lines[0], "bold")
+            self._write(box.left, box.top, box.lines[0], "bold")
             return
         bordered = boxed(box.node)
         for index, line in enumerate(box.lines):
@@ -179,27 +179,27 @@ class _Canvas:
             if not bordered:
                 left = box.left + BESIDE if box.trunk else box.port - len(line) // 2
             style = "bold" if index == 0 else "dim" if line.startswith("(") else ""
-            self.write(left, box.top + bordered + index, line, style)
+            self._write(left, box.top + bordered + index, line, style)
         if not bordered:
-            self.down(box.port, box.top + len(box.lines), box.bottom)
+            self._down(box.port, box.top + len(box.lines), box.bottom)
             if box.trunk:
-                self.join(box.port, box.top, DOWN, *([UP] if box.top else []))
+                self._join(box.port, box.top, DOWN, *([UP] if box.top else []))
                 self.heavy.add((box.port, box.top))
             return
         right, bottom = box.right - 1, box.bottom - 1
         for y in (box.top, bottom):
-            self.along(y, box.left, right)
+            self._along(y, box.left, right)
         for x in (box.left, right):
-            self.join(x, box.top, DOWN)
-            self.join(x, bottom, UP)
-            self.down(x, box.top + 1, bottom)
-        self.join(box.port, box.top, UP)
+            self._join(x, box.top, DOWN)
+            self._join(x, bottom, UP)
+            self._down(x, box.top + 1, bottom)
+        self._join(box.port, box.top, UP)
         if box.bottom < self.height:
-            self.join(box.port, bottom, DOWN)
+            self._join(box.port, bottom, DOWN)
         if box.trunk:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
-    def cell(self, x: int, y: int) -> tuple[str, str]:
+    def _cell(self, x: int, y: int) -> tuple[str, str]:
         """A character and its style; lines go over frames, words over lines."""
         letter, style = self.letters.get((x, y), (" ", ""))
         joint = self.joints.get((x, y))
@@ -213,7 +213,7 @@ class _Canvas:
 
     def lines(self) -> Iterator[Text]:
         for y in range(self.height):
-            cells = [self.cell(x, y) for x in range(self.width)]
+            cells = [self._cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")
             for style, run in groupby(cells, key=lambda cell: cell[1]):
                 line.append("".join(letter for letter, _ in run), style)
