@@ -12,8 +12,6 @@ one number a row instead of scores, and "eager". torch has no fused kernel where
 out as well, in fp32 whatever the dtype.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ FLOAT, LONG = 4, 8
 """Bytes of fp32, in which norms, softmax and the loss are computed at least, and of a token's or row's number."""
 
 
-class ActivationCost(msgspec.Struct, frozen=True):
+class _ActivationCost(msgspec.Struct, frozen=True):
     """kept: tensors that an activation keeps for the backward pass beside its result, which the product behind it keeps
     anyway: its input (unless `input` is False), and what it computes in steps. alive: tensors at once while it is
     computed: its input, its result, and what it has in hand. result: whether it keeps its result.
@@ -43,21 +41,21 @@ class ActivationCost(msgspec.Struct, frozen=True):
 
 
 _USUAL: tuple[Activation, ...] = ("gelu", "gelu_tanh", "silu", "mish", "hardswish", "relu6", "leaky_relu")
-ACTIVATION_COSTS: dict[Activation, ActivationCost] = {
-    **dict.fromkeys(_USUAL, ActivationCost()),
-    "gelu_python": ActivationCost(3, 4, input=False),
-    "gelu_new": ActivationCost(4, 4),
-    "gelu_bloom": ActivationCost(7, 5),
-    "gelu_fast": ActivationCost(7, 5),
-    "gelu_10": ActivationCost(2, 3),
-    "quick_gelu": ActivationCost(2, 3),
-    "relu": ActivationCost(0, input=False, result=True),
-    "sigmoid": ActivationCost(0, input=False, result=True),
-    "tanh": ActivationCost(0, input=False, result=True),
-    "relu2": ActivationCost(1, 3, input=False),
-    "laplace": ActivationCost(1, 3, input=False),
-    "sqrtsoftplus": ActivationCost(1, 3),
-    "linear": ActivationCost(0, input=False),
+ACTIVATION_COSTS: dict[Activation, _ActivationCost] = {
+    **dict.fromkeys(_USUAL, _ActivationCost()),
+    "gelu_python": _ActivationCost(3, 4, input=False),
+    "gelu_new": _ActivationCost(4, 4),
+    "gelu_bloom": _ActivationCost(7, 5),
+    "gelu_fast": _ActivationCost(7, 5),
+    "gelu_10": _ActivationCost(2, 3),
+    "quick_gelu": _ActivationCost(2, 3),
+    "relu": _ActivationCost(0, input=False, result=True),
+    "sigmoid": _ActivationCost(0, input=False, result=True),
+    "tanh": _ActivationCost(0, input=False, result=True),
+    "relu2": _ActivationCost(1, 3, input=False),
+    "laplace": _ActivationCost(1, 3, input=False),
+    "sqrtsoftplus": _ActivationCost(1, 3),
+    "linear": _ActivationCost(0, input=False),
 }
 
 
@@ -110,7 +108,6 @@ COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "rout
 
 
 def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    """What lies before the first layer and behind the last."""
     found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
@@ -164,7 +161,6 @@ class Mixing(msgspec.Struct, frozen=True):
         return run.batch * self.scores.heads * run.tokens**2
 
     def mask(self, run: Pass) -> int:
-        """Bytes of the mask that a fused kernel is handed."""
         if not self.is_masked(run.tokens):
             return 0
         return (run.tokens**2 if self.alibi is None else self.pairs(run)) * run.size
@@ -201,7 +197,7 @@ def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[st
 # --- what operations keep --------------------------------------------------------------------------------------------
 
 
-class Storage(msgspec.Struct, eq=False):
+class _Storage(msgspec.Struct, eq=False):
     """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row."""
 
     size: int
@@ -209,11 +205,11 @@ class Storage(msgspec.Struct, eq=False):
     kept: dict[str, tuple[str, int]] = {}
 
 
-class View(msgspec.Struct, eq=False):
+class _View(msgspec.Struct, eq=False):
     """A result. heads_first: whether a head's rows lie together, and not a token's heads."""
 
     id: str
-    storage: Storage
+    storage: _Storage
     size: int
     heads: int = 1
     heads_first: bool = False
@@ -230,41 +226,41 @@ class Keeping:
     def __init__(self, program: ops.Program, run: Pass) -> None:
         self.program, self.run = program, run
         self.mixings = {each.mix.id: each for each in mixings(program)}
-        self.views: dict[str, View] = {}
-        self.storages: list[Storage] = []  # of which a view is kept
-        self.products: dict[str, Storage] = {}
+        self.views: dict[str, _View] = {}
+        self.storages: list[_Storage] = []  # of which a view is kept
+        self.products: dict[str, _Storage] = {}
         self.found: Counter[str] = Counter()
         for each in program:
-            self.views[each.id] = self.follow(each)
+            self.views[each.id] = self._follow(each)
         for storage in self.storages:
             self.found[storage.row] += storage.size  # a view keeps all that it is a view of
             for row, size in storage.kept.values():
                 self.found[row] += size
                 self.found[storage.row] -= size
 
-    def bytes(self, operation: ops.AnyOperation) -> int:
+    def _bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
         return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
 
-    def given(self, operation: ops.AnyOperation, index: int = 0) -> View:
+    def _given(self, operation: ops.AnyOperation, index: int = 0) -> _View:
         """An input; what a program is given from outside is as large as what reads it."""
         name = operation.inputs[index]
         if name not in self.views:
-            size = self.bytes(operation)
-            self.views[name] = View(name, Storage(size, "norms"), size)
+            size = self._bytes(operation)
+            self.views[name] = _View(name, _Storage(size, "norms"), size)
         return self.views[name]
 
-    def keep(self, view: View, row: str = "") -> None:
+    def _keep(self, view: _View, row: str = "") -> None:
         if not view.storage.kept:
             self.storages.append(view.storage)
         view.storage.kept.setdefault(view.id, (row or view.storage.row, view.size))
 
-    def follow(self, operation: ops.AnyOperation) -> View:
+    def _follow(self, operation: ops.AnyOperation) -> _View:
         """What an operation keeps, and where its result lies."""
-        run, found, size = self.run, self.found, self.bytes(operation)
+        run, found, size = self.run, self.found, self._bytes(operation)
         numbers = size // run.size
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
-        result = View(operation.id, Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
+        result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
@@ -273,108 +269,104 @@ class Keeping:
             case ops.Embed() | ops.Positions():  # which rows were read
                 found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
             case ops.Norm():
-                self.normed(operation, numbers)
+                width, inside = int(operation.shape[-1]), operation.lies == "kernel"
+                if inside or run.size == run.wide:
+                    self._keep(self._given(operation), "norms")
+                else:  # a copy of its input in fp32
+                    found["norms"] += numbers * run.wide
+                found["norms"] += numbers // width * operation.statistics * (run.size if inside else run.wide)
+                multiplied = run.wide if operation.lies == "float32" else run.size  # by the gain
+                if operation.gain != "none" and not inside:
+                    found["norms"] += numbers * multiplied
+                if operation.gain == "1 + weight":  # which is a tensor of its own
+                    found["norms"] += width * multiplied
             case ops.Convolve():
-                self.keep(self.given(operation))
+                self._keep(self._given(operation))
             case ops.Linear():
-                self.keep(self.given(operation))
+                self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.
                 unaligned = int(operation.shape[-1]) * run.size % 16 != 0
                 if operation.fused and not (1 < operation.groups < result.heads and unaligned):
-                    whole = sum(map(self.bytes, operation.made_together(self.program)))
-                    result.storage = self.products.setdefault(operation.together, Storage(whole, operation.row))
+                    whole = sum(map(self._bytes, operation.made_together(self.program)))
+                    result.storage = self.products.setdefault(operation.together, _Storage(whole, operation.row))
             case ops.Rotate():
                 whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
-                result.heads_first = self.given(operation).heads_first if whole else True
+                result.heads_first = self._given(operation).heads_first if whole else True
             case ops.Cache():
-                result = self.cached(operation, result)
+                result = self._cached(operation, result)
             case ops.Concat():
                 result.heads_first = True
 
             case ops.Cap():
                 if operation.hard:
-                    self.keep(self.given(operation))
+                    self._keep(self._given(operation))
                 elif operation.row != "scores":
-                    self.keep(result)  # the hyperbolic tangent's
+                    self._keep(result)  # the hyperbolic tangent's
             case ops.Mix():
-                result = self.mixed(operation, self.mixings[operation.id])
+                result = self._mixed(operation, self.mixings[operation.id])
             case ops.Scan():
                 for index in range(len(operation.inputs)):
-                    self.keep(self.given(operation, index))
+                    self._keep(self._given(operation, index))
                 found[operation.row] += operation.saved * size
             case ops.Activation():
                 cost = ACTIVATION_COSTS[operation.function]
                 if cost.input:
-                    self.keep(self.given(operation))
+                    self._keep(self._given(operation))
                 if cost.result:
-                    self.keep(result)
+                    self._keep(result)
                 found[operation.row] += (cost.kept - cost.input) * size
             case ops.Product():
-                self.keep(self.given(operation))
-                self.keep(self.given(operation, 1))
+                self._keep(self._given(operation))
+                self._keep(self._given(operation, 1))
             case ops.Choose():
                 # The softmax; which experts were taken; their weights and these weights' sums.
                 found[operation.row] += run.rows * operation.experts * run.wide + numbers * LONG
                 if operation.normalise:
                     found[operation.row] += (numbers + run.rows) * run.wide
             case ops.Gather():
-                chosen = self.given(operation, 1)
+                chosen = self._given(operation, 1)
                 found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
             case ops.Combine():
-                chosen, outputs = self.given(operation), self.given(operation, 1)
-                self.keep(outputs)
+                chosen, outputs = self._given(operation), self._given(operation, 1)
+                self._keep(outputs)
                 # That order, the way back, and the weights.
                 found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + run.wide)
             case _:
                 raise ops.unknown(operation, "the memory of training")
         return result
 
-    def normed(self, operation: ops.Norm, numbers: int) -> None:
-        run, width = self.run, int(operation.shape[-1])
-        inside = operation.lies == "kernel"
-        if inside or run.size == run.wide:
-            self.keep(self.given(operation), "norms")
-        else:  # a copy of its input in fp32
-            self.found["norms"] += numbers * run.wide
-        self.found["norms"] += numbers // width * operation.statistics * (run.size if inside else run.wide)
-        size = run.wide if operation.lies == "float32" else run.size
-        if operation.gain != "none" and not inside:  # what is multiplied by the gain
-            self.found["norms"] += numbers * size
-        if operation.gain == "1 + weight":  # which is a tensor of its own
-            self.found["norms"] += width * size
-
-    def cached(self, operation: ops.Cache, result: View) -> View:
+    def _cached(self, operation: ops.Cache, result: _View) -> _View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""
-        given, repeats = self.given(operation), operation.repeats
+        given, repeats = self._given(operation), operation.repeats
         if repeats > 1:
             size = repeats * result.size
-            return View(operation.id, Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
+            return _View(operation.id, _Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
         if given.size == given.storage.size and (given.heads_first or result.heads == 1):
             return given
         result.heads_first = True
         return result
 
-    def mixed(self, operation: ops.Mix, mixing: Mixing) -> View:
+    def _mixed(self, operation: ops.Mix, mixing: Mixing) -> _View:
         """What softmax(q·kᵀ)·v keeps, and its result, which is copied where it does not lie token by token."""
         run, found, row = self.run, self.found, operation.row
-        q, k, v = self.given(mixing.scores), self.given(mixing.scores, 1), self.given(operation, 1)
-        heads, size = mixing.scores.heads, self.bytes(operation)
+        q, k, v = self._given(mixing.scores), self._given(mixing.scores, 1), self._given(operation, 1)
+        heads, size = mixing.scores.heads, self._bytes(operation)
         way, (scored, softmax, weights) = mixing.way(run.kernel), mixing.sizes(run)
 
-        def operand(view: View, heads: int, itemsize: int, copied: bool = False) -> None:
+        def operand(view: _View, heads: int, itemsize: int, copied: bool = False) -> None:
             if copied or heads != view.heads or itemsize != run.size:
                 found[row] += view.size // view.heads * heads // run.size * itemsize
             else:
-                self.keep(view)
+                self._keep(view)
 
         if way == "fused":
             operand(q, heads, run.size)
             for each in (k, v):
                 operand(each, mixing.key_heads(each.heads, run), run.size)
-            result = View(operation.id, Storage(size, row), size, heads, q.heads_first)
-            self.keep(result)
+            result = _View(operation.id, _Storage(size, row), size, heads, q.heads_first)
+            self._keep(result)
             found["scores"] += run.rows * heads * run.wide + mixing.mask(run)  # the logarithm of each row's sum
-            return View(operation.id, Storage(size, row), size) if q.heads_first and heads > 1 else result
+            return _View(operation.id, _Storage(size, row), size) if q.heads_first and heads > 1 else result
         moved = run.batch > 1 and heads > 1 and not q.heads_first
         operand(q, heads, scored, copied=way == "unfused" or moved)
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
@@ -382,4 +374,4 @@ class Keeping:
         pairs = mixing.pairs(run)
         found["scores"] += pairs * (softmax if softmax == weights else softmax + weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
-        return View(operation.id, Storage(size, row), size)
+        return _View(operation.id, _Storage(size, row), size)

@@ -5,8 +5,6 @@ compute the same function in exact arithmetic: each aspect tells a part of it, a
 `components.without_rounding` sets alike, which is how the last bits come about.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -104,7 +102,6 @@ def _components(spec: ModelSpec) -> dict[str, list[Words]]:
 
 
 def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:
-    """What is said of every layer, or of which ones."""
     kinds: dict[str, tuple[Words, list[int]]] = {}
     for layer, words in enumerate(said):
         key = json.dumps(words.data, sort_keys=True)

@@ -4,8 +4,6 @@ A row is an aspect (see `aspects`) or a cost (see `costs`), with a cell a model.
 one dtype, or they would say more about these than about the models.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

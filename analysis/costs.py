@@ -12,8 +12,6 @@ A layer with a window w keeps w - 1 tokens between two steps, here and in transf
 the step's own token they are the w that it looks at. A rolling buffer (Mistral 2310.06825, section 2) is made for w.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ these, as tensor cores like them. From 24 heads on their number is a multiple of
 or eight devices, share them out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,9 +80,6 @@ class Shape:
         """
         multiple = 64 if self.hidden < 1_024 else 256
         return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
-
-
-# --- the tree --------------------------------------------------------------------------------------------------------
 
 
 def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
@@ -176,9 +171,6 @@ def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.Gat
         return parts.FeedForward(**common, intermediate_size=4 * shape.hidden, activation="gelu")
     activation: Any = "silu" if design.feed_forward == "swiglu" else "gelu"
     return parts.GatedFeedForward(**common, intermediate_size=shape.gated_width, activation=activation)
-
-
-# --- the shape -------------------------------------------------------------------------------------------------------
 
 
 def aspect_ratio(budget: int) -> float:

@@ -6,8 +6,6 @@ products are summed. Widths that are a small multiple of d are written as that: 
 size, each value has a letter of its own (f1, f2), and layers of one formula are counted together (L1, L2).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -130,9 +128,6 @@ def explain(spec: ModelSpec) -> Explained:
     return Explained(whole.value, whole.formula, (*symbols, *layers), tuple(map(term, labels)))
 
 
-# --- a component's sizes ---------------------------------------------------------------------------------------------
-
-
 def _layer(spec: ModelSpec) -> dict[str, Sum]:
     """A tree's only layer, by component. Experts are alike: the first stands for all."""
     found: dict[str, Sum] = {}
@@ -167,9 +162,6 @@ def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None
     return found
 
 
-# --- sums in words ---------------------------------------------------------------------------------------------------
-
-
 def _letters(parts: Iterable[Mapping[str, Sum]]) -> dict[Letter, str]:
     """A name for each letter and size, in a fixed order: with a number where there are several sizes."""
     there = dict.fromkeys(letter for part in parts for each in part.values() for product in each for letter in product)
@@ -202,7 +194,6 @@ def _written(products: Sum, letters: Mapping[Letter, str], by_degree: bool = Fal
 
 
 def _which(kind: int, of_kind: list[int]) -> str:
-    """The layers of a kind, in words."""
     if set(of_kind) == {kind}:
         return MEANINGS["L"]
     ranges = [range_label(first, last) for first, last, each in layer_ranges(of_kind) if each == kind]

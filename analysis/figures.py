@@ -72,7 +72,6 @@ class Asked:
 
     @property
     def spread(self) -> bool:
-        """Whether the model is to be on several GPUs."""
         return self.tp * self.pp > 1
 
     @property

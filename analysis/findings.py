@@ -1,7 +1,5 @@
 """What the costs say to the advice: sentences made of figures, for `recommend`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -141,7 +139,6 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
 
 
 def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
-    """All choices together, against the baseline."""
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops

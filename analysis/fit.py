@@ -4,8 +4,6 @@ Weights, the cache and activations at the worst moment of reading a whole contex
 a runtime and its allocator take is not counted: half a gigabyte to two.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass

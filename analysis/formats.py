@@ -6,8 +6,6 @@ of llama-quantize (`architectures.gguf_types`). nf4 is what transformers loads w
 one of 32 bits for 256 of these scales, 4.127 bits a weight; everything else in bf16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -7,8 +7,6 @@ that in place of the gate where no gradient is asked for; transformers holds one
 at that moment, a tenth to a fifth of activations and cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

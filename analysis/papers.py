@@ -1,7 +1,5 @@
 """The papers behind components: authors and arXiv number, as they are cited."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..display import Record

@@ -10,8 +10,6 @@ the head in the last, which has a copy of a tied table.
 The share of one GPU is a tree itself, with fewer heads and units: its memory is counted as that of any other.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How many parameters a tree has, by component and layer. Reads shapes alone: no weights, no torch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

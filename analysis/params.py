@@ -4,8 +4,6 @@ What is stored, dtypes and bytes, is told from the headers of the weight files, 
 kilobytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,12 +53,11 @@ class Stored(Record):
 
     def by_dtype(self) -> dict[str, tuple[int, int, int]]:
         """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        found: dict[str, tuple[int, int, int]] = {}
         for each in self.tensors:
-            found.setdefault(each.dtype, []).append((1, math.prod(each.shape), each.nbytes))
-        columns = {dtype: [*zip(*sizes, strict=True)] for dtype, sizes in found.items()}
-        sums = {dtype: (sum(each[0]), sum(each[1]), sum(each[2])) for dtype, each in columns.items()}
-        return dict(sorted(sums.items(), key=lambda item: -item[1][2]))
+            tensors, parameters, nbytes = found.get(each.dtype, (0, 0, 0))
+            found[each.dtype] = (tensors + 1, parameters + math.prod(each.shape), nbytes + each.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
 
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:
@@ -89,7 +86,6 @@ class ModelCount(Shown):
 
     @cached_property
     def count(self) -> ParameterCount:
-        """Its parameters by component."""
         return count(self.spec)
 
     def __repr__(self) -> str:
@@ -151,7 +147,7 @@ def params(
     """
     counts = Counts()
     for model in models:
-        with naming(str(model), len(models) > 1):
+        with _naming(str(model), len(models) > 1):
             found, files = identify(model), None
             if stored:
                 tree, files = _stored(found, offline, allow_pickle)
@@ -164,7 +160,7 @@ def params(
 
 
 @contextmanager
-def naming(model: str, one_of_several: bool) -> Iterator[None]:
+def _naming(model: str, one_of_several: bool) -> Iterator[None]:
     """Let an error say which model it is of, where it does not and there are others."""
     try:
         yield
@@ -188,7 +184,7 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
         check_sizes(max(specs, key=usual_context), min(longest), 1)
     found = []
     for each in counts:
-        with naming(each.name, len(counts) > 1):
+        with _naming(each.name, len(counts) > 1):
             found.append(replace(each, figures=figures_of(each.spec, asked, context, each.family)))
     return found
 

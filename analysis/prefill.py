@@ -6,8 +6,6 @@ unused is not told. In tests this is within 6 % of what is alive in a run, and a
 tokens is chance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -54,10 +52,7 @@ def _shared(programs: Collection[ops.Program], run: Pass) -> int:
     return turned + run.tokens**2 * len(masks) + numbers * run.size
 
 
-# --- moment by moment ------------------------------------------------------------------------------------------------
-
-
-class Step(msgspec.Struct, frozen=True):
+class _Step(msgspec.Struct, frozen=True):
     """Bytes of an operation's result, what there is beside it at the operation's worst moment, and what it leaves for
     later tokens. onto: the input that the result is written over.
     """
@@ -82,7 +77,7 @@ class Following:
         self.most = self.left = 0
         until = {"": 0, **_lifetimes(self.program)}
         for index, each in enumerate(self.program):
-            step = self.step(each)
+            step = self._step(each)
             self.left += step.left
             self.most = max(self.most, self.left + sum(self.memories.values()) + step.result + step.beside)
             name = step.onto or each.id
@@ -90,69 +85,69 @@ class Following:
             until[name] = max(until[name], until[each.id])
             self.memories = {name: size for name, size in self.memories.items() if until[name] > index}
 
-    def bytes(self, operation: ops.AnyOperation) -> int:
+    def _bytes(self, operation: ops.AnyOperation) -> int:
         """Of a result; of copies that run one after the other, of one."""
         run = self.run
         numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
         return -(-numbers // operation.apart) * run.size
 
-    def step(self, operation: ops.AnyOperation) -> Step:
+    def _step(self, operation: ops.AnyOperation) -> _Step:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
-        run, size = self.run, self.bytes(operation)
+        run, size = self.run, self._bytes(operation)
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
-                return Step(size)  # here and below no more than the result
+                return _Step(size)  # here and below no more than the result
             case ops.Scale() | ops.Shift() | ops.Add():
-                return Step(size)
+                return _Step(size)
             case ops.Norm():
                 numbers = size // run.size
                 if operation.lies == "kernel":
-                    return Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
-                return Step(size, numbers * run.wide * (1 if run.size == run.wide else 2) - size)
+                    return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
+                return _Step(size, numbers * run.wide * (1 if run.size == run.wide else 2) - size)
             case ops.Linear():
                 together = operation.made_together(self.program)
                 if operation.fused and operation is not together[0]:
-                    return Step()  # in the first one's product
-                whole = sum(map(self.bytes, together)) if operation.fused else size
+                    return _Step()  # in the first one's product
+                whole = sum(map(self._bytes, together)) if operation.fused else size
                 rounded = operation.bias and operation.arithmetic in (
                     "matmul_add",
                     "conv1d_add",
                 )  # before the bias, and behind it
-                return Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
+                return _Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
             case ops.Rotate(turned=turned):
                 part = size * turned // int(operation.shape[-1])
                 named = operation.start or operation.parts > 1  # parts that are taken out have a name of their own
-                return Step(size + part if named else size, part)
+                return _Step(size + part if named else size, part)
             case ops.Cache(repeats=repeats):
-                return Step(repeats * size if repeats > 1 else 0, left=size)
+                return _Step(repeats * size if repeats > 1 else 0, left=size)
             case ops.Scores() | ops.Alibi() | ops.Softmax():
-                return Step()  # with the mix, which kernels compute together with them
+                return _Step()  # with the mix, which kernels compute together with them
             case ops.Cap():
-                return Step() if operation.row == "scores" else Step(onto=operation.inputs[0])
+                return _Step() if operation.row == "scores" else _Step(onto=operation.inputs[0])
             case ops.Mix():
-                return self.mixed(operation, self.mixings[operation.id])
+                return self._mixed(operation, self.mixings[operation.id])
             case ops.Scan(state=state):
-                return Step(size, operation.saved * size, left=run.batch * math.prod(state) * run.size)
+                return _Step(size, operation.saved * size, left=run.batch * math.prod(state) * run.size)
             case ops.Convolve(width=width):
                 channels = operation.numbers(B=run.batch, T=1)
-                return Step(size, left=channels * (width - 1) * run.size)
+                return _Step(size, left=channels * (width - 1) * run.size)
             case ops.Activation(function=function):
-                return Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
+                return _Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
             case ops.Product():
-                return Step(onto=operation.inputs[0]) if operation.in_place else Step(size)
+                return _Step(onto=operation.inputs[0]) if operation.in_place else _Step(size)
             case ops.Choose():
-                return Step(0, run.rows * operation.experts * 2 * run.wide)
+                return _Step(0, run.rows * operation.experts * 2 * run.wide)
             case ops.Combine():
                 taken = self.memories[operation.inputs[1]] // run.size
                 # Weighted, put back in order, and summed.
-                return Step(size, 2 * taken * run.wide + size // run.size * run.wide - size)
+                return _Step(size, 2 * taken * run.wide + size // run.size * run.wide - size)
             case _:
                 raise ops.unknown(operation, "the memory of a prefill")
 
-    def mixed(self, operation: ops.Mix, mixing: Mixing) -> Step:
+    def _mixed(self, operation: ops.Mix, mixing: Mixing) -> _Step:
         """From queries, keys and values on, beside these."""
         run, heads, query_dim = self.run, mixing.scores.heads, mixing.scores.query_dim
-        pairs, size = mixing.pairs(run), self.bytes(operation)
+        pairs, size = mixing.pairs(run), self._bytes(operation)
         q = run.rows * heads * query_dim * run.size
         # Keys and values are repeated for their query heads, where neither a view nor the kernel does it.
         key = self.operations[mixing.scores.inputs[1]]
@@ -165,7 +160,9 @@ class Following:
                 rotate = self.operations[mixing.scores.inputs[0]]
                 parted = isinstance(rotate, ops.Rotate) and query_dim > rotate.rotary.dim and heads > 1
                 result = 2 * size if parted else size
-                return Step(result, max(repeated + mixing.mask(run) + run.rows * heads * run.wide - (result - size), 0))
+                return _Step(
+                    result, max(repeated + mixing.mask(run) + run.rows * heads * run.wide - (result - size), 0)
+                )
             case "unfused":
                 keys = mixing.scores.kv_heads
                 numbers = query_dim * (heads + keys) + (mixing.value_dim * keys if run.size < run.wide else 0)
@@ -180,7 +177,7 @@ class Following:
                     repeated + scored + softmax + (0 if softmax == weights else weights),
                     repeated + scored + weights + 2 * size,
                 ]
-        return Step(2 * size, max(*moments, 2 * size) - 2 * size)
+        return _Step(2 * size, max(*moments, 2 * size) - 2 * size)
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:

@@ -5,8 +5,6 @@ The choices are what is usually advised; the costs are counted, each choice exch
 nothing of quality: for that there are the papers. No torch, no weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -86,15 +84,10 @@ ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block",
 _ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
 """In which aspect of a tree a choice is seen, where that is not called as it is."""
 
-EXCHANGES: tuple[Mapping[str, Any], ...] = (
-    {"feed_forward": "geglu"},  # llama's class with hidden_act "gelu"
-    {"feed_forward": "swiglu"},
-    {"positions": "rope"},
-    {"attention": "gqa"},
-    {"norm": "rmsnorm"},
-    {"block": "serial"},
-    {"bias": False},
-    {"window": None},
+EXCHANGES: tuple[tuple[str, Any], ...] = (
+    *(("feed_forward", "geglu"), ("feed_forward", "swiglu")),  # the first is llama's class with hidden_act "gelu"
+    *(("positions", "rope"), ("attention", "gqa"), ("norm", "rmsnorm")),
+    *(("block", "serial"), ("bias", False), ("window", None)),
 )
 """What a family may have in place of a component, in the order in which they are tried: what changes least of how the
 model computes comes first.
@@ -287,9 +280,6 @@ def parse_budget(text: int | str) -> int:
 _NUMBER = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d{1,15})(\.\d{1,12})?(?:[eE]\+?(\d{1,2}))? ?([kKmMbBgGtT]?)", re.ASCII)
 
 
-# --- choices ---------------------------------------------------------------------------------------------------------
-
-
 def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
     """The goal's design for this size: whether its head is tied; a window only where texts are longer than it."""
     design = goal.design
@@ -315,11 +305,11 @@ class _Near:
 
 def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
     """The first of some exchanges after which a family has the design, at the same shape; None where none is enough."""
-    for changes in EXCHANGES:
-        other = replace(design, **changes)
+    for kind, value in EXCHANGES:
+        other = replace(design, **{kind: value})
         family, spec = expressed(build(other, shape, vocab, context))
         if other != design and family is not None:
-            return _Near(next(iter(changes)), other, spec, family)
+            return _Near(kind, other, spec, family)
     return None
 
 
@@ -339,7 +329,6 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
 
 
 def _named(kind: str, value: Any, spec: ModelSpec) -> str:
-    """A component as it is called in a tree."""
     told = {each.name: each.words for each in aspects(spec)}
     words = told[_ASPECTS.get(kind, kind)]
     match kind:
@@ -398,12 +387,12 @@ def _only_here(design: Design, near: _Near | None, spec: ModelSpec, found: Costs
     other = costs(near.spec, found.context)
     more, cache = other.parameters - found.parameters, other.held_bytes() - found.held_bytes()
     flops = other.total_flops / found.total_flops - 1
-    names = (
-        _named(near.kind, getattr(way, near.kind), tree) for way, tree in ((near.design, near.spec), (design, spec))
+    new, old = (
+        _named(near.kind, getattr(way, near.kind), it) for way, it in ((near.design, near.spec), (design, spec))
     )
     kept = "the same cache" if cache == 0 else f"{cache / found.held_bytes():+.1%} of cache"
     return (
-        f"{told} One component away {ARCHITECTURES[near.family].hf_class} holds it: {' for '.join(names)}, at"
+        f"{told} One component away {ARCHITECTURES[near.family].hf_class} holds it: {new} for {old}, at"
         f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs per token and {kept}. --loadable"
         " takes it, at the size that was asked for."
     )

@@ -1,7 +1,5 @@
 """What may be asked of a tree: how many tokens and sequences, in which dtype. No torch, no numpy."""
 
-from __future__ import annotations
-
 from ..components import ModelSpec
 from ..errors import UsageError
 

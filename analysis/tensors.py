@@ -1,7 +1,5 @@
 """Every tensor of a tree by its shared name, and the same list with what is alike folded together. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

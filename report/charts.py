@@ -65,15 +65,10 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
         (name, *(f"{numbers[part]:,}" if part in numbers else "–" for part in parts), f"{total:,}")
         for (name, numbers), total in with_totals
     )
-    layout: dict[str, Any] = {
-        "height": 34 * len(models) + 84,
-        "barmode": "stack",
-        "bargap": 0.3,
-        "showlegend": False,
-        "margin": {"t": 8, "b": 60, "l": 8, "r": 12},
-        "xaxis": {**axis, "gridcolor": "var(--line)", "title": title_below, **scale},
-        "yaxis": {**axis, "showgrid": False, "autorange": "reversed", **by_name},
-    }
+    layout: dict[str, Any] = {"height": 34 * len(models) + 84, "barmode": "stack", "bargap": 0.3, "showlegend": False}
+    layout |= {"margin": {"t": 8, "b": 60, "l": 8, "r": 12}}
+    layout["xaxis"] = {**axis, "gridcolor": "var(--line)", "title": title_below, **scale}
+    layout["yaxis"] = {**axis, "showgrid": False, "autorange": "reversed", **by_name}
     keys = [Key(f"c{colours[part]}", part) for part in parts]
     return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
 
@@ -124,19 +119,13 @@ def cache_chart(
         # A line is wider, to be seen below those that lie on it.
         under = min(sum(_one_line(line, other) for other in lines[index + 1 :]), 2)
         colour, lengths = f"var(--{colours[index]})", [length for length, _ in line]
-        marks = {
-            "size": [(13 if length in at else 5) + 3 * under for length in lengths],
-            "symbol": ["diamond" if length in at else "circle" for length in lengths],
-        }
-        trace = {
-            "name": safe(name),
-            "x": lengths,
-            "y": [nbytes for _, nbytes in line],
-            "line": {"color": colour, "dash": dashes[index], "width": 2 + 3 * under},
-            "marker": {**marks, "color": colour},
-            "hovertext": [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line],
-        }
-        traces.append({"type": "scatter", "mode": "lines+markers", **trace, "hoverinfo": "text"})
+        marks: dict[str, Any] = {"size": [(13 if length in at else 5) + 3 * under for length in lengths]}
+        marks["symbol"] = ["diamond" if length in at else "circle" for length in lengths]
+        trace: dict[str, Any] = {"type": "scatter", "mode": "lines+markers", "name": safe(name), "hoverinfo": "text"}
+        trace |= {"x": lengths, "y": [nbytes for _, nbytes in line], "marker": {**marks, "color": colour}}
+        trace["line"] = {"color": colour, "dash": dashes[index], "width": 2 + 3 * under}
+        hints = [f"<b>{safe(name)}</b><br>{n:,} tokens<br>{held(size)} ({size:,} bytes)" for n, size in line]
+        traces.append({**trace, "hovertext": hints})
     largest = max(range(len(models)), key=lambda index: lines[index][-1][1])
     bent = [name for name, spec in models if windows(spec)]
     most = held(lines[largest][-1][1]).replace(" ", "\u00a0")

@@ -24,17 +24,14 @@ if TYPE_CHECKING:
     from ..converter.transfer import Transferred
 
 SHOWN = 5  # tensors named, of however many
+Facts = Sequence[tuple[str, str]]
 
 
-def _facts_report(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str]) -> RenderableType:
-    """What is known of a model, a row a fact, and notes below."""
-    table = plain_table(("", False), ("", False), rows=facts)
+def _facts_report(title: str, before: Facts, spec: ModelSpec, behind: Facts, notes: Iterable[str]) -> RenderableType:
+    """What is known of a model, a row a fact: its tree in words, without what it has not, between others; and notes."""
+    words = [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
+    table = plain_table(("", False), ("", False), rows=[*before, *words, *behind])
     return Group(Text(title, style="bold"), table, *(Text(f"note: {note}") for note in notes))
-
-
-def _component_facts(spec: ModelSpec) -> list[tuple[str, str]]:
-    """What a tree is in words, without what it has not."""
-    return [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
 
 
 def load_summary(checkpoint: Checkpoint) -> RenderableType:
@@ -47,10 +44,9 @@ def load_summary(checkpoint: Checkpoint) -> RenderableType:
         *([("revision", checkpoint.revision)] if checkpoint.revision else []),
         ("parameters", f"{count(spec).total:,}"),
         ("stored as", f"{', '.join(stored)}, {len(checkpoint.leaves)} tensors in {where}"),
-        *_component_facts(spec),
-        *(("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history),
     ]
-    return _facts_report(str(checkpoint.reference), facts, checkpoint.notes)
+    steps = [("history", ", ".join(f"{key} {value}" for key, value in each.items())) for each in history]
+    return _facts_report(str(checkpoint.reference), facts, spec, steps, checkpoint.notes)
 
 
 def load_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -90,20 +86,11 @@ class RandomModel:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": 1,
-            "model": self.reference,
-            "family": self.tree.origin.family,
-            "parameters": count(self.tree.spec).total,
-            "dtype": self.dtype,
-            "initialisation": self.initialisation,
-            "seed": self.seed,
-            "finite_logits": self.finite,
-            "out": self.out,
-            "bytes": self.nbytes if self.out is not None else None,
-            "components": describe(self.tree.spec),
-            "notes": list(self.notes),
-        }
+        spec, nbytes = self.tree.spec, None if self.out is None else self.nbytes
+        more = {"out": self.out, "bytes": nbytes, "components": describe(spec), "notes": list(self.notes)}
+        told = {"schema_version": 1, "model": self.reference, "family": self.tree.origin.family}
+        told |= {"parameters": count(spec).total, "dtype": self.dtype, "initialisation": self.initialisation}
+        return {**told, "seed": self.seed, "finite_logits": self.finite, **more}
 
     def summary(self) -> RenderableType:
         spec = self.tree.spec
@@ -111,13 +98,10 @@ class RandomModel:
         facts = [
             ("family", self.tree.origin.family or "none"),
             ("parameters", f"{count(spec).total:,} as {self.dtype}"),
-            *_component_facts(spec),
-            ("weights", self.initialisation),
-            ("seed", str(self.seed)),
-            ("forward pass", logits),
-            *([("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []),
         ]
-        return _facts_report(f"{self.reference}, random weights", facts, self.notes)
+        drawn = [("weights", self.initialisation), ("seed", str(self.seed)), ("forward pass", logits)]
+        drawn += [("written", f"{human_bytes(self.nbytes)} of weights")] if self.out is not None else []
+        return _facts_report(f"{self.reference}, random weights", facts, spec, drawn, self.notes)
 
 
 def source_lines(counts: Sequence[ModelCount]) -> list[str]:

@@ -28,7 +28,7 @@ MOST_DRAWN = 12  # models whose layers a page draws
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """A row as it is shown: its label, a cell a model, whether it is one that differs, and whether it is a cost."""
 
     label: str
@@ -37,18 +37,17 @@ class Line:
     cost: bool = False
 
 
-def _lines(comparison: Comparison, rows: Sequence[Row]) -> list[Line]:
-    """The table's rows: aspects, then costs."""
-    return [*(Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
+def _lines(comparison: Comparison, rows: Sequence[Row]) -> list[_Line]:
+    return [*(_Line(row.name, row.words, row.differs) for row in rows), *_cost_lines(comparison)]
 
 
-def _cost_lines(comparison: Comparison) -> list[Line]:
+def _cost_lines(comparison: Comparison) -> list[_Line]:
     """The costs, as they are written: parameters to the last one, the rest in four digits."""
     lines = []
     for name, figures in comparison.costs().items():
         words = "{:,}".format if name in ("parameters", "active") else flops if name.startswith("FLOPs") else nbytes
         cells = tuple("–" if figure is None else words(figure) for figure in figures)
-        lines.append(Line(name, cells, len(set(figures)) > 1, True))
+        lines.append(_Line(name, cells, len(set(figures)) > 1, True))
     return lines
 
 
@@ -58,7 +57,6 @@ def flops(number: int) -> str:
 
 
 def _conditions(comparison: Comparison) -> str:
-    """Under which the costs were counted."""
     stored = f"Weights and cache in {comparison.dtype}"
     if comparison.cached != comparison.dtype:
         stored = f"Weights in {comparison.dtype}, cache in {comparison.cached}"
@@ -82,7 +80,7 @@ def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] |
     yield from map(page.note, comparison.told)
 
 
-def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> Grid | None:
+def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[_Line]) -> Grid | None:
     """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
     first = max(len(line.label) for line in shown) + len(MARK) + 1
@@ -103,7 +101,7 @@ def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> 
     return table
 
 
-def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[Line]) -> RenderResult:
+def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[_Line]) -> RenderResult:
     """An aspect, and below it each value with the models that have it."""
     for index, line in enumerate(shown):
         if line.cost and not shown[index - 1].cost:
@@ -146,7 +144,6 @@ def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
 
 
 def _longest_word(cells: Iterable[str]) -> int:
-    """Letters of the longest of them all."""
     return max(len(word) for cell in cells for word in (cell.split() or [""]))
 
 

@@ -119,7 +119,8 @@ def _sequences(batch: int, tokens: int) -> str:
 
 
 def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
-    a_token, columns = "per token", []
+    columns: list[_Column] = []
+    a_token = "per token"
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
     for name, _, figures in models:
@@ -232,7 +233,6 @@ def _formats(models: Sequence[_Model]) -> Sheet:
 
 
 def _explained(models: Sequence[_Model]) -> list[Sheet]:
-    """A sheet a model: components with their formulas, the total, and what the letters are."""
     sheets = []
     for name, _, figures in models:
         total = figures.explained

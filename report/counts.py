@@ -85,9 +85,6 @@ def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
     return None if dtype is None else weighed(model.spec, dtype, model.family)
 
 
-# --- one model -------------------------------------------------------------------------------------------------------
-
-
 def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     """What a model is, and its components with their parameters, the bytes of these, and their share of the total."""
     count, words, layers = model.count, describe(model.spec), len(model.spec.blocks)
@@ -156,7 +153,6 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
 
 
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
-    """A component in few words, for the table's second column."""
     spec = model.spec
     matrix = f"{spec.vocab_size:,} × {spec.hidden_size:,}"
     if label == "embedding":
@@ -171,11 +167,7 @@ def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     return "layers differ" if aspect.startswith("layers differ") else aspect
 
 
-# --- several models --------------------------------------------------------------------------------------------------
-
-
 def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
-    """A column a model."""
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
     labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
@@ -224,9 +216,6 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
         shown.append((title, cells))
     rows = (Row(model.name, tuple(cells[index] for _, cells in shown)) for index, model in enumerate(models))
     return page.table(["model"], [title for title, _ in shown], rows)
-
-
-# --- layers and tensors ----------------------------------------------------------------------------------------------
 
 
 def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:

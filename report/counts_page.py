@@ -37,7 +37,12 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
     parts = [(name, {part: size for part, size in sizes.items() if part != "total"}) for name, sizes in weights]
     components: list[Table | Figure] = [_components(counts)]
     components += [bars(parts, title=f"Weights by component, {asked.dtype}", what="bytes")] if parts else []
-    aspects = _aspects(counts)
+    words = [describe(model.spec) for model in counts]
+    rows = [("family", *(model.family or "–" for model in counts))]
+    for aspect in dict.fromkeys(aspect for of_model in words for aspect in of_model):
+        rows.append((aspect, *(of_model.get(aspect, "none") for of_model in words)))
+    names = ["what it is"] if len(counts) == 1 else [model.name for model in counts]
+    aspects = Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
     cache = cache_chart([(each.name, each.spec) for each in counts], asked.cached, batch=asked.batch, at=asked.kv)
     costly = (Section("Key-value cache", (cache, *_memory(counts, asked))), Section("FLOPs", _flops(counts)), *more)
     if len(counts) == 1:
@@ -46,7 +51,7 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
         facts = [("parameters", f"{count.total:,}"), ("without embedding", f"{count.non_embedding:,}")]
         facts += [("used per token", f"{active:,}")] if active != count.total else []
         facts += [("layers", f"{len(spec.blocks):,}"), ("hidden size", f"{spec.hidden_size:,}")]
-        facts += [("context", describe(spec)["context"])]
+        facts += [("context", words[0]["context"])]
         facts += [(f"KV cache per token, {asked.cached}", held(cache_bytes(spec, 1, asked.cached).a_token))]
         subtitle = f"{model.family or 'of no family'}, {short(count.total)} parameters"
         sections = [
@@ -59,10 +64,9 @@ def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Pag
     totals = [model.count.total for model in counts]
     many = counted(len(counts), "model")
     layers = [figure for model in counts for figure in layer_diagrams(model.spec, model.name)]
+    charts = parameter_bars([(each.name, each.count.by_component) for each in counts])
     sections = [
-        Section(
-            "Parameters", (*parameter_bars([(each.name, each.count.by_component) for each in counts]), *components)
-        ),
+        Section("Parameters", (*charts, *components)),
         Section("What they are", (aspects,)),
         *costly,
         *(Section(model.name, (treemap(model.name, model.spec),)) for model in counts),
@@ -109,16 +113,6 @@ def _components(counts: Sequence[ModelCount]) -> Table:
     return Table("Parameters by component", columns, tuple(rows), frozenset([len(labels)]), bold="the total")
 
 
-def _aspects(counts: Sequence[ModelCount]) -> Table:
-    """A row an aspect, a column a model."""
-    words = [describe(model.spec) for model in counts]
-    every = dict.fromkeys(aspect for of_model in words for aspect in of_model)
-    rows = [("family", *(model.family or "–" for model in counts))]
-    rows += [(aspect, *(of_model.get(aspect, "none") for of_model in words)) for aspect in every]
-    names = ["what it is"] if len(counts) == 1 else [model.name for model in counts]
-    return Table("What they are", (("aspect", False), *((name, False) for name in names)), tuple(rows))
-
-
 def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
     """One for each kind of layer, of the first that is of it; of many kinds the first ones."""
     kinds = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
@@ -134,8 +128,6 @@ def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
         f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself among them. In"
         " matrix products a multiplication and its addition count as two."
     ]
-    lines += [
-        f"{each.name} has positions for fewer tokens than that." for each in counts if not fits(each.spec, context)
-    ]
-    chart = [bars(able, title="FLOPs per token by component", what="FLOPs")] if able else []
-    return (Lines(tuple(lines)), *chart)
+    unable = [model.name for model in counts if not fits(model.spec, context)]
+    lines += [f"{name} has positions for fewer tokens than that." for name in unable]
+    return Lines(tuple(lines)), *([bars(able, title="FLOPs per token by component", what="FLOPs")] if able else [])

@@ -13,10 +13,10 @@ from ..version import __version__
 from .heatmap import Cell, heatmap
 from .pages import Figure, Lines, Page, Section, Table, counted, noted, put, ready, write_page
 from .sheets import indented, number
-from .surgery import steps_cells, steps_words
+from .surgery import steps_cells
 
 if TYPE_CHECKING:
-    from ..parity.damage import Bin, Damage, Layer, Place
+    from ..parity.damage import Damage, Layer, Place
     from ..surgery.swap import SwapResult
 
 ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
@@ -74,9 +74,8 @@ def damage_sections(damage: Damage) -> tuple[Section, ...]:
     sections = [Section(f"{what} by position", (Lines((words,)), _position_table(damage)))]
     if damage.layers:
         lens = "What each model would say if it ended after a layer: its last norm and head on its residual stream."
-        sections.append(
-            Section(f"{what} by layer", (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers)))
-        )
+        blocks = (Lines((lens,)), _lens_figure(damage), _layer_table(damage.layers))
+        sections.append(Section(f"{what} by layer", blocks))
     if damage.places:
         how = "Each component was given the original's own stream, so that what came from below does not count."
         first, most = damage.first, damage.born
@@ -102,9 +101,8 @@ def swap_page(result: SwapResult, damage: Damage) -> Page:
     exact = result.guarantee == "exact"
     steps = []
     if len(result.chain.steps) > 1:  # what each costs by itself, as the command prints it
-        columns, rows = steps_cells(result)
-        words = f"{steps_words(result)[0].upper()}{steps_words(result)[1:]}."
-        lines = [Lines((words,))] if result.each else []
+        columns, rows, words = steps_cells(result)
+        lines = [Lines((f"{words[0].upper()}{words[1:]}.",))] if words else []
         steps = [Section("Step by step", (*lines, Table("Steps", columns, tuple(rows))))]
     return Page(
         title=str(result.target),
@@ -142,13 +140,13 @@ def _position_table(damage: Damage) -> Table:
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
         rows.append((name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
-    return Table("By position", tuple(columns), tuple(rows), _largest(damage.bins), bold=LARGEST)
+    return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=LARGEST)
 
 
-def _largest(places: Sequence[Bin] | Sequence[Layer]) -> frozenset[int]:
+def _largest(divergences: Sequence[float]) -> frozenset[int]:
     """Where the KL is largest, if it is more than rounding explains."""
-    worst = max(range(len(places)), key=lambda index: _or_infinite(places[index].kl))
-    return frozenset([worst] if _or_infinite(places[worst].kl) > ROUNDING else [])
+    largest, index = max((_or_infinite(kl), -index) for index, kl in enumerate(divergences))
+    return frozenset([-index] if largest > ROUNDING else [])
 
 
 def _plain(perplexity: float) -> str:
@@ -160,7 +158,6 @@ def _or_infinite(value: float) -> float:
 
 
 def _lens_figure(damage: Damage) -> Figure:
-    """A row a bin of positions, a column a layer."""
     cells = []
     for layer in damage.layers:
         same = layer.before == layer.after
@@ -193,19 +190,18 @@ def _layer_table(layers: Sequence[Layer]) -> Table:
         perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
         rows.append((name, stream, number(each.kl), f"{each.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
-    return Table(caption, tuple(columns), tuple(rows), _largest(layers), bold=LARGEST)
+    return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=LARGEST)
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:
-    cells = []
+    cells, first = [], next((index for index, place in enumerate(places) if place.differs), None)
     for place in places:
         kind = "more than rounding explains" if place.differs else "within rounding" if place.relative else "equal"
         lines = (f"relative difference: {number(place.relative)}", kind)
         cells.append(Cell(place.label, place.layer, _or_infinite(place.relative), lines, place.differs))
-    first = next((index for index, place in enumerate(places) if place.differs), None)
-    lit = frozenset() if first is None else frozenset([first])
     columns = (("component", False), ("relative Δ", True), ("", False))
     rows = tuple((place.name, number(place.relative), "differs" if place.differs else "") for place in places)
+    lit = frozenset() if first is None else frozenset([first])
     caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
         cells,

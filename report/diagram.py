@@ -9,7 +9,7 @@ from ..analysis.aspects import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
 from .pages import Figure, Table, figure, safe
-from .placement import Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
+from .placement import SHAPED, Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
 FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
@@ -39,7 +39,8 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     dotted = {"color": "var(--quiet)", "width": 1, "dash": "dot"}
     shapes = [{**_rounded(block, 8, {"width": 0}, "var(--raised)"), "layer": "below"}]
     shapes += [{**_rounded(frame, 6, dotted, "var(--rounding)"), "layer": "below"} for frame in placed.frames]
-    shapes += [*map(_line, placed.wires), *(arrow for wire in placed.wires for arrow in _arrow(wire))]
+    shapes += [shape for wire in placed.wires for shape in _line(wire)]
+    shapes.sort(key=lambda shape: "layer" not in shape)  # the heads of lines behind them
     shapes += [shape for box in placed.boxes for shape in (*_border(box), *_heads(box))]
     notes = [note for box in placed.boxes for note in _words(box)]
     notes.append(_note(width - PAD, top + LINE // 2 + 3, label, True, "right"))
@@ -51,10 +52,10 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     layout |= {"shapes": shapes, "annotations": notes, "xaxis": {**axis, "range": [-EDGE, width + EDGE]}}
     layout["yaxis"] = {**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1}
     title, table = f"{f'{model}: block' if model else 'Block'} diagram, {label}", _node_table(nodes, label)
-    return figure(title, summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, FONT)
+    return figure(title, _summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, FONT)
 
 
-def summary(graph: Structure, kind: Kind) -> str:
+def _summary(graph: Structure, kind: Kind) -> str:
     """What a diagram shows, in a sentence or two."""
     words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
     parts = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
@@ -76,15 +77,11 @@ def _node_table(nodes: Sequence[Node], label: str) -> Table:
 
 
 def _lines(node: Node, trunk: bool) -> list[str]:
-    """What stands in a box, the title first."""
-    if node.op == "stream":
-        return [f"x  {shape_words(node)}"]
-    if node.op == "tokens":
+    if node.op in ("stream", "tokens"):
         return [f"{node.title}  {shape_words(node)}"]
     if node.op == "add":
         return [""] if trunk else ["+"]
-    shaped = node.op in ("linear", "embed", "positions", "scores", "concat", "mix")
-    return [node.title, *filter(None, [node.detail]), *([shape_words(node)] if shaped else [])]
+    return [node.title, *filter(None, [node.detail]), *([shape_words(node)] if node.op in SHAPED else [])]
 
 
 def _measure(node: Node, lanes: int, room: int) -> Size:
@@ -138,7 +135,6 @@ def _border(box: Box) -> list[dict[str, Any]]:
 
 
 def _rounded(area: Area, r: int, line: dict[str, Any], fill: str) -> dict[str, Any]:
-    """A rectangle with round corners."""
     left, top, right, bottom = area.left, area.top, area.right, area.bottom
     path = (
         f"M{left + r},{top}L{right - r},{top}Q{right},{top},{right},{top + r}L{right},{bottom - r}"
@@ -153,17 +149,19 @@ def _heads(box: Box) -> list[dict[str, Any]]:
     if box.node.op != "scores":
         return []
     heads, group = _heads_of(box.node)
-    inside = box.width - 2 * PAD
     shown = _shown(box)
-    each = inside / (shown if shown == heads // group else shown + 1)
-    top = box.bottom - HEADS - PAD // 2
-    bars = []
+    each = (box.width - 2 * PAD) / (shown if shown == heads // group else shown + 1)
+    top, bars = box.bottom - HEADS - PAD // 2, []
     for index in range(shown):
         left, room = box.left + PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
-        bars.append(_bar(left, top + 7, room, "var(--mark)"))
         wide = room / group * (0.8 if group > 1 else 1)
-        bars += [_bar(left + number * room / group, top, wide, "var(--quiet)") for number in range(group)]
-    return bars
+        bars.append((left, top + 7, room, "var(--mark)"))
+        bars += [(left + number * room / group, top, wide, "var(--quiet)") for number in range(group)]
+    drawn = []
+    for left, y, width, colour in bars:
+        corners = {"x0": round(left, 2), "x1": round(left + width, 2), "y0": round(y, 2), "y1": round(y + 5, 2)}
+        drawn.append({"type": "rect", **corners, "line": {"width": 0}, "fillcolor": colour})
+    return drawn
 
 
 def _heads_of(node: Node) -> tuple[int, int]:
@@ -174,19 +172,12 @@ def _heads_of(node: Node) -> tuple[int, int]:
 
 
 def _shown(box: Box) -> int:
-    """How many groups of heads are drawn."""
     heads, group = _heads_of(box.node)
     fit = max((box.width - 2 * PAD) // (group * (HEADS_ROOM if group == 1 else GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
 
 
-def _bar(left: float, top: float, width: float, colour: str) -> dict[str, Any]:
-    place = {"x0": round(left, 2), "x1": round(left + width, 2), "y0": round(top, 2), "y1": round(top + 5, 2)}
-    return {"type": "rect", **place, "line": {"width": 0}, "fillcolor": colour}
-
-
 def _words(box: Box) -> list[dict[str, Any]]:
-    """A box's lines, each in its place."""
     node = box.node
     if node.op == "add":
         return []
@@ -211,10 +202,17 @@ def _note(x: int, y: int, text: str, bold: bool, anchor: str, quiet: bool = Fals
     return {**place, "text": words, "showarrow": False, "font": font}
 
 
-def _line(wire: Wire) -> dict[str, Any]:
+def _line(wire: Wire) -> list[dict[str, Any]]:
+    """A line and its head, where it ends."""
+    stream = all(x == METRICS.stream for x, _ in wire.points)
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
-    line = LINES["residual" if _on_stream(wire) else wire.kind]
-    return {"type": "path", "path": path, "line": line, "layer": "below"}
+    line = {"type": "path", "path": path, "line": LINES["residual" if stream else wire.kind], "layer": "below"}
+    if wire.kind == "weights" or stream:
+        return [line]
+    (x0, _), (x, y) = wire.points[-2:]
+    way = 6 if x0 > x else -6
+    head = f"M{x},{y}L{x - 4},{y - 6}L{x + 4},{y - 6}Z" if x0 == x else f"M{x},{y}L{x + way},{y - 4}L{x + way},{y + 4}Z"
+    return [line, {"type": "path", "path": head, "line": {"width": 0}, "fillcolor": "var(--quiet)"}]
 
 
 LINES: dict[str, dict[str, Any]] = {
@@ -223,23 +221,6 @@ LINES: dict[str, dict[str, Any]] = {
     "choice": {"color": "var(--quiet)", "width": 1.5, "dash": "dot"},
     "weights": {"color": "var(--quiet)", "width": 1, "dash": "dash"},
 }
-
-
-def _on_stream(wire: Wire) -> bool:
-    return all(x == METRICS.stream for x, _ in wire.points)
-
-
-def _arrow(wire: Wire) -> list[dict[str, Any]]:
-    """The head of a line, where it ends."""
-    if wire.kind == "weights" or _on_stream(wire):
-        return []
-    (x0, _), (x, y) = wire.points[-2:]
-    if x0 == x:
-        path = f"M{x},{y}L{x - 4},{y - 6}L{x + 4},{y - 6}Z"
-    else:
-        way = 6 if x0 > x else -6
-        path = f"M{x},{y}L{x + way},{y - 4}L{x + way},{y + 4}Z"
-    return [{"type": "path", "path": path, "line": {"width": 0}, "fillcolor": "var(--quiet)"}]
 
 
 def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
@@ -272,9 +253,14 @@ def _hint(node: Node) -> str:
     return "<br>".join([f"<b>{safe(node.id)}</b>", *map(safe, lines)])
 
 
-def _least(copies: int) -> int:
-    """A frame's width: its words stand right of a line through its middle."""
-    return 2 * (text_width(experts_words(copies)) + 2 * PAD)
-
-
-METRICS = Metrics(_measure, _least, stream=24, trunk=8, left=42, beside=8, gap=14, track=16, around=(8, 18))
+METRICS = Metrics(
+    _measure,
+    lambda copies: 2 * (text_width(experts_words(copies)) + 2 * PAD),
+    stream=24,
+    trunk=8,
+    left=42,
+    beside=8,
+    gap=14,
+    track=16,
+    around=(8, 18),
+)

@@ -67,38 +67,36 @@ def verdict(diff: Diff) -> str:
         return "Different: no tensor of one has its like in the other"
     if not changed and not apart:
         return f"Different trees of the same values: {tensors}"
-    relative = diff.all.relative
-    size = f", relative change {figure(relative)}" if relative else ""
-    of_those = f", relative change of those {figure(relative)}" if relative and changed < both else size
     if not changed:
         return f"Different: the {counted(both, 'tensor')} of one shape are the same"
+    of_those = " of those" if changed < both else ""
+    size = f", relative change{of_those} {figure(diff.all.relative)}" if diff.all.relative else ""
     if changed == both == number:
         return f"Different: {tensors} changed{size}"
-    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{of_those}"
+    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{size}"
 
 
 def readings(diff: Diff) -> list[str]:
     """What the figures come to, in sentences."""
     lines = []
     if not diff.same:
-        counts = "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number)
-        lines.append(f"{counts}.")
-    if diff.changed:
-        # All matrices of one shape, where most changed and their cosine is about zero.
-        both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
-        matrices = Group("matrices", None, tuple(both))
-        cosine = matrices.cosine
-        if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
-            about = round(cosine, 2) + 0.0  # not -0.00
-            lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
-        else:
-            lines += _rank_readings(diff)
+        lines.append(
+            "; ".join(f"{number:,} {STATUSES[status]}" for status, number in diff.counts.items() if number) + "."
+        )
+    # All matrices of one shape, where most changed and their cosine is about zero.
+    both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
+    matrices = Group("matrices", None, tuple(both))
+    cosine = matrices.cosine if diff.changed else None
+    if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
+        about = round(cosine, 2) + 0.0  # not -0.00
+        lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
+    elif diff.changed:
+        lines += _rank_readings(diff)
     lines += [f"{each.name}: {line}" for each in diff.tensors for line in _row_readings(each)]
     names = [each.name for each in diff.tensors if each.figures is not None and any(each.figures.not_finite)]
     if names:
-        lines.append(
-            f"NaN or infinite values in {some(names)}: figures are of the values that are finite on both sides."
-        )
+        what = "figures are of the values that are finite on both sides"
+        lines.append(f"NaN or infinite values in {some(names)}: {what}.")
     return lines
 
 
@@ -147,7 +145,6 @@ def _row_readings(each: TensorDiff) -> list[str]:
 
 
 def _remarks(each: TensorDiff) -> list[str]:
-    """What is said of one tensor that changed."""
     figures = each.figures
     if figures is None:
         return []
@@ -158,15 +155,12 @@ def _remarks(each: TensorDiff) -> list[str]:
     words += _rank_told(each)
     if figures.rounded is not None:
         words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {DTYPES[figures.rounded[0]]} rounds")
-    if figures.scale is not None:
-        words.append(f"B = {figures.scale:.6g} · A")
-    if figures.order is not None:
-        words.append(f"the same {figures.order} in another order")
+    words += [] if figures.scale is None else [f"B = {figures.scale:.6g} · A"]
+    words += [] if figures.order is None else [f"the same {figures.order} in another order"]
     if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
         words.append(_rows(each))
-    for side, number in zip("AB", figures.not_finite, strict=True):
-        if number:
-            words.append(f"{number:,} of {side}'s values NaN or infinite")
+    sides = zip("AB", figures.not_finite, strict=True)
+    words += [f"{number:,} of {side}'s values NaN or infinite" for side, number in sides if number]
     if each.quantised:
         words.append(f"quantised in {' and '.join(each.quantised).upper().replace('AND', 'and')}")
     elif each.dtype_a != each.dtype_b:
@@ -181,14 +175,10 @@ def _rank_told(each: TensorDiff) -> list[str]:
         return []
     if each.reading == "unclear":
         return ["rank not told: too little beside rounding"]
-    if rank.more:
-        words = f"rank above {rank.limit} of {rank.of:,}"
-    elif rank.full:
-        words = f"full rank ({rank.of:,})"
-    else:
-        share = "–" if rank.share is None else f"{100 * rank.share:.1f} %"
-        share = ">99.9 %" if rank.share is not None and 0.999 < rank.share < 1 else share
-        words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
+    share = "–" if rank.share is None else ">99.9 %" if 0.999 < rank.share < 1 else f"{100 * rank.share:.1f} %"
+    words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
+    if rank.more or rank.full:
+        words = f"rank above {rank.limit} of {rank.of:,}" if rank.more else f"full rank ({rank.of:,})"
     if rank.most is not None and each.reading == "high" and rank.most < rank.of // 4:
         return [words, f"99 % of the change in {counted(rank.most, 'direction')}"]
     return [words]
@@ -206,15 +196,14 @@ def _rows(each: TensorDiff) -> str:
 
 def _most_changed(diff: Diff) -> list[TensorDiff]:
     """Tensors of other values, what no figure tells first, then by relative change."""
-    return sorted(diff.changed, key=lambda each: -math.inf if (size := relative(each)) is None else -size)
+    return sorted(diff.changed, key=lambda each: -math.inf if (size := _relative(each)) is None else -size)
 
 
-def relative(each: TensorDiff) -> float | None:
-    """A tensor's relative change, where there is one."""
+def _relative(each: TensorDiff) -> float | None:
     return None if each.figures is None else each.figures.relative
 
 
-def listed(tensors: Sequence[TensorDiff]) -> list[str]:
+def _listed(tensors: Sequence[TensorDiff]) -> list[str]:
     """Tensors that cannot be compared, those of several layers in a line."""
     folded: dict[str, list[int]] = {}
     for each in tensors:
@@ -231,12 +220,9 @@ def _files_told(diff: Diff, most: int | None = None) -> list[str]:
     """Small files that differ, and in what; at most so many of a file's lines."""
     lines = []
     for each in diff.files:
-        if each.only is not None:
-            lines.append(f"{each.name}: only in {each.only.upper()}")
-            continue
         left = 0 if most is None else len(each.told) - most
-        more = f"; {left} more" if left > 0 else ""
-        lines.append(f"{each.name}: {'; '.join(each.told[:most]) or 'other bytes'}{more}")
+        told = f"{'; '.join(each.told[:most]) or 'other bytes'}{f'; {left} more' if left > 0 else ''}"
+        lines.append(f"{each.name}: {told if each.only is None else f'only in {each.only.upper()}'}")
     return lines
 
 
@@ -275,12 +261,11 @@ def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bo
 
 
 def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence[str | Sheet]]]:
-    """What stands under which heading."""
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
-        rows = [Row(label(group), _group_cells(group)) for group in groups if group.changed]
+        rows = [Row(_label(group), _group_cells(group)) for group in groups if group.changed]
         lines: list[str | Sheet] = [Sheet("", COLUMNS, tuple(rows))]
-        same = [label(group) for group in groups if group.same == len(group.tensors)]
+        same = [_label(group) for group in groups if group.same == len(group.tensors)]
         lines += [f"Unchanged: {some(same, 8)}"] if same else []
         layers = [group for group in diff.by_layer() if group.layer is not None and group.relative]
         if by != "layer" and len(layers) > 1:
@@ -293,7 +278,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         tensors = [f"{each.name}\n{', '.join(_remarks(each))}" for each in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
     for status, heading in HEADINGS.items():
-        apart = listed([each for each in diff.tensors if each.status == status])
+        apart = _listed([each for each in diff.tensors if each.status == status])
         if apart:
             yield heading, apart
     if diff.tree:  # how they round is counted alone unless all is wanted
@@ -319,7 +304,6 @@ def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterato
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    """The cells below COLUMNS."""
     changed = group.changed
     if not changed:
         return (f"{len(group.tensors):,}", "0", "–", "–", "–")
@@ -332,17 +316,14 @@ def _ranks(changed: Sequence[TensorDiff]) -> str:
     """The largest rank of several, and that it is full or not known."""
     ranks = [(each.figures.rank, each.reading) for each in changed if each.figures and each.figures.rank]
     above = [rank.limit for rank, _ in ranks if rank.more]
-    if above:
-        return f"> {max(above)}"
     known = [rank for rank, reading in ranks if reading != "unclear" and rank.rank]  # 0: none above rounding
-    if not known:
-        return "–"
-    largest = max(rank.rank for rank in known)
-    return "full" if any(rank.full for rank in known) else f"{'≤ ' if len(known) > 1 else ''}{largest}"
+    if above or not known:
+        return f"> {max(above)}" if above else "–"
+    largest = f"{'≤ ' if len(known) > 1 else ''}{max(rank.rank for rank in known)}"
+    return "full" if any(rank.full for rank in known) else largest
 
 
-def label(group: Group) -> str:
-    """What its row is called."""
+def _label(group: Group) -> str:
     return group.name if group.layer is None else f"{group.name} {group.layer}"
 
 
@@ -380,12 +361,12 @@ def _sections(diff: Diff) -> Iterator[Section]:
         rows = []
         for each in changed:
             dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
-            rows.append((each.name, figure(relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
+            rows.append((each.name, figure(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
     for status, heading in HEADINGS.items():
-        lines = listed([each for each in diff.tensors if each.status == status])
+        lines = _listed([each for each in diff.tensors if each.status == status])
         if lines:
             yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
     if diff.tree:
@@ -402,16 +383,15 @@ def _compared(group: Group) -> bool:
 
 
 def _figure(groups: Sequence[Group]) -> Figure:
-    def place(group: Group) -> str:
-        return group.name if group.layer is None else f"layer {group.layer} {group.name}"
-
     cells = list(map(_cell, groups))
-    rows = tuple((place(group), *_group_cells(group)) for group in groups)
-    most = max((group for group in groups if group.changed), key=_size, default=None)
+    places = [group.name if group.layer is None else f"layer {group.layer} {group.name}" for group in groups]
+    rows = tuple((place, *_group_cells(group)) for place, group in zip(places, groups, strict=True))
+    changed = [index for index, group in enumerate(groups) if group.changed]
+    most = max(changed, key=lambda index: _size(groups[index]), default=None)
     apart = any(cell.apart for cell in cells)
     largest = f"Nothing {'of one shape ' * apart}changed."
     if most is not None:
-        largest = f"Largest: {place(most)}, {_group_cells(most)[2]}."
+        largest = f"Largest: {places[most]}, {_group_cells(groups[most])[2]}."
     columns = (("place", False), *((name, True) for name in COLUMNS))
     marks = " A, B: on that side alone; ≠: of another shape." * apart
     return heatmap(
@@ -425,19 +405,16 @@ def _figure(groups: Sequence[Group]) -> Figure:
 
 def _cell(group: Group) -> Cell:
     """Rounding to a narrower dtype has a colour of its own; a change from zero is beyond all figures."""
-    changed = group.changed
-    counts = any(each.status == "changed" for each in changed)
+    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
+    changed, kinds = group.changed, {each.status for each in group.tensors}
+    if not _compared(group):
+        apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
+        return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
     words = [f"relative change: {figure(group.relative) if changed else '0'}"]
     if changed:
         words += [f"{len(changed)} of {counted(len(group.tensors), 'tensor')} changed"]
         words += [f"{each.name.split('.')[-1]}: {', '.join(_remarks(each))}" for each in changed[:2]]
-    value = _size(group) if changed else 0.0
-    name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
-    if _compared(group):
-        return Cell(name, group.layer, value, tuple(words), counts)
-    kinds = {each.status for each in group.tensors}
-    apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
-    return Cell(name, group.layer, 0.0, tuple(listed(group.tensors)[:2]), True, apart)
+    return Cell(name, group.layer, _size(group) if changed else 0.0, tuple(words), "changed" in kinds)
 
 
 def _size(group: Group) -> float:
@@ -446,7 +423,7 @@ def _size(group: Group) -> float:
 
 
 def _groups(caption: str, groups: Sequence[Group]) -> Table:
-    rows = tuple((label(group), *_group_cells(group)) for group in groups)
+    rows = tuple((_label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
     return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")

@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.text import Text
 
 from ..components.operations import Scores
-from .placement import Box, Frame, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
+from .placement import SHAPED, Box, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
 from .structure import Kind, Node, Structure, layers_label, shape_words
 
 STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
@@ -63,11 +63,11 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
         return ["+" if ascii_only else "⊕"]
     if node.op in ("tokens", "stream"):
         return [f"{node.title} {shape_words(node)}"]
-    shaped = node.op in ("linear", "embed", "positions", "scores", "concat", "mix")
+
     first = [node.title, *filter(None, [node.detail])]
     if not boxed(node) and node.op != "scores" and len(", ".join(first)) <= room:
         first = [", ".join(first)]
-    words = [*first, *([shape_words(node)] if shaped else [])]
+    words = [*first, *([shape_words(node)] if node.op in SHAPED else [])]
     lines = [part for line in words for part in folded(plain_words(line, ascii_only), room or TRUNK_ROOM)]
     return [*lines, *_groups(node, room, ascii_only)] if node.op == "scores" else lines
 
@@ -79,14 +79,11 @@ def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
     groups, group = scores.kv_heads, scores.heads // scores.kv_heads
     if group > room:
         return []
-    fit = (room + 1) // (group + 1)
     more = plain_words("…", ascii_only)
-    if groups > fit:
-        fit = max((room - len(more)) // (group + 1), 1)
-    shown = min(groups, fit)
-    rest = groups > shown
-    queries = ["q" * group] * shown + [more] * rest
-    return [" ".join(queries), " ".join(["k".center(group)] * shown + [" " * len(more)] * rest)]
+    rest = groups > (room + 1) // (group + 1)
+    shown = max((room - len(more)) // (group + 1), 1) if rest else groups
+    queries, keys = ["q" * group] * shown + [more] * rest, ["k".center(group)] * shown + [" " * len(more)] * rest
+    return [" ".join(queries), " ".join(keys)]
 
 
 UP, DOWN, LEFTWARDS, RIGHTWARDS = range(4)
@@ -110,72 +107,71 @@ class _Canvas:
         self.joints: dict[tuple[int, int], list[int]] = {}
         self.heavy: set[tuple[int, int]] = set()
         for wire in placed.wires:
-            self.wire(wire)
-        for frame in placed.frames:
-            self.frame(frame)
+            self._wire(wire)
+        across, along = (".", ":") if ascii_only else ("╌", "╎")
+        for frame in placed.frames:  # a dashed border, below what crosses it, with its words at the lower right
+            right, bottom, words = frame.right - 1, frame.bottom - 1, f" {experts_words(frame.copies)} "
+            for x in range(frame.left, right + 1):
+                for y in range(frame.top, bottom + 1):
+                    edge = across if y in (frame.top, bottom) else along if x in (frame.left, right) else ""
+                    if edge:
+                        self.letters.setdefault((x, y), (edge, "dim"))
+            self._write(right - len(words), bottom, words, "")
         for box in placed.boxes:
-            self.box(box)
-        self.bracket(placed, label)
+            self._box(box)
+        # What holds the block together, on the right.
+        top, bottom, x = placed.box("x").top, placed.box("block_output").top, self.width - 1
+        self._join(x, top, DOWN, LEFTWARDS)
+        self._join(x, bottom, UP, LEFTWARDS)
+        self._down(x, top + 1, bottom)
+        self._join(x - 1, bottom, RIGHTWARDS)
+        self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
 
-    def join(self, x: int, y: int, *ways: int) -> None:
+    def _join(self, x: int, y: int, *ways: int) -> None:
         """A line that leaves a character's middle in some of four ways."""
         joint = self.joints.setdefault((x, y), [0, 0, 0, 0])
         for way in ways:
             joint[way] = 1
 
-    def down(self, x: int, top: int, bottom: int) -> None:
+    def _down(self, x: int, top: int, bottom: int) -> None:
         """A line down the rows from `top` to the one before `bottom`, open at both ends."""
         for y in range(top, bottom):
-            self.join(x, y, UP, DOWN)
+            self._join(x, y, UP, DOWN)
 
-    def along(self, y: int, one: int, other: int) -> None:
+    def _along(self, y: int, one: int, other: int) -> None:
         """A line along a row, from the middle of one column to that of another."""
         low, high = min(one, other), max(one, other)
         for x in range(low, high + 1):
-            self.join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
+            self._join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
 
-    def write(self, x: int, y: int, text: str, style: str) -> None:
-        for index, letter in enumerate(text):
-            self.letters[x + index, y] = (letter, style)
+    def _write(self, x: int, y: int, text: str, style: str) -> None:
+        self.letters.update({(x + index, y): (letter, style) for index, letter in enumerate(text)})
 
-    def wire(self, wire: Wire) -> None:
+    def _wire(self, wire: Wire) -> None:
         points = wire.points
         if wire.kind == "weights":
             return
         (x, top), (_, turn) = points[:2]
-        self.down(x, top, turn)
+        self._down(x, top, turn)
         if len(points) == 2:
             if x == STREAM:
                 self.heavy |= {(x, y) for y in range(top, turn)}
             return
-        self.join(x, turn, UP)
+        self._join(x, turn, UP)
         end = points[2][0]
         if len(points) == 3:
-            self.along(turn, x, end if end < x else end - 1)
+            self._along(turn, x, end if end < x else end - 1)
             if wire.kind == "choice":
-                self.write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
+                self._write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
         else:
-            self.along(turn, x, end)
-            self.join(end, turn, DOWN)
-            self.down(end, turn + 1, points[3][1])
+            self._along(turn, x, end)
+            self._join(end, turn, DOWN)
+            self._down(end, turn + 1, points[3][1])
 
-    def frame(self, frame: Frame) -> None:
-        """A dashed border, below what crosses it, with its words at the lower right."""
-        right, bottom = frame.right - 1, frame.bottom - 1
-        across, along = (".", ":") if self.ascii_only else ("╌", "╎")
-        for x in range(frame.left, right + 1):
-            for y in (frame.top, bottom):
-                self.letters.setdefault((x, y), (across, "dim"))
-        for y in range(frame.top + 1, bottom):
-            for x in (frame.left, right):
-                self.letters.setdefault((x, y), (along, "dim"))
-        words = f" {experts_words(frame.copies)} "
-        self.write(right - len(words), bottom, words, "")
-
-    def box(self, box: Box) -> None:
+    def _box(self, box: Box) -> None:
         """A node's words, with a border where it has weights."""
         if box.node.op == "add":
-            self.write(box.left, box.top, box.lines[0], "bold")
+            self._write(box.left, box.top, box.lines[0], "bold")
             return
         bordered = boxed(box.node)
         for index, line in enumerate(box.lines):
@@ -183,55 +179,41 @@ class _Canvas:
             if not bordered:
                 left = box.left + BESIDE if box.trunk else box.port - len(line) // 2
             style = "bold" if index == 0 else "dim" if line.startswith("(") else ""
-            self.write(left, box.top + bordered + index, line, style)
+            self._write(left, box.top + bordered + index, line, style)
         if not bordered:
-            self.down(box.port, box.top + len(box.lines), box.bottom)
+            self._down(box.port, box.top + len(box.lines), box.bottom)
             if box.trunk:
-                self.join(box.port, box.top, DOWN, *([UP] if box.top else []))
+                self._join(box.port, box.top, DOWN, *([UP] if box.top else []))
                 self.heavy.add((box.port, box.top))
             return
         right, bottom = box.right - 1, box.bottom - 1
         for y in (box.top, bottom):
-            self.along(y, box.left, right)
+            self._along(y, box.left, right)
         for x in (box.left, right):
-            self.join(x, box.top, DOWN)
-            self.join(x, bottom, UP)
-            self.down(x, box.top + 1, bottom)
-        self.join(box.port, box.top, UP)
+            self._join(x, box.top, DOWN)
+            self._join(x, bottom, UP)
+            self._down(x, box.top + 1, bottom)
+        self._join(box.port, box.top, UP)
         if box.bottom < self.height:
-            self.join(box.port, bottom, DOWN)
+            self._join(box.port, bottom, DOWN)
         if box.trunk:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
-    def bracket(self, placed: Placement, label: str) -> None:
-        """What holds the block together, on the right."""
-        top, bottom = placed.box("x").top, placed.box("block_output").top
-        x = self.width - 1
-        self.join(x, top, DOWN, LEFTWARDS)
-        self.join(x, bottom, UP, LEFTWARDS)
-        self.down(x, top + 1, bottom)
-        self.join(x - 1, bottom, RIGHTWARDS)
-        self.write(x - 1 - len(label), top, f"{plain_words(label, self.ascii_only)} ", "bold")
-
-    def cell(self, x: int, y: int) -> tuple[str, str]:
+    def _cell(self, x: int, y: int) -> tuple[str, str]:
         """A character and its style; lines go over frames, words over lines."""
         letter, style = self.letters.get((x, y), (" ", ""))
         joint = self.joints.get((x, y))
         if joint is None or letter not in " .:╌╎":
             return letter, style
-        heavy = (x, y) in self.heavy
+        up, down, left, right = joint
+        heavy, drawn = (x, y) in self.heavy, LIGHT[up, down, left, right]
         if self.ascii_only:
-            up, down, left, right = joint
             drawn = "+" if (up or down) and (left or right) else "|" if up or down else "-"
-        else:
-            drawn = LIGHT[tuple(joint)]  # type: ignore[index]
-            drawn = HEAVY.get(drawn, drawn) if heavy else drawn
-        return drawn, "bold" if heavy else "dim"
+        return HEAVY.get(drawn, drawn) if heavy else drawn, "bold" if heavy else "dim"
 
     def lines(self) -> Iterator[Text]:
-        """Row by row, without blanks at the end."""
         for y in range(self.height):
-            cells = [self.cell(x, y) for x in range(self.width)]
+            cells = [self._cell(x, y) for x in range(self.width)]
             line = Text(no_wrap=True, overflow="ignore")
             for style, run in groupby(cells, key=lambda cell: cell[1]):
                 line.append("".join(letter for letter, _ in run), style)
@@ -242,15 +224,13 @@ class _Canvas:
 def _listed(nodes: Sequence[Node], label: str, width: int, ascii_only: bool) -> Iterator[Text]:
     """The nodes one below the other, each with what it is made of, for terminals too narrow for a drawing."""
     for node in nodes:
-        parts = [(node.id, "bold")]
-        if node.op == "stream":
-            parts = [(f"{label}: x", "bold")]
-        else:
+        name, parts = f"{label}: x", []
+        if node.op != "stream":
             title = node.title if node.title != node.id.rpartition(".")[2] else ""
             sources = f"of {', '.join(node.inputs)}" if node.inputs else ""
             details = filter(None, [sources, ", ".join(filter(None, [title, node.detail]))])
-            parts += [*((words, "") for words in details), (shape_words(node), "dim")]
-        for words, style in parts:
+            name, parts = node.id, [*((words, "") for words in details), (shape_words(node), "dim")]
+        for words, style in [(name, "bold"), *parts]:
             indent = "" if style == "bold" else "  "
             for line in folded(plain_words(words, ascii_only), max(width - len(indent), 1)):
                 yield Text(indent + line, style=style, no_wrap=True, overflow="ignore")

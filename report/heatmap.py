@@ -109,15 +109,14 @@ def heatmap(
     traces = []
     for kind in kinds:
         scaled, one = kind == "counts", [[at, f"var(--{kind})"] for at in (0, 1)]
-        # A value beyond all figures is as high as the largest.
         mine = [[cell if cell is not None and cell.kind == kind else None for cell in line] for line in grid]
-        z = [[cell and (0 if not scaled else min(math.log10(cell.value), ends[1])) for cell in line] for line in mine]
-        trace: dict[str, Any] = {
-            "type": "heatmap",
-            "x": columns,
-            "z": z,
-            "texttemplate": "%{text}" if written else None,
-        }
+        # A value beyond all figures is as high as the largest.
+        z = [
+            [None if cell is None else min(math.log10(cell.value), ends[1]) if scaled else 0 for cell in line]
+            for line in mine
+        ]
+        trace: dict[str, Any] = {"type": "heatmap", "x": columns, "z": z}
+        trace["texttemplate"] = "%{text}" if written else None
         trace["hovertext"] = [["" if cell is None else _hover(cell) for cell in line] for line in mine]
         trace["text"] = [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine]
         trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
@@ -155,7 +154,6 @@ def _hover(cell: Cell) -> str:
 
 
 def _short(value: float) -> str:
-    """A figure as a cell has room for."""
     if value == 0:
         return "0"
     if not math.isfinite(value):

@@ -32,13 +32,6 @@ def html(value: Any) -> str:
     return console.export_html(code_format=BLOCK, inline_styles=True)
 
 
-def _tree(spec: Any) -> Iterator[RenderableType]:
-    from .structure import structure
-    from .tree import tree_drawing
-
-    yield tree_drawing(structure(spec))
-
-
 def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:
     from .costs import cost_sheets
     from .counts import parameter_table
@@ -65,7 +58,7 @@ def _by(module: str, function: str) -> Callable[[Any], Iterable[RenderableType]]
 
 
 DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
-    "ModelSpec": _tree,
+    "ModelSpec": _by("tree", "tree_drawing"),
     "ModelCount": lambda count: _counts([count]),
     "Counts": _counts,
     "ParameterCount": _count,

@@ -134,7 +134,6 @@ async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
 
 
 def _static(figure: Figure) -> dict[str, Any]:
-    """The figure as plotly takes it without the page around it."""
     # page.css's colours by name, as they are in the light
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     light = style[style.index(":root {") : style.index("@media")]

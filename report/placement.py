@@ -11,11 +11,12 @@ A line goes down from its source, sideways in a *track* between two ranks (below
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .structure import Edge, Node
 
+SHAPED = ("linear", "embed", "positions", "scores", "concat", "mix")  # operations whose shape stands in their box
 Point = tuple[int, int]
 Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
 Span = tuple[int, int]  # the first and the last lane
@@ -129,13 +130,11 @@ def folded(line: str, room: int) -> list[str]:
         if lines and len(lines[-1]) + 1 + len(word) <= room:
             lines[-1] += f" {word}"
         elif len(word) > room and re.fullmatch(r"[A-Za-z_.]+,?", word):
-            first, *pieces = re.findall(r"[^_.]*[_.]|[^_.]+$", word)
-            lines.append(first)
-            for piece in pieces:
-                if len(lines[-1]) + len(piece) <= room:
-                    lines[-1] += piece
-                else:
-                    lines.append(piece)
+            lines.append("")
+            for piece in re.findall(r"[^_.]*[_.]|[^_.]+$", word):
+                if lines[-1] and len(lines[-1]) + len(piece) > room:
+                    lines.append("")
+                lines[-1] += piece
         else:
             lines.append(word)
     return lines
@@ -151,7 +150,7 @@ def experts_words(copies: int) -> str:
     return "1 expert" if copies == 1 else f"{copies:,} experts"
 
 
-def ways(node: Node) -> list[str]:
+def _ways(node: Node) -> list[str]:
     """The inputs that a line is drawn from."""
     return [source for source in node.inputs if source != node.choice]
 
@@ -180,11 +179,7 @@ class _Lanes:
             self.rank[node.id] = 1 + max([*above, *(self.rank[source] for source in node.inputs)], default=-1)
         self.spans: dict[str, Span] = {}
         self.lanes: dict[str, int] = defaultdict(int)
-        self._open(nodes)
-
-    def _open(self, nodes: Sequence[Node]) -> None:
-        """Find the lanes that nodes beside the trunk span, and how many lanes each stage has."""
-        beside = {node.id: [way for way in ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
+        beside = {node.id: [way for way in _ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
         children: dict[str, list[str]] = defaultdict(list)
         for name, sources in beside.items():
             if len(sources) == 1:
@@ -207,16 +202,15 @@ class _Lanes:
                 self.spans[name] = self.hull(sources)
 
     def hull(self, names: Sequence[str]) -> Span:
-        """The lanes that several span together."""
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
-    def expert(self, name: str) -> str:
+    def expert(self, name: str) -> Node:
         """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
         node = self.nodes[name]
-        while not node.weights and ways(node) and node.op in ("activation", "product"):
-            node = self.nodes[ways(node)[0]]
-        return node.id
+        while not node.weights and _ways(node) and node.op in ("activation", "product"):
+            node = self.nodes[_ways(node)[0]]
+        return node
 
 
 class _Arrangement:
@@ -227,12 +221,18 @@ class _Arrangement:
 
     def __init__(self, graph: _Lanes, metrics: Metrics, sizes: Mapping[str, Size], stages: Sequence[str]) -> None:
         self.graph, self.metrics, self.sizes = graph, metrics, sizes
-        framed = [name for name in graph.nodes if graph.nodes[graph.expert(name)].choice]
+        framed = [name for name in graph.nodes if graph.expert(name).choice]
         self.ranks_framed = {graph.rank[name] for name in framed}
-        self.inside: dict[str, list[str]] = defaultdict(list)
+        self.inside: dict[str, list[str]] = {}
         for name in framed:
-            self.inside[graph.stage[name]].append(name)
-        gaps = {stage: self._gaps(stage) for stage in stages}
+            self.inside.setdefault(graph.stage[name], []).append(name)
+        gaps = {}  # blanks before each lane and behind the last: a frame needs more
+        for stage in stages:
+            gaps[stage] = [0, *[metrics.beside] * (graph.lanes[stage] - 1), 0]
+            if stage in self.inside:
+                first, last = graph.hull(self.inside[stage])
+                gaps[stage][first] += metrics.around[0]
+                gaps[stage][last + 1] += metrics.around[0]
         widths = {stage: self._widths(stage, gaps[stage]) for stage in stages}
         totals = {stage: sum(widths[stage]) + sum(gaps[stage]) for stage in stages}
         trunk = max(self._trunk_left(name) + sizes[name][1] for name in graph.trunk)
@@ -245,18 +245,8 @@ class _Arrangement:
                 self.columns[stage].append((x + gap, x + gap + width))
                 x += gap + width
 
-    def _gaps(self, stage: str) -> list[int]:
-        """Blanks before each lane and behind the last: a frame needs more."""
-        gaps = [0, *[self.metrics.beside] * (self.graph.lanes[stage] - 1), 0]
-        if self.inside[stage]:
-            first, last = self.graph.hull(self.inside[stage])
-            gaps[first] += self.metrics.around[0]
-            gaps[last + 1] += self.metrics.around[0]
-        return gaps
-
     def _widths(self, stage: str, gaps: Sequence[int]) -> list[int]:
-        """Of a stage's lanes, as what stands in them needs."""
-        graph, metrics, inside = self.graph, self.metrics, self.inside[stage]
+        graph, metrics, inside = self.graph, self.metrics, self.inside.get(stage)
         lanes = [0] * graph.lanes[stage]
         needs = [(graph.spans[name], self.sizes[name][1]) for name in graph.stage if graph.stage[name] == stage]
         if inside:
@@ -300,7 +290,14 @@ class _Arrangement:
     def placement(self) -> Placement:
         graph = self.graph
         self.ports = {name: self._port(name) for name in graph.nodes}
-        self.turns = self._turns()
+        # For each line that goes sideways between ranks: the rank below which it does, and with whose others.
+        self.turns: dict[tuple[str, str], tuple[int, str]] = {}
+        for name, node in graph.nodes.items():
+            for source in (sources := _ways(node)):
+                joins_trunk = name in graph.trunk and source not in graph.trunk
+                if self.ports[source] != self.ports[name] and not joins_trunk:
+                    fork = (graph.rank[source], source)
+                    self.turns[source, name] = (graph.rank[name] - 1, name) if len(sources) > 1 else fork
         tops, tracks, height = self._rows()
         boxes = {}
         for name, node in graph.nodes.items():
@@ -308,21 +305,15 @@ class _Arrangement:
             on = name in graph.trunk
             left = self._trunk_left(name) if on else self.ports[name] - width // 2
             boxes[name] = Box(left, tops[graph.rank[name]], width, tall, node, lines, self.ports[name], on)
-        frames = [self._frame(stage, names, boxes) for stage, names in self.inside.items() if names]
+        frames = []
+        for stage, names in self.inside.items():
+            (dx, dy), (first, last) = self.metrics.around, graph.hull(names)
+            left, right = self.columns[stage][first][0] - dx, self.columns[stage][last][1] + dx
+            top, bottom = min(boxes[name].top for name in names) - dy, max(boxes[name].bottom for name in names) + dy
+            copies = max(graph.nodes[name].copies for name in names)
+            frames.append(Frame(left, top, right - left, bottom - top, tuple(names), copies))
         wires = [wire for box in boxes.values() for wire in self._wires(box, boxes, frames, tracks)]
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
-
-    def _turns(self) -> dict[tuple[str, str], tuple[int, str]]:
-        """For each line that goes sideways between ranks: the rank below which it does, and with whose others."""
-        graph, turns = self.graph, {}
-        for name, node in graph.nodes.items():
-            sources = ways(node)
-            for source in sources:
-                joins_trunk = name in graph.trunk and source not in graph.trunk
-                if self.ports[source] != self.ports[name] and not joins_trunk:
-                    fork = (graph.rank[source], source)
-                    turns[source, name] = (graph.rank[name] - 1, name) if len(sources) > 1 else fork
-        return turns
 
     def _rows(self) -> tuple[dict[int, int], dict[tuple[int, str], int], int]:
         """The y of each rank, of each track by (rank above it, whose it is), and of the end."""
@@ -355,24 +346,15 @@ class _Arrangement:
             rows[owner] = 1 + max(taken, default=-1)
         return rows
 
-    def _frame(self, stage: str, names: Sequence[str], boxes: Mapping[str, Box]) -> Frame:
-        dx, dy = self.metrics.around
-        first, last = self.graph.hull(names)
-        left, right = self.columns[stage][first][0] - dx, self.columns[stage][last][1] + dx
-        top, bottom = min(boxes[name].top for name in names) - dy, max(boxes[name].bottom for name in names) + dy
-        copies = max(self.graph.nodes[name].copies for name in names)
-        return Frame(left, top, right - left, bottom - top, tuple(names), copies)
-
     def _wires(
         self, box: Box, boxes: Mapping[str, Box], frames: Sequence[Frame], tracks: Mapping[tuple[int, str], int]
-    ) -> list[Wire]:
-        wires = []
+    ) -> Iterator[Wire]:
         for edge in box.node.edges():
             source = boxes.get(edge.source)
             if source is None:
                 continue
             start, end = (source.port, source.bottom), (box.port, box.top)
-            points: tuple[Point, ...]
+            points: tuple[Point, ...] = (start, end)
             if edge.kind == "weights":
                 points = ((source.left, source.middle), (0, source.middle), (0, box.middle), (box.left, box.middle))
             elif edge.kind == "choice":
@@ -385,7 +367,4 @@ class _Arrangement:
             elif (edge.source, box.node.id) in self.turns:
                 y = tracks[self.turns[edge.source, box.node.id]]
                 points = (start, (source.port, y), (box.port, y), end)
-            else:
-                points = (start, end)
-            wires.append(Wire(edge.source, edge.target, edge.kind, points))
-        return wires
+            yield Wire(edge.source, edge.target, edge.kind, points)

@@ -15,14 +15,9 @@ from .sheets import GAP, Layout, drawing
 def preset_json(preset: Preset) -> dict[str, Any]:
     """Plain JSON values; the parameters are an integer."""
     architecture = architecture_of(preset.config)
-    return {
-        "name": preset.name,
-        "aliases": list(preset.aliases),
-        "family": architecture.name,
-        "parameters": count(architecture.spec(preset.config)).total,
-        "repo": preset.repo,
-        "source": preset.source,
-    }
+    told: dict[str, Any] = {"name": preset.name, "aliases": list(preset.aliases), "family": architecture.name}
+    told["parameters"] = count(architecture.spec(preset.config)).total
+    return {**told, "repo": preset.repo, "source": preset.source}
 
 
 @drawing

@@ -79,9 +79,8 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
         return Row(label, cells, "bold", ruled)
 
     def exchange(choice: Choice) -> tuple[str, ...]:
-        cost = choice.cost
-        parameters = f"{cost.parameters:+,}" if cost.parameters else "0"
-        return (parameters, signed(cost.cache, nbytes), signed(cost.flops, flops))
+        parameters = f"{choice.cost.parameters:+,}" if choice.cost.parameters else "0"
+        return (parameters, signed(choice.cost.cache, nbytes), signed(choice.cost.flops, flops))
 
     rows = [whole("GPT-2's way", advice.baseline_costs, False)]
     rows += [Row(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]

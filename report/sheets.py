@@ -39,9 +39,7 @@ def nbytes(number: int) -> str:
 
 def binary(nbytes: int) -> str:
     """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes:,} bytes"
-    return _prefixed(nbytes, 1024, BINARY)
+    return f"{nbytes:,} bytes" if nbytes < 1024 else _prefixed(nbytes, 1024, BINARY)
 
 
 def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
@@ -142,28 +140,28 @@ class Sheet:
 
     def parts(self, width: int) -> list[Sheet]:
         """Sheets that are no wider than that, where one column is: as few as can be, as it is or turned."""
-        whole = [self] if self.words else self.cut(width)
+        whole = [self] if self.words else self._cut(width)
         if len(whole) == 1 or len(self.columns) < 3:
             return whole
         rows = (Row(name, tuple(row.cells[index] for row in self.rows)) for index, name in enumerate(self.columns))
-        turned = Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows)).cut(width)  # columns as rows
+        turned = Sheet(self.title, tuple(row.label for row in self.rows), tuple(rows))._cut(width)  # columns as rows
         return turned if len(turned) < len(whole) else whole
 
-    def cut(self, width: int) -> list[Sheet]:
-        """As many columns at a time as fit."""
+    def _cut(self, width: int) -> list[Sheet]:
+        """As many columns at a time as fit, and of the rows those that have something there."""
+
+        def only(first: int, last: int) -> Sheet:
+            rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
+            return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
+
         pieces, first = [], 0
         while first < len(self.columns):
             number = 1
-            while first + number < len(self.columns) and self.only(first, first + number + 1).width() <= width:
+            while first + number < len(self.columns) and only(first, first + number + 1).width() <= width:
                 number += 1
-            pieces.append(self.only(first, first + number))
+            pieces.append(only(first, first + number))
             first += number
         return pieces
-
-    def only(self, first: int, last: int) -> Sheet:
-        """The columns from `first` up to but not with `last`, and of the rows those that have something there."""
-        rows = (Row(row.label, row.cells[first:last], row.style, row.ruled) for row in self.rows)
-        return Sheet(self.title, self.columns[first:last], tuple(row for row in rows if any(row.cells)))
 
     def as_table(self) -> PageTable:
         from .pages import Table as PageTable
@@ -208,11 +206,9 @@ class Layout:
         return table
 
     def note(self, words: str) -> Any:
-        """A sentence below a table."""
         return Text(self.clean(words), style="dim")
 
     def text(self, words: str) -> Any:
-        """A cell: its brackets are no markup."""
         return Text(self.clean(words))
 
     def clean(self, words: str) -> str:

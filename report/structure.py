@@ -169,7 +169,7 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-class Caption(NamedTuple):
+class _Caption(NamedTuple):
     """What a node is called, what stands below it, and its formula."""
 
     title: str
@@ -177,81 +177,79 @@ class Caption(NamedTuple):
     formula: str = ""
 
 
-def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> Caption:
+def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
-    last = operation.id.rpartition(".")[2]
+    last, matrix = operation.id.rpartition(".")[2], sizes(dict(operation.weights).get("weight", ()))
     match operation:
         case ops.Tokens():
-            return Caption("token ids", formula="numbers of the vocabulary's entries")
+            return _Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
-            return Caption("x", "the residual stream")
+            return _Caption("x", "the residual stream")
         case ops.Embed():
-            return Caption("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
+            return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
         case ops.Positions():
-            return Caption("positions", _matrix(operation), "row of the position")
+            return _Caption("positions", matrix, "row of the position")
         case ops.Norm(kind=kind, formula=formula):
-            return Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
+            return _Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
         case ops.Linear(tied=tied):
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
             if tied is None:
-                return Caption(last, f"{_matrix(operation)}{with_bias}", f"x·Wᵀ{bias}")
-            matrix = sizes((operation.shape[-1], operation.inputs_wide))
-            return Caption("head", f"the {tied}'s {matrix}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
+                return _Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
+            theirs = sizes((operation.shape[-1], operation.inputs_wide))
+            return _Caption("head", f"the {tied}'s {theirs}{with_bias}", f"x·Eᵀ, E the {tied}{bias}")
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
-            return Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
+            return _Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
-            return Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
+            return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
-            return Caption("key of each head", "rotated part shared by all heads", formula)
+            return _Caption("key of each head", "rotated part shared by all heads", formula)
         case ops.Scores():
-            title, heads, kv_heads = _scaled_by(operation), operation.heads, operation.kv_heads
+            title, heads, kv_heads = f"q·kᵀ {_scaled_by(operation)}", operation.heads, operation.kv_heads
             shared = "1 kv head" if kv_heads == 1 else f"{heads // kv_heads:,} to each kv head"
-            detail = (
-                "1 head" if heads == 1 else f"{heads:,} heads" if heads == kv_heads else f"{heads:,} q heads, {shared}"
-            )
-            return Caption(f"q·kᵀ {title}", detail, f"q·kᵀ {title}")
+            alike = "1 head" if heads == 1 else f"{heads:,} heads"
+            return _Caption(title, alike if heads == kv_heads else f"{heads:,} q heads, {shared}", title)
         case ops.Alibi():
             (scores,) = (others[name] for name in operation.inputs)
             scale = f" {_scaled_by(scores, operation.scale)}" if isinstance(scores, ops.Scores) else " "
             bias = operation.alibi.formula + (scale if operation.alibi.scaled else "")
-            return Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
+            return _Caption(f"+ {operation.alibi.title}", bias, f"scores + {bias}, s the key's position")
         case ops.Cap(limit=limit, hard=True):
-            return Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
+            return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
         case ops.Cap(limit=limit):
-            return Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
+            return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
         case ops.Softmax(window=window):
             sight = "causal" if window is None else f"causal, last {window:,}"
             first = "0" if window is None else f"t − {window - 1:,}"
             sink = " and the head's sink" if operation.weights else ""
-            return Caption("softmax", sight, f"softmax over the keys {first} … t of query t{sink}")
+            return _Caption("softmax", sight, f"softmax over the keys {first} … t of query t{sink}")
         case ops.Mix():
-            return Caption("weights · v", formula="Σ weight(t, s) · v(s)")
+            return _Caption("weights · v", formula="Σ weight(t, s) · v(s)")
         case ops.Scan():
-            return Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
+            return _Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
         case ops.Convolve(width=width):
-            return Caption("convolution", f"{width} tokens, {_matrix(operation)}", "Σ w(i) · x(t − i)")
+            return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):
-            return Caption(function)
+            return _Caption(function)
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
             if isinstance(gate, ops.Activation):
-                return Caption("gate · up", formula=f"{gate.function}(gate) · up")
-            return Caption("·", formula=f"{gate.id} · {up.id}")
+                return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
+            return _Caption("·", formula=f"{gate.id} · {up.id}")
         case ops.Scale(factor=factor):
-            return Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
+            return _Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
         case ops.Shift(number=number):
-            return Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
+            return _Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
         case ops.Add():
             past, branch = operation.inputs
             if operation.residual is None:
-                return Caption("+", "both branches", "attention + feed-forward")
+                return _Caption("+", "both branches", "attention + feed-forward")
             if isinstance(others.get(branch), ops.Positions):
-                return Caption("+", "positions added")
+                return _Caption("+", "positions added")
             stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
-            return Caption("+", stream, f"{stream} + {branch}")
+            return _Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, scores=scores):
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
             formula += " + bias" if operation.weights else ""
@@ -260,17 +258,13 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
             formula += ", divided by their sum" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
-            return Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
+            return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
         case ops.Combine():
-            return Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
+            return _Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
         case ops.Gather():
-            return Caption("tokens by expert")
+            return _Caption("tokens by expert")
         case _:
             raise ops.unknown(operation, "the drawing")
-
-
-def _matrix(operation: ops.AnyOperation) -> str:
-    return sizes(dict(operation.weights)["weight"])
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:

@@ -57,18 +57,14 @@ TWO, THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without 
 def listing_report(listing: Listing) -> RenderableType:
     """Every swap on a model, by what it would guarantee, with its costs; papers and code by option."""
     before = listing.before
-    parts: list[RenderableType] = [
-        Text(listing.reference, style="bold"),
-        Text(
-            f"{before.parameters:,} parameters; a token that sees {before.context:,}: {flops(before.total_flops)}FLOP,"
-            f" {human_bytes(before.cache_bytes())} of cache in bf16"
-        ),
-    ]
+    costly = f"a token that sees {before.context:,}: {flops(before.total_flops)}FLOP"
+    size = f"{before.parameters:,} parameters; {costly}, {human_bytes(before.cache_bytes())} of cache in bf16"
+    parts: list[RenderableType] = [Text(listing.reference, style="bold"), Text(size)]
     for verdict, heading in HEADINGS.items():
         entries = [entry for entry in listing.entries if entry.verdict == verdict]
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]
-            parts.append(refusals(entries) if verdict == "refused" else possible(entries, before))
+            parts.append(_refusals(entries) if verdict == "refused" else _possible(entries, before))
     known: dict[str, dict[str, None]] = {}
     for entry in listing.entries:
         if entry.verdict != "refused":
@@ -77,7 +73,7 @@ def listing_report(listing: Listing) -> RenderableType:
     return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*TWO, rows=rows))
 
 
-def possible(entries: Sequence[Listed], before: Costs) -> Table:
+def _possible(entries: Sequence[Listed], before: Costs) -> Table:
     """A row a swap: what it gives, and how its costs change."""
     rows = []
     for entry in entries:
@@ -90,7 +86,7 @@ def possible(entries: Sequence[Listed], before: Costs) -> Table:
     return plain_table(*TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
 
 
-def refusals(entries: Sequence[Listed]) -> Table:
+def _refusals(entries: Sequence[Listed]) -> Table:
     """A row a reason: which swaps it stops, and what would be possible."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
@@ -209,8 +205,10 @@ def costs_table(before: Costs, after: Costs) -> Table:
     return plain_table(("", False), ("before", True), ("after", True), ("", True), rows=cells)
 
 
-def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]]]:
-    """The columns, and a row a step: what it guarantees, and what it costs by itself where that was measured."""
+def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[tuple[str, ...]], str]:
+    """The columns, and a row a step: what it guarantees, and what it costs by itself where that was measured; and what
+    these figures mean, in words, "" without any.
+    """
     measured = result.each
     text = [each.perplexity for each in measured if each.perplexity is not None]
     columns = [("step", False), ("", False), ("guarantee", False), ("params", True)]
@@ -229,27 +227,16 @@ def steps_cells(result: SwapResult) -> tuple[tuple[tuple[str, bool], ...], list[
             if text:
                 cells.append("" if one.perplexity is None else f"{one.perplexity[1]:,.2f}")
         rows.append(tuple(cells))
-    return tuple(columns), rows
-
-
-def _steps_table(result: SwapResult) -> Table:
-    """`steps_cells` for the terminal."""
-    columns, rows = steps_cells(result)
-    return plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
-
-
-def steps_words(result: SwapResult) -> str:
-    """What the figures of the steps mean."""
-    on_text = any(one.kl_text is not None for one in result.each)
+    on_text = any(one.kl_text is not None for one in measured)
     where = "KL and top-1 on the text, perplexity after it" if on_text else "KL and top-1 on the probe"
-    return f"each step against the one before, {where}"
+    return tuple(columns), rows, f"each step against the one before, {where}" if measured else ""
 
 
 def steps_report(result: SwapResult) -> RenderableType:
     """The steps of a chain, and what their figures mean."""
-    if not result.each:
-        return _steps_table(result)
-    return Group(Text(f"{steps_words(result)}:", style="dim"), _steps_table(result))
+    columns, rows, words = steps_cells(result)
+    table = plain_table(*columns, rows=[[*map(Text, row)] for row in rows])
+    return Group(Text(f"{words}:", style="dim"), table) if words else table
 
 
 def dry_run_report(result: SwapResult) -> RenderableType:
@@ -260,7 +247,7 @@ def dry_run_report(result: SwapResult) -> RenderableType:
         Text(),
         costs_table(before, costs(spec, before.context)),
         Text(),
-        _steps_table(result),
+        steps_report(result),
     ]
     notes = [line for note in result.chain.notes for line in indented(f"note: {note}", 0)]
     return Group(*parts, *([Text()] if notes else []), *map(Text, notes))

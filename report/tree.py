@@ -9,12 +9,14 @@ from rich.text import Text
 
 from ..analysis.aspects import describe
 from ..analysis.parameters import count
+from ..components import ModelSpec
 from ..components.operations import Norm
 from ..components.ranges import range_label
+from ..display import Record
 from .pages import Table
 from .placement import folded
 from .sheets import Layout, drawing
-from .structure import Kind, Node, Structure, sizes
+from .structure import Kind, Node, Structure, sizes, structure
 
 NARROWEST = 18  # a column of words is at least so wide
 GAP = 2  # blanks between two columns
@@ -22,7 +24,7 @@ GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-",
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Record):
     """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
     below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
     layers: which it stands for; group: it has no weights of its own, and is told in words.
@@ -37,6 +39,8 @@ class Row:
     layers: tuple[int, ...] = ()
     group: bool = False
 
+    JSON = "depth name what parameters=number copies"
+
     @property
     def figures(self) -> str:
         """The parameters in words: 4,096, or 8 × 4,096."""
@@ -47,14 +51,11 @@ class Row:
 
 def tree_rows(graph: Structure) -> list[Row]:
     """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
-    before, after = (
-        [_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)
-    )
-    return [*before, *_blocks(graph), *after]
+    ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
+    return [*ends[0], *_blocks(graph), *ends[1]]
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> Row:
-    """A module that has weights, its own or another's."""
     weights = dict(node.weights)
     what = f"the {node.tied}'s" if node.tied else f"[{sizes(next(iter(weights.values())))}]"
     if isinstance(node.operation, Norm):
@@ -107,8 +108,9 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
 
 
 @drawing
-def tree_drawing(layout: Layout, graph: Structure) -> Iterator[Text]:
+def tree_drawing(layout: Layout, model: Structure | ModelSpec) -> Iterator[Text]:
     """The tree as wide as the page."""
+    graph = model if isinstance(model, Structure) else structure(model)
     return tree_lines(graph, layout.width, layout.ascii_only)
 
 
@@ -166,9 +168,4 @@ def tree_table(graph: Structure) -> Table:
 
 def tree_json(graph: Structure) -> list[dict[str, Any]]:
     """The same as plain JSON values."""
-    rows = []
-    for row in tree_rows(graph):
-        words = {"depth": row.depth, "name": row.name, "what": row.what}
-        layers = {"layers": list(row.layers)} if row.layers else {}
-        rows.append({**words, "parameters": row.number, "copies": row.copies, **layers})
-    return rows
+    return [row.as_json() | ({"layers": list(row.layers)} if row.layers else {}) for row in tree_rows(graph)]

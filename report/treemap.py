@@ -79,7 +79,6 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
 
 
 def _layer_tensors(spec: ModelSpec, block: Block) -> list[_Tensor]:
-    """What is in a layer, experts folded into one."""
     tensors: dict[str, _Tensor] = {}
     for parameter in msgspec.structs.replace(spec, blocks=(block,)).parameters():
         if parameter.layer is not None:

@@ -7,7 +7,7 @@ import platform
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
     from ..parity.compare import Difference
     from ..parity.port import PortVerification
-    from ..parity.score import Score
-    from ..parity.stored import BytesVerdict
-    from ..parity.verify import Noise, Verification
+    from ..parity.verify import Verification
 
 SHOWN = 5  # tensors named, of however many
 PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
 """Columns of a row a prompt: how far the logits are apart."""
+PLACES = (("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
 VERDICTS = {
     "identical": "Identical to the last bit",
     "equal": "The same function: what differs is rounding",
@@ -56,12 +55,12 @@ def verification_report(result: Verification) -> RenderableType:
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
         # The components around the first that parts, in the order of computation.
-        table = plain_table(("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
         first = next(index for index, place in enumerate(divergence.places) if place.parts)
+        rows = []
         for place in divergence.places[max(first - 3, 0) : first + 6]:
             mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
-            table.add_row(place.name, number(place.relative), number(place.noise), mark)
-        parts += [Text(), table]
+            rows.append((place.name, number(place.relative), number(place.noise), mark))
+        parts += [Text(), plain_table(*PLACES, rows=rows)]
     if result.damage is not None:
         parts += [Text(), *map(Text, damage_lines(result.damage))]
     return Group(*parts)
@@ -74,7 +73,6 @@ def under_its_label(line: str) -> list[str]:
 
 
 def _prompt_cells(prompt: Difference) -> tuple[str, ...]:
-    """The cells below `PROBE`."""
     errors = (prompt.maximum, prompt.mean, prompt.kl)
     return (prompt.name, f"{prompt.positions:,}", *map(number, errors), f"{prompt.top1:.1%}")
 
@@ -175,8 +173,7 @@ def port_report(result: PortVerification) -> RenderableType:
         start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
         shown = result.matches[start : start + 9]
         rows = [(each.place.name, number(each.place.relative), Text(each.module or "-")) for each in shown]
-        columns = (("component", False), ("relative Δ", True), ("your module", False))
-        parts += [Text(), plain_table(*columns, rows=rows)]
+        parts += [Text(), plain_table(*PLACES[:2], ("your module", False), rows=rows)]
     return Group(*parts)
 
 
@@ -184,12 +181,11 @@ def port_causes(result: PortVerification) -> list[str]:
     """The mistakes that explain what a port computes, in words."""
     if result.functions <= result.allowed:
         return []
-    causes = [
-        f"{cause.mistake}: the reference with this mistake computes what yours does"
-        if cause.explains
-        else f"{cause.mistake}: it explains this place, and logits still differ by {number(cause.left)}: more is wrong"
-        for cause in result.causes
-    ]
+    causes = []
+    for cause in result.causes:
+        what = "the reference with this mistake computes what yours does"
+        partly = f"it explains this place, and logits still differ by {number(cause.left)}: more is wrong"
+        causes.append(f"{cause.mistake}: {what if cause.explains else partly}")
     return causes or ["not found among the mistakes tried"]
 
 
@@ -210,9 +206,9 @@ def verification_page(result: Verification) -> Page:
     facts = [("computed in", result.dtype), ("attention", result.attention)]
     sections = [
         *([] if result.damage is None else damage_sections(result.damage)),
-        *([] if result.bytes is None else [_bytes(result.bytes)]),
-        *([] if result.noise is None else [_rounding(result.noise)]),
-        *([] if result.score is None else [_mistakes(result.score)]),
+        *_bytes(result),
+        *_rounding(result),
+        *_mistakes(result),
         *noted(result.limited, "Not looked at"),
         *noted(result.notes),
     ]
@@ -275,7 +271,6 @@ def port_page(result: PortVerification) -> Page:
 
 
 def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
-    """The place, the causes, and the figure."""
     divergence = result.divergence
     if divergence is None or not divergence.places:
         return (Lines(("The components were not laid side by side; the notes say why.",)),)
@@ -316,8 +311,7 @@ def _places_figure(
             row.append(modules[index] or "-")
         cells.append(Cell(place.label, place.layer, place.relative, tuple(lines), place.parts))
         rows.append(tuple(row))
-    columns = [("component", False), ("relative Δ", True), ("rounding there", True), ("", False)]
-    columns += [] if modules is None else [("your module", False)]
+    columns = (*PLACES, *([] if modules is None else [("your module", False)]))
     lit = frozenset() if first_index is None else frozenset([first_index])
     caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
@@ -325,7 +319,7 @@ def _places_figure(
         title="Difference by component and layer",
         summary=summary,
         measure="relative difference",
-        table=Table(caption, tuple(columns), tuple(rows), lit, folded=True, bold="the first that parts"),
+        table=Table(caption, columns, tuple(rows), lit, folded=True, bold="the first that parts"),
         marked=next((cell for cell, place in zip(cells, places, strict=True) if place is first), None),
     )
 
@@ -334,7 +328,10 @@ def _figure(value: float) -> str:
     return number(value) if math.isfinite(value) else "not a number"
 
 
-def _bytes(verdict: BytesVerdict) -> Section:
+def _bytes(result: Verification) -> Iterator[Section]:
+    verdict = result.bytes
+    if verdict is None:
+        return
     bad = verdict.different
     line = f"{verdict.compared - len(bad):,} of {counted(verdict.compared, 'tensor')} equal {verdict.against}."
     if verdict.cast:
@@ -345,10 +342,13 @@ def _bytes(verdict: BytesVerdict) -> Section:
         line += " The trees differ, and so may tensors: the function holds them."
     caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"
     names = [Table(caption, ((caption, False),), tuple((name,) for name in bad), folded=True)] if bad else []
-    return Section("Bytes", (Lines((line,)), *names))
+    yield Section("Bytes", (Lines((line,)), *names))
 
 
-def _rounding(noise: Noise) -> Section:
+def _rounding(result: Verification) -> Iterator[Section]:
+    noise = result.noise
+    if noise is None:
+        return
     errors = {
         "the two functions against each other, in float64": noise.functions,
         "rounding explains up to": noise.allowed,
@@ -361,10 +361,13 @@ def _rounding(noise: Noise) -> Section:
         errors |= {f"mean error in {dtype}: transformers": theirs, f"mean error in {dtype}: gptkit{worse}": ours}
     rows = tuple((what, number(error)) for what, error in errors.items())
     columns = (("of logits", False), ("max Δ", True))
-    return Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
+    yield Section("Rounding", (Table("Differences of logits that rounding makes", columns, rows),))
 
 
-def _mistakes(score: Score) -> Section:
+def _mistakes(result: Verification) -> Iterator[Section]:
+    score = result.score
+    if score is None:
+        return
     seen = score.tried - len(score.missed)
     words = f"{seen} of {score.tried} mistakes made on purpose were caught by this probe."
     kinds = {
@@ -375,6 +378,5 @@ def _mistakes(score: Score) -> Section:
     }
     rows = tuple((name, what) for what, names in kinds.items() for name in names)
     lit = frozenset(range(len(rows) - len(score.missed), len(rows)))
-    columns = (("mistake", False), ("", False))
-    table = Table("The mistakes", columns, rows, lit, folded=not lit, bold="not caught")
-    return Section("Mistakes made on purpose", (Lines((words,)), table))
+    table = Table("The mistakes", (("mistake", False), ("", False)), rows, lit, folded=not lit, bold="not caught")
+    yield Section("Mistakes made on purpose", (Lines((words,)), table))

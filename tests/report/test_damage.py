@@ -286,7 +286,7 @@ def test_fields_are_what_the_docs_say() -> None:
 
 def test_the_page_of_several_steps_has_what_each_costs_by_itself(tmp_path: Path) -> None:
     done = swap("sample:llama", tmp_path / "out", attention="mha", quantize="int4")
-    columns, rows = steps_cells(done)
+    columns, rows, _ = steps_cells(done)
     assert [row[1] for row in rows] == ["--attention mha", "--quantize int4"] and columns[-1][0] == "perplexity"
     page = swap_page(done, assess(done, None))
     steps, table = page.sections[0], page.sections[0].blocks[-1]
