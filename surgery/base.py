@@ -33,7 +33,6 @@ from .facts import Weights
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
 Array = NDArray[Any]
-
 KEPT_BYTES = 64 * 2**20
 """Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
 

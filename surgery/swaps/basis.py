@@ -23,7 +23,6 @@ from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, wri
 Compute = Callable[[Model], Wide]
 Into = Callable[[Model, Wide], Wide]
 """Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
-
 CENTRED = 1e-15
 """A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
 
