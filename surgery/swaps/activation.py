@@ -161,9 +161,8 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     other = next((old for old in known if old not in FROM[kind] or how(old, new) == "exact"), None)
     if other or asked.approximate:
         reason = f"from {other} one unit is enough" if other else "--approximate changes the name alone, of one unit"
-        raise SwapRefused(
-            f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
-        )
+        hint = f"--activation {new}"
+        raise SwapRefused(f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", hint)
     return swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *pair(old.activation, kind)), width=2)
 
 

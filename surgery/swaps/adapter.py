@@ -202,8 +202,6 @@ def _files(reference: str, offline: bool) -> tuple[Path, Path]:
     if weights is not None:
         return config, weights
     if path_of(PICKLE) is not None:
-        raise UntrustedInput(
-            f"{reference} has its weights as {PICKLE}, a pickle, which can run code",
-            f"peft writes {WEIGHTS} where it loads and saves it again.",
-        )
+        hint = f"peft writes {WEIGHTS} where it loads and saves it again."
+        raise UntrustedInput(f"{reference} has its weights as {PICKLE}, a pickle, which can run code", hint)
     raise InvalidInput(f"{reference} has no {WEIGHTS}")
