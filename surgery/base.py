@@ -28,12 +28,10 @@ from ..converter.dtypes import cast, from_float64, to_float64, widest
 from ..converter.tree import Origin
 from ..converter.weights import Tree
 from ..errors import GptkitError, InvalidInput
-from .facts import Weights
 
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
 Array = NDArray[Any]
-
 KEPT_BYTES = 64 * 2**20
 """Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
 
@@ -88,8 +86,8 @@ class Stored:
         return values
 
 
-class Read(Weights):
-    """The facts about a tree whose weights are at hand, by reading them."""
+class Read:
+    """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -101,6 +99,9 @@ class Read(Weights):
     def filled(self, value: float, *names: str) -> bool:
         there = [name for name in names if name in self._names]
         return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
+
+    def zero(self, *names: str) -> bool:
+        return self.filled(0.0, *names)
 
     def same(self, one: str, other: str) -> bool:
         return self.ask(lambda model: not any(differing(model, one, other)), False, True)

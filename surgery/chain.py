@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..architectures.obstacles import Zero, first_of
 from ..components import ModelSpec
@@ -79,11 +78,6 @@ class Chain:
     def calibration(self) -> Mapping[str, Any]:
         """The text that steps were fitted on: its name, sha256 and tokens; empty where none was."""
         return next((each.summary["calibration"] for each in self.swapped if "calibration" in each.summary), {})
-
-    @property
-    def largest(self) -> int:
-        """Parameters of the largest tree in it."""
-        return max(count(model.spec).total for model in self.models)
 
     @property
     def stored(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ..errors import GptkitError
 
 if TYPE_CHECKING:
-    from .base import Model, Swapped
+    from .base import Model
 
 T = TypeVar("T")
 Value = float | object
@@ -82,21 +82,3 @@ class Assumed(Weights):
 
     def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
         raise TextWanted("a text is to run through the model, of which there are only shapes")
-
-
-def values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
-    """What is known after a swap: what was copied or filled is known as far as it was, what was computed is not."""
-    from .base import Filled, Moved
-
-    found: dict[str, Value] = {}
-    for parameter in swapped.spec.parameters():
-        how = swapped.tensors.get(parameter.name, Moved(parameter.name))
-        value: Value = object()
-        if isinstance(how, Filled) and not callable(how.value):
-            value = float(how.value)
-        elif isinstance(how, Moved):
-            sources = [known[name] for name in how.names]
-            # Zeros that are moved are zeros, padded with zeros too.
-            value = sources[0] if how.move is None else 0.0 if all(each == 0.0 for each in sources) else value
-        found[parameter.name] = value
-    return found

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
-
 FITTED_ON = 256
 """Tokens of text for swaps that look at one before they say what they do: enough for a list."""
 

@@ -16,7 +16,6 @@ from ..parity.rows import states
 from .base import Promise
 
 EVERYTHING = Promise()
-
 WORK = 2 * 10**12
 """Multiplications a model and a dtype that the probe may take: 40 s in fp64 on one core. A larger model gets fewer
 batches."""

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 PLUGINS: list[str] = []
 """The modules with swaps that plugins have registered, by their full names."""
-
 LARGEST = 1_000_000
 """Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
 

@@ -25,7 +25,6 @@ from .shapes import swapped
 
 Remedy = tuple[Step, ...]
 """Steps that only together clear something."""
-
 NEAR = 3
 """Families that are told of."""
 FEW = 3

@@ -20,8 +20,8 @@ from ..components import ModelSpec
 from ..converter.resolve import read_spec
 from ..converter.tree import Origin
 from ..errors import InvalidInput, SwapRefused, UsageError
-from .base import Guarantee, Swapped, weakest
-from .facts import Assumed, TextWanted, Value, values_after
+from .base import Filled, Guarantee, Moved, Swapped, weakest
+from .facts import Assumed, TextWanted, Value
 from .options import guarantee_in_words, spelled
 from .recipe import called, plain, read_recipe, told_as
 from .registry import Step, in_order, options, reshape, steps_named, swap_for
@@ -110,6 +110,22 @@ class Reshaped:
         return {"steps": [step.as_json() for step in self.steps], **own, "notes": list(self.notes)}
 
 
+def _values_after(swapped: Swapped, known: Mapping[str, Value]) -> dict[str, Value]:
+    """What is known after a swap: what was copied or filled is known as far as it was, what was computed is not."""
+    found: dict[str, Value] = {}
+    for parameter in swapped.spec.parameters():
+        how = swapped.tensors.get(parameter.name, Moved(parameter.name))
+        value: Value = object()
+        if isinstance(how, Filled) and not callable(how.value):
+            value = float(how.value)
+        elif isinstance(how, Moved):
+            sources = [known[name] for name in how.names]
+            # Zeros that are moved are zeros, padded with zeros too.
+            value = sources[0] if how.move is None else 0.0 if all(each == 0.0 for each in sources) else value
+        found[parameter.name] = value
+    return found
+
+
 @dataclass
 class _Chain:
     """A chain as far as it has come. known: what is known of the tensors; given: what `reshape` takes beside; promised:
@@ -168,7 +184,7 @@ class _Chain:
         self.promised.append((usual.guarantee, best == usual.guarantee))
         changed = {name: text for name, text in usual.texts.items() if text is not None}
         self.given = {**self.given, "texts": {**self.given["texts"], **changed}}
-        self.spec, self.known = usual.spec, values_after(usual, self.known)
+        self.spec, self.known = usual.spec, _values_after(usual, self.known)
 
 
 def swapped(

@@ -181,7 +181,8 @@ def swap(
                 found = measured_from_files(source, done, stored, staging.path, held_out)
                 if architecture is not None:
                     hold_to_transformers(staging.path)
-                if each_step or (each_step is None and len(wanted) > 1 and done.largest <= SMALL):
+                largest = max(count(model.spec).total for model in done.models)
+                if each_step or (each_step is None and len(wanted) > 1 and largest <= SMALL):
                     each = each_alone(done, text() if held_out else None)
                 naive = plain_form(source, done, text() if held_out else None)
             manifest: dict[str, Any] = {

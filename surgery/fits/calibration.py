@@ -28,7 +28,6 @@ from ...parity.passes import hooked
 from ..base import Exactly, Model, Promise
 
 Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
-
 TOKENS = 2048
 """Tokens that are fitted on, unless told otherwise."""
 HELD_OUT = 2048

@@ -18,7 +18,6 @@ from .regression import Moment, best_slope, ridge
 
 Dense = FeedForward | GatedFeedForward
 GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
-
 SAMPLES = 100_000
 """Pre-activations of a layer that its slope is fitted on."""
 STRENGTH = 1e-3

@@ -32,13 +32,11 @@ from .mlp import Dense, dense_of, paths, with_dense
 
 Slope = Callable[[Model], float]
 """A number that may be fitted to the model."""
-
 QUICK = 1.702
 """quick_gelu's slope (Hendrycks & Gimpel 1606.08415)."""
 LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
-
 NEEDS: dict[Activation, str] = {
     "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
     "gelu_new": "exact from gelu_tanh and relu; near from the others",
@@ -61,7 +59,6 @@ NEAR = (*GELUS, "silu", "quick_gelu", "relu")
 """What another activation can stand for, at some slope."""
 FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
 """What two units of an activation stand for one of."""
-
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
     "silu": (1.22275, 1.44599, -1.0),
     "gelu": (0.4103, 0.72374, 0.34019),
@@ -164,9 +161,8 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     other = next((old for old in known if old not in FROM[kind] or how(old, new) == "exact"), None)
     if other or asked.approximate:
         reason = f"from {other} one unit is enough" if other else "--approximate changes the name alone, of one unit"
-        raise SwapRefused(
-            f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", f"--activation {new}"
-        )
+        hint = f"--activation {new}"
+        raise SwapRefused(f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", hint)
     return swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *pair(old.activation, kind)), width=2)
 
 

@@ -27,7 +27,6 @@ from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-
 REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
@@ -39,10 +38,8 @@ REFUSED: Mapping[str, str] = {
     "use_qalora": "it pools its input",
 }
 """Settings that change what an adapter computes, and how."""
-
 INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model stays as it is."""
-
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.(?!weight$|bias$)[^.]+)?(\.(?P<kind>weight|bias))?"
@@ -180,17 +177,26 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
 
 def _files(reference: str, offline: bool) -> tuple[Path, Path]:
     """The paths of config and weights."""
-    folder = Path(reference).expanduser()
+    from huggingface_hub import constants
+
+    from ...converter.hub import Repository
+
+    folder, hub = Path(reference).expanduser(), None
     repo, _, revision = reference.removeprefix("hf://").partition("@")
-    if not folder.is_dir() and (repo.count("/") != 1 or repo.startswith((".", "/", "~"))):
-        raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
+    if not folder.is_dir():
+        if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+            raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
+        cached = Repository(repo, revision or None, "", online=False)  # whichever commit the cache has
+        hub = cached if offline or constants.HF_HUB_OFFLINE else Repository.open(repo, revision or None)
 
     def path_of(name: str) -> Path | None:
-        if not folder.is_dir():
-            return _fetched(repo, revision or None, name, offline)
-        return folder / name if (folder / name).is_file() else None
+        if hub is None:
+            return folder / name if (folder / name).is_file() else None
+        return hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)
 
     config, weights = path_of(CONFIG), path_of(WEIGHTS)
+    if config is None and hub is not None and not hub.commit:
+        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
     if config is None:
         raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
     if weights is not None:
@@ -199,18 +205,3 @@ def _files(reference: str, offline: bool) -> tuple[Path, Path]:
         hint = f"peft writes {WEIGHTS} where it loads and saves it again."
         raise UntrustedInput(f"{reference} has its weights as {PICKLE}, a pickle, which can run code", hint)
     raise InvalidInput(f"{reference} has no {WEIGHTS}")
-
-
-def _fetched(repo: str, revision: str | None, name: str, offline: bool) -> Path | None:
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    from ...converter.hub import Repository
-
-    if not offline and not constants.HF_HUB_OFFLINE:
-        return Repository.open(repo, revision).fetch(name)
-    path = try_to_load_from_cache(repo, name, revision=revision)
-    if isinstance(path, str):
-        return Path(path)
-    if name == CONFIG:
-        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
-    return None

@@ -148,9 +148,8 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
         return single
     if not set(after) <= set(before):
         fit = [str(n) for n in range(1, old) if set(slopes(attention, n) or []) <= set(before)]
-        raise SwapRefused(
-            f"{new} heads have slopes in ALiBi that the {old} here have not", f"Possible: {', '.join(fit)}."
-        )
+        hint = f"Possible: {', '.join(fit)}."
+        raise SwapRefused(f"{new} heads have slopes in ALiBi that the {old} here have not", hint)
     return (np.array([head for head, slope in enumerate(before) if slope not in after]),)
 
 

@@ -18,12 +18,11 @@ from msgspec.structs import replace
 
 from ...components import Block, LayerNorm, ModelSpec, Norm, RMSNorm
 from ..base import Computed, Filled, Model, Tensor, Wide
-from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, writers
+from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, written
 
 Compute = Callable[[Model], Wide]
 Into = Callable[[Model, Wide], Wide]
 """Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
-
 CENTRED = 1e-15
 """A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
 
@@ -43,19 +42,17 @@ def reader(weight: str, gamma: str, ratio: float, into: Into) -> Compute:
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
-def writer(weight: str, into: Into) -> Compute:
-    """U W, the columns of a writer in new coordinates."""
-    return lambda model: np.ascontiguousarray(into(model, model.wide(weight).T).T)
+def written_in(name: str, axis: int, into: Into) -> Compute:
+    """What writes into the stream, along an axis, in new coordinates: U W, U b, or the rows of a table."""
 
+    def compute(model: Model) -> Wide:
+        values = model.wide(name)
+        if axis == 1:
+            return into(model, values)
+        columns = into(model, np.atleast_2d(values.T))
+        return np.ascontiguousarray(columns.T if values.ndim == 2 else columns[0])
 
-def shift(bias: str, into: Into) -> Compute:
-    """U b."""
-    return lambda model: into(model, model.wide(bias)[None])[0]
-
-
-def rows_in(table: str, into: Into, norm: Norm | None = None) -> Compute:
-    """A table's rows in new coordinates, of the token table behind its norm where it has one."""
-    return lambda model: into(model, table_rows(model, norm) if norm is not None else model.wide(table))
+    return compute
 
 
 def table_rows(model: Model, norm: Norm) -> Wide:
@@ -89,13 +86,9 @@ def in_basis(
     for layer, block in enumerate(spec.blocks):
         for each in readers(block, f"blocks.{layer}"):
             made[each.weight] = reader(each.weight, f"{each.norm}.weight", ratio, into)
-        for each in writers(block, f"blocks.{layer}"):
-            made[each.weight] = writer(each.weight, into)
-            if each.bias:
-                made[each.bias_name] = shift(each.bias_name, into)
-    made["embedding.weight"] = rows_in("embedding.weight", into, on_table)
-    if spec.positions is not None:
-        made["positions.weight"] = rows_in("positions.weight", into)
+    made |= {name: written_in(name, axis, into) for name, axis in written(spec)}
+    if on_table is not None:
+        made["embedding.weight"] = lambda model: into(model, table_rows(model, on_table))
     new = exchanged(spec, {path: norm_of(path, norm) for path, norm in stream_norms(spec)})
     new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.head, tied=False))
     return resized(new, size), tensors | {name: Computed(make) for name, make in made.items()}

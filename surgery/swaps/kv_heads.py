@@ -60,9 +60,8 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
         wanted = {"mha": heads, "mqa": 1}.get(kind) or asked.number("key-value heads")
         if heads % wanted:
             possible = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-            raise SwapRefused(
-                f"{wanted} key-value heads cannot be shared by {heads} query heads", f"Possible here: {possible}."
-            )
+            hint = f"Possible here: {possible}."
+            raise SwapRefused(f"{wanted} key-value heads cannot be shared by {heads} query heads", hint)
         if wanted != attention.kv_heads:
             found[layer] = (attention, wanted)
     if not found:

@@ -93,14 +93,9 @@ def _without_mean(values: Wide, axis: int) -> Wide:
     return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
-def centred(name: str) -> Compute:
-    """A writer's weight [out, in] or bias [out], with the mean over its outputs taken off."""
-    return lambda model: _without_mean(model.wide(name), 0)
-
-
-def centred_rows(name: str) -> Compute:
-    """A table whose rows go into the stream."""
-    return lambda model: _without_mean(model.wide(name), 1)
+def centred(name: str, axis: int = 0) -> Compute:
+    """A writer's weight [out, in] or bias [out], or the rows of a table (axis 1), with the mean taken off."""
+    return lambda model: _without_mean(model.wide(name), axis)
 
 
 def shifted(weight: str, bias: str | None, beta: str) -> Compute:
@@ -170,11 +165,11 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
     """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
     made: dict[str, Compute] = {}
     blocks, head = shifts_taken(spec, layers, made, routers=False)
+    made |= {name: centred(name, axis) for name, axis in written(spec)}
     for layer, block in enumerate(spec.blocks):
         path = f"blocks.{layer}"
         gone = dict(norms(block, path)) if layer in blocks else {}
         for each in writers(block, path):
-            made |= {name: centred(name) for name in each.names}
             norm = f"{path}.{each.slot}_norm"
             if block.residual == "normed" and norm in gone and has_bias(gone[norm]):  # β is part of the residual too
 
@@ -188,14 +183,10 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
     final, table = spec.final_norm, spec.embedding.norm
     if layers is None:
         final = to_rms(known("final_norm", final)[1])
-    if table is None:
-        made["embedding.weight"] = centred_rows("embedding.weight")
-    else:
+    if table is not None:
         assert table.centred
         weighed("embedding.norm", table)
         made["embedding.weight"] = lambda model: _without_mean(table_rows(model, table), 1)
-    if spec.positions is not None:
-        made["positions.weight"] = centred_rows("positions.weight")
     untied: dict[str, Tensor] = {"head.weight": Moved("embedding.weight")} if head.tied else {}
     ends = {"embedding": replace(spec.embedding, norm=None), "final_norm": final, "head": replace(head, tied=False)}
     return with_blocks(spec, blocks, **ends), {name: Computed(make) for name, make in made.items()} | untied

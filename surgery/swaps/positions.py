@@ -107,13 +107,11 @@ def _to_alibi(spec: ModelSpec, asked: Asked) -> Swapped:
 def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
     """A table of positions, all zero."""
     if asked.layers is not None:
-        raise SwapRefused(
-            "a table of positions is added to the token embeddings and reaches every layer", "Leave --blocks out."
-        )
+        hint = "Leave --blocks out."
+        raise SwapRefused("a table of positions is added to the token embeddings and reaches every layer", hint)
     if spec.positions is not None:
-        raise SwapRefused(
-            f"this model has a table of {spec.positions.length:,} positions already", "A longer one: --context N."
-        )
+        hint = "A longer one: --context N."
+        raise SwapRefused(f"this model has a table of {spec.positions.length:,} positions already", hint)
     length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
     if length is None:
         raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from ...components import (
     Llama3Scaling,
     LongRopeScaling,
     ModelSpec,
+    RopeScaling,
     Rotary,
     YarnScaling,
 )
@@ -51,53 +52,38 @@ from .rotation import (
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
-    """A way to scale: its name, what becomes of the positions, what it is called, and its source."""
-
-    name: str
-    scale: Callable[[Rotary, float, int], Rotary]
-    title: str
-    source: str
-
-
-def ntk(rotary: Rotary, factor: float, _context: int) -> Rotary:
-    """A larger base: the fastest pair turns as it did, the slowest `factor` times slower."""
-    return replace(rotary, base=rotary.base * factor ** (rotary.dim / (rotary.dim - 2)))
+KINDS = {
+    "yarn": ("YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
+    "llama3": ("Llama 3's", "Llama 3.1; transformers modeling_rope_utils.py"),
+    "ntk": ("larger base (NTK)", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
+    "linear": ("positions divided", "Chen et al. 2306.15595; kaiokendev 2023"),
+    "dynamic": ("base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
+}
+"""The ways to scale: what each is called, and its source."""
 
 
-def linear(rotary: Rotary, factor: float, _context: int) -> Rotary:
-    """Positions divided; on divided positions, divided again."""
-    before = rotary.scaling.factor if isinstance(rotary.scaling, LinearScaling) else 1.0
-    return replace(rotary, scaling=LinearScaling(factor=before * factor))
-
-
-def dynamic(rotary: Rotary, factor: float, context: int) -> Rotary:
-    """The base grows with the sequence, from the original context on."""
-    return replace(rotary, scaling=DynamicScaling(factor=factor, original_context=context))
-
-
-def yarn(rotary: Rotary, factor: float, context: int) -> Rotary:
-    """With the paper's temperature (section 3.4) and transformers' defaults (_compute_yarn_parameters)."""
-    attention = 0.1 * math.log(factor) + 1.0
-    return replace(rotary, scaling=YarnScaling(factor=factor, original_context=context, attention_factor=attention))
-
-
-def llama3(rotary: Rotary, factor: float, context: int) -> Rotary:
-    """With Llama 3.1's own bounds of the ramp, 1 and 4 turns within the original context."""
-    scaling = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=context)
+def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
+    """Positions scaled in one of the ways."""
+    more: dict[str, Any] = {"factor": factor, "original_context": context}
+    scaling: RopeScaling
+    match name:
+        case "ntk":  # the fastest pair turns as it did, the slowest `factor` times slower
+            return replace(rotary, base=rotary.base * factor ** (rotary.dim / (rotary.dim - 2)))
+        case "linear":  # on divided positions, divided again
+            before = rotary.scaling.factor if isinstance(rotary.scaling, LinearScaling) else 1.0
+            scaling = LinearScaling(factor=before * factor)
+        case "dynamic":
+            scaling = DynamicScaling(**more)
+        case "yarn":  # with the paper's temperature (section 3.4) and transformers' defaults (_compute_yarn_parameters)
+            scaling = YarnScaling(**more, attention_factor=0.1 * math.log(factor) + 1.0)
+        case "llama3":  # Llama 3.1's own bounds of the ramp, 1 and 4 turns within the original context
+            scaling = Llama3Scaling(**more, low_freq_factor=1.0, high_freq_factor=4.0)
+        case _:
+            raise AssertionError(name)
     return replace(rotary, scaling=scaling)
 
 
-KINDS = (
-    Kind("yarn", yarn, "YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
-    Kind("llama3", llama3, "Llama 3's", "Llama 3.1; transformers modeling_rope_utils.py"),
-    Kind("ntk", ntk, "larger base (NTK)", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
-    Kind("linear", linear, "positions divided", "Chen et al. 2306.15595; kaiokendev 2023"),
-    Kind("dynamic", dynamic, "base grows with the sequence", "emozilla 2023; transformers modeling_rope_utils.py"),
-)
-
-
-def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
+def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     """Scaled rotary positions; with --approximate positions divided, or nothing but a longer context."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
@@ -107,10 +93,10 @@ def rope_scaling(spec: ModelSpec, asked: Asked, kind: Kind) -> Swapped:
         hint = "Say it first: --context N."
         raise SwapRefused("nothing says for which context this model was trained, which scaling starts from", hint)
     for layer, rotary in layers.items():
-        _require_unscaled(layer, rotary, kind.name)
-    name, scale = (kind.name, kind.scale) if not asked.approximate else ("linear", linear)
-    after = {layer: scale(rotary, factor, context) for layer, rotary in layers.items()}
-    if asked.approximate and kind.name == "linear":
+        _require_unscaled(layer, rotary, kind)
+    name = "linear" if asked.approximate else kind
+    after = {layer: scaled(rotary, name, factor, context) for layer, rotary in layers.items()}
+    if asked.approximate and kind == "linear":
         name, after = "nothing", dict(layers)
     whole = layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys()
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
@@ -383,30 +369,21 @@ def dims(spec: ModelSpec) -> set[int | None]:
 entry = partial(Swap, by_layer=True)
 
 
-def scaled(kind: Kind) -> Swap:
+def _way(kind: str, title: str, source: str) -> Swap:
     """A way to scale."""
     needs = "rotary positions that are not scaled, a known context length"
-    dynamic: dict[str, Any] = {"guarantee": "approximate"}
-    if kind.name == "dynamic":
+    more: dict[str, Any] = {"guarantee": "approximate"}
+    if kind == "dynamic":
         needs += "; exact up to the original context"
-        dynamic = {"inverse": lambda before, asked: asked.again("rope_scaling", "none")}
+        more = {"inverse": lambda before, asked: asked.again("rope_scaling", "none")}
 
     def examples(spec: ModelSpec) -> tuple[str, ...]:
         found = rotary_layers(spec, range(len(spec.blocks))).values()
         plain = found and all(each.scaling is None and each.dim > 2 for each in found)
-        return (f"{kind.name}:2",) if plain and spec.context_length is not None else ()
+        return (f"{kind}:2",) if plain and spec.context_length is not None else ()
 
-    return entry(
-        option="rope_scaling",
-        form=f"{kind.name}:FACTOR",
-        takes="RoPE",
-        gives=f"scaled RoPE ({kind.title})",
-        needs=needs,
-        source=kind.source,
-        reshape=partial(rope_scaling, kind=kind),
-        examples=examples,
-        **dynamic,
-    )
+    more |= {"reshape": partial(_rope_scaling, kind), "examples": examples, "needs": needs, "source": source}
+    return entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **more)
 
 
 ORDER = 70
@@ -432,7 +409,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *map(scaled, KINDS),
+    *(_way(kind, *words) for kind, words in KINDS.items()),
     entry(
         option="rope_scaling",
         form="none",

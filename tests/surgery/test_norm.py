@@ -134,7 +134,7 @@ def test_centring_takes_the_mean_over_outputs() -> None:
 
 def test_tables_are_centred_row_by_row() -> None:
     table = np.random.default_rng(0).normal(size=(7, 4))
-    rows = module.centred_rows("table")(Tensors(table=table))
+    rows = module.centred("table", 1)(Tensors(table=table))
     np.testing.assert_allclose(rows.mean(axis=1), 0, atol=1e-15)
     np.testing.assert_allclose(rows - table, np.broadcast_to((rows - table)[:, :1], table.shape))
 
@@ -226,19 +226,20 @@ def uncentred(*endings: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Leave what ends so as it is."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        for maker in ("centred", "centred_rows"):
-            right: Callable[[str], Compute] = getattr(module, maker)
+        right = module.centred
 
-            def other(name: str, right: Callable[[str], Compute] = right) -> Compute:
-                return (lambda reader: reader.wide(name)) if name.endswith(endings) else right(name)
+        def other(name: str, axis: int = 0) -> Compute:
+            return (lambda reader: reader.wide(name)) if name.endswith(endings) else right(name, axis)
 
-            patch.setattr(module, maker, other)
+        patch.setattr(module, "centred", other)
 
     return apply
 
 
 def over_inputs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "centred", lambda name: lambda r: r.wide(name) - r.wide(name).mean(axis=-1, keepdims=True))
+    right = module.centred
+    wrong = lambda name: lambda r: r.wide(name) - r.wide(name).mean(axis=-1, keepdims=True)  # noqa: E731
+    patch.setattr(module, "centred", lambda name, axis=0: right(name, 1) if axis else wrong(name))
 
 
 def another_eps(patch: pytest.MonkeyPatch) -> None:
@@ -369,11 +370,15 @@ def not_turned(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_table_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(basis, "rows_in", lambda table, into, norm=None: lambda m: np.pad(m.wide(table), ((0, 0), (0, 1))))
+    right = basis.written_in
+    wrong = lambda table: lambda m: np.pad(m.wide(table), ((0, 0), (0, 1)))  # noqa: E731
+    patch.setattr(basis, "written_in", lambda name, axis, into: wrong(name) if axis else right(name, axis, into))
 
 
 def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(basis, "shift", lambda bias, into: lambda m: np.pad(m.wide(bias), (0, 1)))
+    right = basis.written_in
+    wrong = lambda bias: lambda m: np.pad(m.wide(bias), (0, 1))  # noqa: E731
+    patch.setattr(basis, "written_in", lambda n, axis, into: wrong(n) if n.endswith("bias") else right(n, axis, into))
 
 
 @few(2)

@@ -98,11 +98,11 @@ def test_scalings_are_those_of_transformers(value: str, tmp_path: Path) -> None:
 
 def test_the_formulas() -> None:
     rotary = Rotary(dim=24, base=1e4)
-    assert module.ntk(rotary, 4, 256).base == pytest.approx(1e4 * 4 ** (24 / 22))
-    plain, larger = (rotation.frequencies(each) for each in (rotary, module.ntk(rotary, 4, 256)))
+    assert module.scaled(rotary, "ntk", 4, 256).base == pytest.approx(1e4 * 4 ** (24 / 22))
+    plain, larger = (rotation.frequencies(each) for each in (rotary, module.scaled(rotary, "ntk", 4, 256)))
     assert larger[0] == plain[0]
     assert larger[-1] == pytest.approx(plain[-1] / 4)
-    yarn = module.yarn(rotary, 4, 256).scaling
+    yarn = module.scaled(rotary, "yarn", 4, 256).scaling
     assert yarn == YarnScaling(factor=4, original_context=256, attention_factor=0.1 * np.log(4) + 1)
 
 
