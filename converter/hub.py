@@ -153,7 +153,6 @@ class Repository:
             raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
     def _has(self, name: str) -> bool:
-        """Whether it has a file of that name at its top level."""
         if self.files is not None:
             return name in self.files
         if self._cached(name) is not None:

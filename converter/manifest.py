@@ -47,8 +47,6 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct):
-    """A file as the manifest says it."""
-
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: Place
     tensors: dict[str, TensorRecord] = {}

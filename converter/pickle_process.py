@@ -311,7 +311,6 @@ def _allow(nbytes: int) -> None:
 
 
 def _archived(file: _Part, size: int) -> Any:
-    """What an archive of `size` bytes holds. Raises RefusedError."""
     places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:

@@ -194,7 +194,6 @@ class Checkpoint(Shown):
         return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
-        """The stored dtype of a leaf's tensor."""
         return self._weights.info[self._found[leaf.checkpoint]][0]
 
     @property

@@ -103,7 +103,6 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor."""
         return max(output.nbytes for shard in self.shards for output in shard.outputs)
 
 

@@ -168,7 +168,6 @@ def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
 def _byte_level(
     found: Vocabulary, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
 ) -> None:
-    """GPT-2's BPE over bytes written as printable characters."""
     found.texts = {index: text for text, index in model["vocab"].items()}
     found.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
@@ -218,7 +217,6 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
 
 
 def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
-    """SentencePiece's unigram model."""
     found.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
     found.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
     found.add_tokens(added)

@@ -143,7 +143,6 @@ def _lay_out(
     extras: Mapping[str, tuple[float, ...]],
     tensors: Sequence[tuple[BoundLeaf, str]],
 ) -> Shard:
-    """The file: its header, extras in it, and every tensor's place."""
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
     sizes = [len(values) for values in data.values()]
     for leaf, kind in tensors:

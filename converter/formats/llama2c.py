@@ -191,7 +191,6 @@ def _head(path: Path) -> bytes:
 
 
 def _legacy(head: bytes) -> Sizes:
-    """A header of version 0."""
     sizes = Sizes(*_SIZES.unpack_from(head))
     return replace(sizes, vocab_size=abs(sizes.vocab_size), shared=sizes.vocab_size > 0)
 

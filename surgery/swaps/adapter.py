@@ -134,7 +134,7 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     config_path, path = _files(reference, offline)
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
-    file = Weights.of(single(path, read_header(path)))
+    file = Weights(single(path, read_header(path)).tensors)
     lora: dict[str, Lora] = {}
     saved, base, rows = dict[str, str](), dict[str, str](), dict[str, str]()
     unknown = []
