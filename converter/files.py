@@ -16,7 +16,6 @@ from ..errors import GptkitError
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
-_CHUNK = 8 << 20
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -55,7 +54,7 @@ def copy_file(src: Path, dst: Path) -> None:
                 if error.errno not in UNSUPPORTED:
                     raise
             # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
-            while chunk := os.pread(source.fileno(), _CHUNK, offset):
+            while chunk := os.pread(source.fileno(), 8 << 20, offset):
                 write_all(sink.fileno(), chunk, offset)
                 offset += len(chunk)
     except OSError as error:

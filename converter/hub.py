@@ -37,14 +37,12 @@ _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9a-f]{40,64}")  # it becomes a file name
-_ANSWER_SECONDS = 10.0
 _MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file, by how its name ends; of weights, what the listing says."""
 NO_HUB = "The address in HF_ENDPOINT is no hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
-_AGAIN = "Files that were complete are kept: run the same again to go on from there."
 
 
 class NoConfig(InvalidInput):
@@ -337,7 +335,7 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         url,
         # Nobody else says how large it is when it is unpacked.
         headers={**library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
-        timeout=_ANSWER_SECONDS,
+        timeout=10.0,
         max_retries=2,
         base_wait_time=0.5,
         # Retried by status only: an exception within the block would be taken for one of the request.
@@ -419,7 +417,8 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", _AGAIN) from error
+            hint = "Files that were complete are kept: run the same again to go on from there."
+            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", hint) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
         raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {_reason(error)}") from error
