@@ -153,14 +153,15 @@ class Repository:
     def _has(self, name: str) -> bool:
         if self.files is not None:
             return name in self.files
-        if self._cached(name) is not None:
-            return True
+        return self._cached(name) is not None or self._head(name, self.commit) is not None
+
+    def _head(self, name: str, revision: str | None) -> Any:
+        """What the hub tells of a file, None where it has no such file."""
         with typed_errors(self):
             try:
-                get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
+                return get_hf_file_metadata(hf_hub_url(self.repo, name, revision=revision))
             except errors.EntryNotFoundError:
-                return False
-        return True
+                return None
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
         """The whole file in the cache, at the commit or another revision (None: the default branch), if it is there."""
@@ -272,13 +273,10 @@ class Repository:
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
-        with typed_errors(self):
-            try:
-                commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
-            except errors.EntryNotFoundError:
-                if name != CONFIG:
-                    raise InvalidInput(f"{self} has no file {name}", "Check its name.") from None
-                raise NoConfig(self) from None
+        about = self._head(name, self.revision)
+        if about is None:
+            raise NoConfig(self) if name == CONFIG else InvalidInput(f"{self} has no file {name}", "Check its name.")
+        commit = about.commit_hash
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
         self.commit = commit
