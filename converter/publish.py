@@ -26,8 +26,7 @@ from typing import TypeGuard
 import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import at_once, failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
-from .lock import locked
+from .files import at_once, failed, fsync, locked, open_own, seal, sha256_file, write_all, write_bytes
 from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
 _log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ import gptkit
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.dtypes import Quantisation, to_float64
+from gptkit.converter.files import locked
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
-from gptkit.converter.lock import locked
 from gptkit.converter.publish import begin_journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
