@@ -105,8 +105,11 @@ class Weights:
             return True
         rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
         ours, theirs = self.read(name), self.read(other)
-        parts = [slice(start, start + rows) for start in range(0, len(ours), rows)]
-        return all(ours[part].tobytes() == theirs[part].tobytes() for part in parts)
+
+        def part(array: np.ndarray, start: int) -> np.ndarray:
+            return np.ascontiguousarray(array[start : start + rows]).view(np.uint8)
+
+        return all(np.array_equal(part(ours, start), part(theirs, start)) for start in range(0, len(ours), rows))
 
     def _mapped(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
