@@ -49,11 +49,8 @@ class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
     def __init__(self, repository: Repository) -> None:
-        super().__init__(
-            f"{repository} has no config.json",
-            "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
-            f" --merge-lora {repository.repo}",
-        )
+        hint = "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
+        super().__init__(f"{repository} has no config.json", f"{hint} --merge-lora {repository.repo}")
 
 
 class NoModel(InvalidInput):
