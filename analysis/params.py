@@ -198,7 +198,7 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
         checkpoint = open_checkpoint(found, headers_only=True, **options)
     except Quantised:
         files = weight_headers_of(found, **options)
-        raw = tuple(StoredTensor(i.name, i.dtype, i.shape, i.nbytes) for _, i in files.tensors.values())
+        raw = tuple(StoredTensor(name, t.dtype, t.shape, t.nbytes) for name, t in files.tensors.items())
         return outline(found, **options), Stored(tuple(path.name for path in files.files), raw)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)

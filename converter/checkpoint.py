@@ -124,7 +124,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
     spec, origin, unknown = _usable(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"
-    weights = pickle_weights(files.files) if pickled else Weights.of(files, fetched=remote is None)
+    weights = pickle_weights(files.files) if pickled else Weights(files.tensors, fetched=remote is None)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"

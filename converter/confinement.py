@@ -82,7 +82,6 @@ def _end(process: Any, timer: Any) -> None:
 
 
 def _send(pipe: IO[bytes], data: bytes) -> None:
-    """Write a message. Raises OSError."""
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 

@@ -57,8 +57,6 @@ def leads() -> bool:
 
 
 class _Alone:
-    """A conversion in this process alone."""
-
     def staging(self, target: Path, force: bool) -> Staging:
         return Staging(target, force)
 

@@ -1,24 +1,28 @@
-"""Files written, copied, hashed and put on the disk, with errors that name them."""
+"""Files written, copied, hashed, locked and put on the disk, with errors that name them."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
+import logging
 import os
+import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from ..errors import GptkitError
+from ..errors import GptkitError, UsageError
+
+_log = logging.getLogger(__name__)
 
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
-_CHUNK = 8 << 20
-T = TypeVar("T")
-R = TypeVar("R")
+_PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with anything else is somebody's own
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -55,7 +59,7 @@ def copy_file(src: Path, dst: Path) -> None:
                 if error.errno not in UNSUPPORTED:
                     raise
             # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
-            while chunk := os.pread(source.fileno(), _CHUNK, offset):
+            while chunk := os.pread(source.fileno(), 8 << 20, offset):
                 write_all(sink.fileno(), chunk, offset)
                 offset += len(chunk)
     except OSError as error:
@@ -80,7 +84,7 @@ def read_small(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def at_once(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def at_once(work: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
     """What work makes of each, in their order, by a few threads: hashing and waiting let the others run."""
     from concurrent.futures import ThreadPoolExecutor  # here, because most commands never need it
 
@@ -118,3 +122,69 @@ def failed(what: str, path: Path, error: OSError) -> GptkitError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "Free some space, or write to another disk." if full else None
     return GptkitError(f"could not {what} {path}: {error.strerror or error}", hint)
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[bool]:
+    """Be the only writer of a target: flock on a sibling `.<name>.lock`, which the next run takes after a kill -9. It
+    gives whether that keeps others away: some file systems have no locks. Raises GptkitError where another has it.
+    """
+    path = target.parent / f".{target.name}.lock"
+    while (taken := _take(path, target)) is None:
+        pass
+    fd, held = taken
+    try:
+        if held:
+            os.ftruncate(fd, 0)
+            write_all(fd, f"{os.getpid()}\n".encode(), 0)
+        yield held
+    finally:
+        try:
+            path.unlink(missing_ok=True)  # while it is held: nobody else's
+        except OSError as error:
+            _log.debug("could not remove %s: %s", path, error)
+        finally:
+            os.close(fd)
+
+
+def _take(path: Path, target: Path) -> tuple[int, bool] | None:
+    """The open file, and whether it is locked; None where the holder before removed it meanwhile."""
+    in_the_way = UsageError(f"{path} is in the way: gptkit keeps its lock under this name", "Remove it.")
+    try:
+        # Neither through a planted link, nor waiting for the other end of a planted pipe.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise in_the_way from error
+        raise
+    same = False
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise in_the_way
+        held = _flock(fd, target)
+        # The holder before may have removed the file between our open and our lock: then it guards nothing.
+        with suppress(FileNotFoundError):
+            same = os.path.samestat(os.fstat(fd), path.lstat())
+        if same and not _PID.fullmatch(os.pread(fd, 21, 0)):
+            same = False
+            raise in_the_way
+        return (fd, held) if same else None
+    finally:
+        if not same:
+            os.close(fd)
+
+
+def _flock(fd: int, target: Path) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+        who = f"pid {pid}" if pid.isdigit() else "it has just begun"
+        message = f"{target} is being written by another gptkit ({who})"
+        raise GptkitError(message, "Wait for it, or choose another name.") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
+            raise
+        _log.warning("no locks in %s: nothing keeps another writer of %s away", target.parent, target.name)
+        return False
+    return True

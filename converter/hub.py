@@ -37,25 +37,20 @@ _log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOB = re.compile(r"[0-9a-f]{40,64}")  # it becomes a file name
-_ANSWER_SECONDS = 10.0
 _MAX_ANSWER = 2**24  # a repository of 10,000 files has a fifth of it
 _MAX_REFUSAL = 2**16
 _MOST = {INDEX: 2**27, PICKLE_INDEX: 2**27, CONFIG: MAX_CONFIG_BYTES, ".safetensors": None, ".bin": None, "": MAX_BYTES}
 """The most bytes of a file, by how its name ends; of weights, what the listing says."""
 NO_HUB = "The address in HF_ENDPOINT is no hub."
 WAY_ON = "Go online, name a local folder, or try one that needs no network: sample:gpt2, sample:llama."
-_AGAIN = "Files that were complete are kept: run the same again to go on from there."
 
 
 class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
     def __init__(self, repository: Repository) -> None:
-        super().__init__(
-            f"{repository} has no config.json",
-            "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
-            f" --merge-lora {repository.repo}",
-        )
+        hint = "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
+        super().__init__(f"{repository} has no config.json", f"{hint} --merge-lora {repository.repo}")
 
 
 class NoModel(InvalidInput):
@@ -153,17 +148,17 @@ class Repository:
             raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
 
     def _has(self, name: str) -> bool:
-        """Whether it has a file of that name at its top level."""
         if self.files is not None:
             return name in self.files
-        if self._cached(name) is not None:
-            return True
+        return self._cached(name) is not None or self._head(name, self.commit) is not None
+
+    def _head(self, name: str, revision: str | None) -> Any:
+        """What the hub tells of a file, None where it has no such file."""
         with typed_errors(self):
             try:
-                get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.commit))
+                return get_hf_file_metadata(hf_hub_url(self.repo, name, revision=revision))
             except errors.EntryNotFoundError:
-                return False
-        return True
+                return None
 
     def cached(self, name: str, revision: str | None = "") -> Path | None:
         """The whole file in the cache, at the commit or another revision (None: the default branch), if it is there."""
@@ -275,13 +270,10 @@ class Repository:
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             self.commit = self.revision
             return
-        with typed_errors(self):
-            try:
-                commit = get_hf_file_metadata(hf_hub_url(self.repo, name, revision=self.revision)).commit_hash
-            except errors.EntryNotFoundError:
-                if name != CONFIG:
-                    raise InvalidInput(f"{self} has no file {name}", "Check its name.") from None
-                raise NoConfig(self) from None
+        about = self._head(name, self.revision)
+        if about is None:
+            raise NoConfig(self) if name == CONFIG else InvalidInput(f"{self} has no file {name}", "Check its name.")
+        commit = about.commit_hash
         if commit is None or not _COMMIT.fullmatch(commit):
             raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
         self.commit = commit
@@ -338,7 +330,7 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
         url,
         # Nobody else says how large it is when it is unpacked.
         headers={**library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
-        timeout=_ANSWER_SECONDS,
+        timeout=10.0,
         max_retries=2,
         base_wait_time=0.5,
         # Retried by status only: an exception within the block would be taken for one of the request.
@@ -420,7 +412,8 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         if isinstance(answer, errors.HfHubHTTPError):  # asked again and again, to no avail
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
-            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", _AGAIN) from error
+            hint = "Files that were complete are kept: run the same again to go on from there."
+            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", hint) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
         raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {_reason(error)}") from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
 from .names import (
@@ -19,7 +22,7 @@ from .names import (
     refuse_pointer,
     untrusted,
 )
-from .safetensors import Header, TensorInfo, parse_weight_map, read_header
+from .safetensors import DTYPES, Header, parse_weight_map, read_header
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
@@ -28,24 +31,65 @@ _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: a view of the `nbytes` from byte `start` on; one that no file holds (None) is zeros.
+
+    strides, offset: of the view, in elements; without strides its elements lie one after the other.
+    decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
+    """
+
+    path: Path | None
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+    nbytes: int = 0
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    kind: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 16  # torch's C128, which no tensor may have
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> int:
+        """The first element's byte in the file."""
+        return self.start + (self.offset * self.itemsize if self.offset else 0)
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to behind the last one."""
+        if self.strides is None or not self.count:
+            return self.count
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one after the other."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=False):
+            if size != 1 and stride != step:
+                return self.count == 0
+            step *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """What weights lie in: `files` by name; each tensor's file and place in the order of bytes; the headers' metadata,
-    the first one's word first. Of pickles nothing was read.
+    """What weights lie in: files; their tensors by name, in the order of bytes; each header's text by its file's name;
+    the index's, where there is one of these (MLX writes one beside a single file). Of pickles nothing was read.
     """
 
     format: Literal["safetensors", "pickle"]
     files: tuple[Path, ...]
-    tensors: dict[str, tuple[Path, TensorInfo]]
-    metadata: dict[str, str]
+    tensors: dict[str, Stored] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
-    """The text of every file's header, by the file's name."""
     index: str | None = None
-    """The text of the index, where there is one of these files and tensors; MLX writes one beside a single file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together (0 for pickles)."""
-        return sum(info.nbytes for _, info in self.tensors.values())
 
 
 def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] | None = None) -> WeightFiles:
@@ -105,8 +149,17 @@ def index_of(folder: Path, found: WeightFiles) -> str | None:
 
 def single(path: Path, header: Header) -> WeightFiles:
     """The weights in one file."""
-    tensors = {name: (path, info) for name, info in header.tensors.items()}
-    return WeightFiles("safetensors", (path,), tensors, header.metadata, {path.name: header.text})
+    return _placed(path.parent, {path.name: header})
+
+
+def _placed(folder: Path, headers: dict[str, Header], index: str | None = None) -> WeightFiles:
+    tensors = {
+        info.name: Stored(folder / name, info.dtype, info.shape, info.start, info.nbytes)
+        for name, header in headers.items()
+        for info in header.tensors.values()
+    }
+    texts = {name: header.text for name, header in headers.items()}
+    return WeightFiles("safetensors", tuple(folder / name for name in headers), tensors, texts, index)
 
 
 def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
@@ -115,7 +168,7 @@ def _pickles(paths: Sequence[Path], allow_pickle: bool) -> WeightFiles:
     if not allow_pickle:
         hint = "Use a safetensors version of this model, or pass --allow-pickle if you trust where it comes from."
         raise untrusted(paths[0], hint)
-    return WeightFiles("pickle", tuple(paths), {}, {})
+    return WeightFiles("pickle", tuple(paths))
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -178,14 +231,7 @@ def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Heade
     ):
         if tensors:
             raise CheckpointError(f"{folder}: {len(tensors)} tensors {what}: {_listed(tensors)}")
-    names = sorted(headers)
-    places = {tensor: (folder / name, info) for name in names for tensor, info in headers[name].tensors.items()}
-    metadata: dict[str, str] = {}
-    for name in names:
-        metadata = {**headers[name].metadata, **metadata}
-    texts = {name: headers[name].text for name in names}
-    index = (folder / INDEX).read_text("utf-8")
-    return WeightFiles("safetensors", tuple(folder / name for name in names), places, metadata, texts, index)
+    return _placed(folder, dict(sorted(headers.items())), (folder / INDEX).read_text("utf-8"))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -47,8 +47,6 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class _Entry(msgspec.Struct):
-    """A file as the manifest says it."""
-
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     bytes: Place
     tensors: dict[str, TensorRecord] = {}
@@ -134,10 +132,8 @@ def _check_file(folder: Path, name: str, entry: object) -> list[str]:
             return [f"{name} is not a file"]
         if info.st_size != nbytes:
             cut = sum(tensor.end > info.st_size for tensor in record.tensors.values())
-            return [
-                f"{name}: {nbytes} bytes expected, {info.st_size} found"
-                + (f"; {cut} of its {len(record.tensors)} tensors are cut off" if cut else "")
-            ]
+            lost = f"; {cut} of its {len(record.tensors)} tensors are cut off" if cut else ""
+            return [f"{name}: {nbytes} bytes expected, {info.st_size} found{lost}"]
         found = sha256_file(path)
         if found == record.sha256:
             return []

@@ -61,7 +61,6 @@ def outline(
 
 
 def _outline(found: Reference) -> Outline:
-    """The tree of files that are here."""
     spec, origin, _ = read_spec(found)
     notes = [*found.notes, *(_unfit(found) if found.kind == "path" else ())]
     method = quantised(found, origin)

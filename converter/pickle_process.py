@@ -311,7 +311,6 @@ def _allow(nbytes: int) -> None:
 
 
 def _archived(file: _Part, size: int) -> Any:
-    """What an archive of `size` bytes holds. Raises RefusedError."""
     places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -358,16 +357,13 @@ class _Plain:
 
 # --- the stream before torch 1.6 -------------------------------------------------------------------------------------
 
-MAGIC = 0x1950A86A20F9469CFC6C
-STREAM_VERSION = 1001
-
 
 def _stream(file: BinaryIO, size: int) -> Any:
     """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
     file.seek(0)
     part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
     _allow(min(size, MAX_PICKLE))
-    if load(_Reader(part)) != MAGIC or load(_Reader(part)) != STREAM_VERSION:
+    if load(_Reader(part)) != 0x1950A86A20F9469CFC6C or load(_Reader(part)) != 1001:
         raise RefusedError("is a pickle, and not one that torch.save writes")
     machine = load(_Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:

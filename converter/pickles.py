@@ -94,7 +94,6 @@ class Unpickler:
 
 
 def _value(path: Path, answer: dict[str, Any]) -> Any:
-    """What an object of an answer stands for."""
     ((kind, content),) = answer.items()
     if kind == "dict":
         plain = (str, int, float, NoneType)

@@ -26,8 +26,7 @@ from typing import TypeGuard
 import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import at_once, failed, fsync, open_own, seal, sha256_file, write_all, write_bytes
-from .lock import Lock
+from .files import at_once, failed, fsync, locked, open_own, seal, sha256_file, write_all, write_bytes
 from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,8 @@ class Staging:
         self.finished: Mapping[str, FileRecord] = {}
         self._known: dict[str, FileRecord] = {}
         self._path: Path | None = None
-        self._lock = Lock(self.target)
+        self._stack = contextlib.ExitStack()
+        self._locked: bool | None = None  # where locks keep others away; None while the target is not ours
 
     @property
     def path(self) -> Path:
@@ -70,11 +70,9 @@ class Staging:
     @contextlib.contextmanager
     def reserved(self) -> Iterator[None]:
         """Hold the target while the work is prepared and `key` may change; refuses what entering would refuse."""
-        self._claim()
-        try:
+        with contextlib.ExitStack() as stack:
+            self._claim(stack)
             yield
-        finally:
-            self._lock.release()
 
     def check(self) -> None:
         """Refuse what entering would refuse, for now."""
@@ -82,7 +80,7 @@ class Staging:
             pass
 
     def __enter__(self) -> Staging:
-        self._claim()
+        self._claim(self._stack)
         try:
             self._open()
         except BaseException as error:
@@ -159,9 +157,13 @@ class Staging:
             if not _renameat2(path, self.target, _RENAME_NOREPLACE):
                 path.rename(self.target)
             return None
-        aside = self._make_aside()
+        aside = self._sibling("old")
         new, old = aside / "new", aside / OLD
+        aside.mkdir()
         try:
+            begin_journal(aside, "")
+            for entry in (aside / JOURNAL, aside, aside.parent):  # on the disk before anything is put into it
+                fsync(entry)
             path.rename(new)
         except BaseException:
             _remove(aside)
@@ -178,21 +180,8 @@ class Staging:
             raise
         return aside
 
-    def _make_aside(self) -> Path:
-        """A folder of ours for what is replaced, on the disk before anything is put into it."""
-        aside = self._sibling("old")
-        aside.mkdir()
-        try:
-            begin_journal(aside, "")
-            for path in (aside / JOURNAL, aside, aside.parent):
-                fsync(path)
-        except BaseException:
-            _remove(aside)
-            raise
-        return aside
-
-    def _claim(self) -> None:
-        """Take the lock, and see that the target may be made. Raises UsageError, GptkitError."""
+    def _claim(self, stack: contextlib.ExitStack) -> None:
+        """Take the lock for the stack, and see that the target may be made. Raises UsageError, GptkitError."""
         parent = self.target.parent
         if not self.target.name:
             raise UsageError(f"cannot write a checkpoint to {self.target}", "Name a folder to create.")
@@ -203,20 +192,21 @@ class Staging:
             hint = "Choose another place to write to."
             raise UsageError(f"cannot create {self.target}: {parent} is not writable", hint)
         try:
-            self._lock.acquire()
-            try:
-                # An old folder comes back that was set aside for a new one that never came; files go in one step.
-                for left in self._siblings("old") if self.single is None else ():
-                    if (left / OLD).is_dir() and not os.path.lexists(self.target):
-                        (left / OLD).rename(self.target)
-                    _remove(left)
-                # Before any sweep: a run that forgot --force must not cost what it could go on from.
-                self._check_target()
-            except BaseException:
-                self._lock.release()
-                raise
-        except OSError as error:
-            raise failed("write beside", self.target, error) from error
+            if self._locked is None:
+                self._locked = stack.enter_context(locked(self.target))
+                stack.callback(setattr, self, "_locked", None)
+            # An old folder comes back that was set aside for a new one that never came; files go in one step.
+            for left in self._siblings("old") if self.single is None else ():
+                if (left / OLD).is_dir() and not os.path.lexists(self.target):
+                    (left / OLD).rename(self.target)
+                _remove(left)
+            # Before any sweep: a run that forgot --force must not cost what it could go on from.
+            self._check_target()
+        except BaseException as error:
+            stack.close()
+            if isinstance(error, OSError):
+                raise failed("write beside", self.target, error) from error
+            raise
 
     def _check_target(self) -> None:
         """Raise UsageError where what stands at the target may not be replaced."""
@@ -265,7 +255,7 @@ class Staging:
 
     def _siblings(self, kind: str) -> list[Path]:
         """This user's folders of that kind that earlier runs made; none where no lock says that they are gone."""
-        if not self._lock.held:
+        if not self._locked:
             return []
         pattern = re.compile(re.escape(f".{self.target.name}.{kind}-") + r"[0-9]+-[0-9a-f]{8}")
         found = []
@@ -292,7 +282,7 @@ class Staging:
                 error.add_note(f"{files} of {self.target} finished so far: the same command goes on from there")
             else:
                 _remove(path)
-        self._lock.release()
+        self._stack.close()
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:

@@ -25,7 +25,6 @@ from .safetensors import Header, header_length, parse_header, read_header
 from .tree import Origin
 
 _FIRST = 100_000  # bytes: the whole of nearly every header, in one question
-_AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -37,7 +36,7 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
     if names[-1].endswith(".bin"):
         return None
     shards = [name for name in names if name != INDEX]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(8) as pool:
         read = dict(zip(shards, pool.map(lambda name: _header(repository, name), shards), strict=True))
     repository.record()
     if INDEX not in names:

@@ -261,10 +261,8 @@ def header_length(where: Path | str, prefix: bytes, size: int) -> int:
         raise CheckpointError(f"{where} is truncated: a safetensors file has at least 8 bytes, {size} found")
     (length,) = cast("tuple[int]", struct.unpack("<Q", prefix))
     if length > MAX_HEADER:
-        raise CheckpointError(
-            f"{where} is not a safetensors file: it claims a header of {length:,} bytes, and no real one has more than "
-            f"{MAX_HEADER:,}"
-        )
+        claim = f"it claims a header of {length:,} bytes, and no real one has more than {MAX_HEADER:,}"
+        raise CheckpointError(f"{where} is not a safetensors file: {claim}")
     if 8 + length > size:
         raise CheckpointError(f"{where} is truncated: {8 + length} bytes expected for its header alone, {size} found")
     return length

@@ -39,9 +39,7 @@ The plain names are all that can be asked of a hub that does not list a reposito
 """
 
 _NEVER = ("*.py", "*.pkl", "*.pickle")  # code does not travel, whatever its name
-_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -145,7 +143,7 @@ class StreamDecoder:
         if _BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._tokenizer.decode(self._ids)
-        if text.endswith(_REPLACEMENT):
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         piece = _after(self._given, text)
         last = self._ids[self._given_ids :]
@@ -177,7 +175,7 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
     elif path.is_file():
         texts = None
     else:
-        model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
+        model = next((folder / name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()), None)
         if model is not None:
             # Asked first: without it transformers takes the file for another kind, and its error names that.
             if importlib.util.find_spec("sentencepiece") is None:

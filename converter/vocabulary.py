@@ -66,7 +66,6 @@ class Vocabulary:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Every id's token."""
         return {token_id: token for token, token_id in self.tokens.items()}
 
     # --- what has to stay ---

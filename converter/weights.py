@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,58 +23,9 @@ from ..components import ModelSpec
 from ..display import Shown
 from ..errors import CheckpointError
 from .dtypes import parse_dtype
-from .index import WeightFiles
+from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file: a view of the `nbytes` from byte `start` on; one that no file holds (None) is zeros.
-
-    strides, offset: of the view, in elements; without strides its elements lie one after the other.
-    decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
-    """
-
-    path: Path | None
-    dtype: str
-    shape: tuple[int, ...]
-    start: int = 0
-    nbytes: int = 0
-    strides: tuple[int, ...] | None = None
-    offset: int = 0
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
-    kind: str = ""
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 16  # torch's C128, which no tensor may have
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def place(self) -> int:
-        """The first element's byte in the file."""
-        return self.start + (self.offset * self.itemsize if self.offset else 0)
-
-    @property
-    def reach(self) -> int:
-        """Elements from the first to behind the last one."""
-        if self.strides is None or not self.count:
-            return self.count
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=False):
-            if size != 1 and stride != step:
-                return self.count == 0
-            step *= size
-        return True
 
 
 class Weights:
@@ -92,12 +43,6 @@ class Weights:
         for each in tensors.values():
             if each.path is not None:
                 self._ends[each.path] = max(self._ends.get(each.path, 0), each.start + each.nbytes)
-
-    @classmethod
-    def of(cls, files: WeightFiles, fetched: bool = True) -> Weights:
-        """The tensors of safetensors files, whose headers were checked."""
-        places = files.tensors.items()
-        return cls({x: Stored(path, i.dtype, i.shape, i.start, i.nbytes) for x, (path, i) in places}, fetched)
 
     def check(self) -> None:
         """Raise CheckpointError where a tensor claims more than its file has."""
@@ -160,8 +105,11 @@ class Weights:
             return True
         rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
         ours, theirs = self.read(name), self.read(other)
-        parts = [slice(start, start + rows) for start in range(0, len(ours), rows)]
-        return all(ours[part].tobytes() == theirs[part].tobytes() for part in parts)
+
+        def part(array: np.ndarray, start: int) -> np.ndarray:
+            return np.ascontiguousarray(array[start : start + rows]).view(np.uint8)
+
+        return all(np.array_equal(part(ours, start), part(theirs, start)) for start in range(0, len(ours), rows))
 
     def _mapped(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -249,7 +197,6 @@ class Checkpoint(Shown):
         return {leaf.checkpoint: self.dtype_of(leaf) for leaf in self.leaves}
 
     def dtype_of(self, leaf: BoundLeaf) -> str:
-        """The stored dtype of a leaf's tensor."""
         return self._weights.info[self._found[leaf.checkpoint]][0]
 
     @property

@@ -35,9 +35,6 @@ METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers ask
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
-Decode = Callable[[np.ndarray], np.ndarray]  # what `Encode` gave -> the values that it stands for, in fp32
-
-
 Around = tuple[bytes, Callable[[int], bytes]]
 """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
@@ -53,7 +50,7 @@ class Output:
     start: int
     nbytes: int
     encode: Encode | None = None
-    decode: Decode | None = None
+    decode: Callable[[np.ndarray], np.ndarray] | None = None
     around: Around | None = None
 
 
@@ -103,7 +100,6 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor."""
         return max(output.nbytes for shard in self.shards for output in shard.outputs)
 
 

@@ -92,11 +92,8 @@ def _filling(where: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], hint:
     if count != math.prod(shape) or any(
         bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
     ):
-        raise CheckpointError(
-            f"{where} of {math.prod(shape):,} elements has {len(full)} chunks of {count:,}: "
-            "some are missing, or there twice",
-            hint,
-        )
+        what = f"{len(full)} chunks of {count:,}: some are missing, or there twice"
+        raise CheckpointError(f"{where} of {math.prod(shape):,} elements has {what}", hint)
     return tuple(full)
 
 
@@ -117,11 +114,8 @@ def _located(name: str, chunk: _Chunk, process: Unpickler) -> _Chunk:
     if not isinstance(inside, Stored):
         raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
     if (inside.dtype, inside.shape) != (stored.dtype, stored.shape):
-        raise CheckpointError(
-            f"{where} is {inside.dtype} of shape {list(inside.shape)}, "
-            f"the metadata says {stored.dtype} of shape {list(stored.shape)}",
-            HINT,
-        )
+        stated = f"the metadata says {stored.dtype} of shape {list(stored.shape)}"
+        raise CheckpointError(f"{where} is {inside.dtype} of shape {list(inside.shape)}, {stated}", HINT)
     return _Chunk(chunk.offsets, replace(inside, start=stored.start + inside.start))
 
 

@@ -89,10 +89,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     notes = list(found.notes)
     if quantised:
         if importlib.util.find_spec("gguf") is None:
-            raise UsageError(
-                f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed",
-                'pip install gguf # gptkit\'s extra "gguf"',
-            )
+            message = f"{path} is quantised ({', '.join(quantised)}), and the gguf package is not installed"
+            raise UsageError(message, 'pip install gguf # gptkit\'s extra "gguf"')
         told = ", ".join(f"{count} in {name}" for name, count in quantised.most_common())
         notes.append(f"{sum(quantised.values())} of {len(kept)} tensors are quantised ({told}): dequantised to F32")
     notes += without_tokenizer(found.header)

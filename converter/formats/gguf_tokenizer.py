@@ -65,38 +65,32 @@ def _letters(numbers: str) -> tuple[Step, ...]:
     return _split_first(rf"{_SHORTENED}|{_LEAD}\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}")
 
 
-_GPT2 = (_byte_level(True),)
 _LLAMA3 = _letters(r"\p{N}{1,3}")
 _QWEN2 = _letters(r"\p{N}")
-_DIGITS = (ONE_DIGIT, _byte_level(True))
-_BLOOM = _split_first(r" ?[^(\s|[.,!?…。，、।۔،])]+")
-_TEKKEN = _split_first(rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}")
 _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
+_DIGITS = (ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
-_FALCON = ({"type": "Punctuation", "behavior": "Contiguous"}, *_THREE_DIGITS)
-_DEEPSEEK_CODER = (
-    *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
-    ONE_DIGIT,
-    _byte_level(False),
-)
-# What llama.cpp does with a file that names nothing.
-_DEFAULT = (split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS)
 
 PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
-    "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4"), _GPT2),
+    # What llama.cpp does with a file that names nothing.
+    "default": (split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4"), (_byte_level(True),)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN2),
     "qwen35": _QWEN35,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), _BLOOM),
-    "falcon": _FALCON,
-    "tekken": _TEKKEN,
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), _split_first(r" ?[^(\s|[.,!?…。，、।۔،])]+")),
+    "falcon": ({"type": "Punctuation", "behavior": "Contiguous"}, *_THREE_DIGITS),
+    "tekken": _split_first(rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}"),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
-    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-coder": (
+        *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
+        ONE_DIGIT,
+        _byte_level(False),
+    ),
 }
 """llama.cpp's name -> the steps of tokenizer.json, as the checkpoints have them that the name was made for."""
 

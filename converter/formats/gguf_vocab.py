@@ -44,7 +44,7 @@ ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were adde
 
 
 @dataclass
-class Vocabulary:
+class _Metadata:
     """A tokenizer for `rows` tokens by id, what GGUF says of it in llama.cpp's order, and what that cannot say."""
 
     metadata: dict[str, Value] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Vocabulary:
         self.say(token_type=[types.get(index, NORMAL) for index in range(self.rows)])
 
 
-def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> Vocabulary:
+def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] | None = None) -> _Metadata:
     """The metadata for the tokenizer that these files are, `rows` being the embedding's and `config` asked last for
     special tokens. It says "none", with a note, for one that llama.cpp has not. Raises InvalidInput, CannotExpress.
     """
@@ -107,15 +107,15 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
     return found
 
 
-def _none(note: str) -> Vocabulary:
+def _none(note: str) -> _Metadata:
     """What llama.cpp accepts for a model that comes without a tokenizer."""
-    return Vocabulary({PREFIX + "model": "none"}, [note])
+    return _Metadata({PREFIX + "model": "none"}, [note])
 
 
 # --- tokenizer.json --------------------------------------------------------------------------------------------------
 
 
-def _from_json(text: bytes, rows: int) -> Vocabulary:
+def _from_json(text: bytes, rows: int) -> _Metadata:
     try:
         data = json.loads(text)  # may be larger than any config.json
     except (ValueError, RecursionError) as error:
@@ -128,7 +128,7 @@ def _from_json(text: bytes, rows: int) -> Vocabulary:
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     steps = list(_flat(data.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_flat(data.get("normalizer"), "normalizers"))
-    found, added = Vocabulary(rows=rows), data.get("added_tokens") or ()
+    found, added = _Metadata(rows=rows), data.get("added_tokens") or ()
     try:
         if kind == "BPE" and any(step.get("type") == "ByteLevel" for step in steps):
             _byte_level(found, model, added, steps, normalizers)
@@ -166,9 +166,8 @@ def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level(
-    found: Vocabulary, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
+    found: _Metadata, model: Step, added: Sequence[Step], steps: list[Step], normalizers: list[Step]
 ) -> None:
-    """GPT-2's BPE over bytes written as printable characters."""
     found.texts = {index: text for text, index in model["vocab"].items()}
     found.add_tokens(added, "")
     name = pre_tokenizer(steps, bool(model.get("ignore_merges")))
@@ -193,7 +192,7 @@ def _merges(model: Step) -> list[tuple[str, str]]:
     return [(str(left), str(right)) for left, right in pairs]
 
 
-def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
+def _sentencepiece_bpe(found: _Metadata, model: Step, added: Sequence[Step]) -> None:
     """SentencePiece's BPE, by merges. llama.cpp merges by the score of the result, so that ranks become scores."""
     vocab, merges = model["vocab"], _merges(model)
     check_lengths(vocab, "tokenizer.json")
@@ -217,8 +216,7 @@ def _sentencepiece_bpe(found: Vocabulary, model: Step, added: Sequence[Step]) ->
     found.list_tokens("llama")
 
 
-def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
-    """SentencePiece's unigram model."""
+def _unigram(found: _Metadata, model: Step, added: Sequence[Step]) -> None:
     found.texts = {index: piece for index, (piece, _) in enumerate(model["vocab"])}
     found.scores = {index: float(score) for index, (_, score) in enumerate(model["vocab"])}
     found.add_tokens(added)
@@ -229,7 +227,7 @@ def _unigram(found: Vocabulary, model: Step, added: Sequence[Step]) -> None:
     found.list_tokens("t5")
 
 
-def _space_prefix(found: Vocabulary, steps: list[Step], normalizers: list[Step]) -> None:
+def _space_prefix(found: _Metadata, steps: list[Step], normalizers: list[Step]) -> None:
     """Whether a text gets a space in front: by a normalizer, or by the newer Metaspace."""
     metaspace = next((step for step in steps if step["type"] == "Metaspace"), None)
     if metaspace is None:
@@ -246,7 +244,7 @@ def _space_prefix(found: Vocabulary, steps: list[Step], normalizers: list[Step])
         )
 
 
-def _post_processing(found: Vocabulary, data: Step) -> None:
+def _post_processing(found: _Metadata, data: Step) -> None:
     """Which special tokens are put around a text, asked of the tokenizer itself."""
     tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
@@ -296,9 +294,9 @@ SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 """The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
 
 
-def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> Vocabulary:
+def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str, Any]) -> _Metadata:
     """A SentencePiece model, read without its library (the numbers are sentencepiece_model.proto's)."""
-    found, trainer, normalizer = Vocabulary(rows=rows), dict[int, Any](), dict[int, Any]()
+    found, trainer, normalizer = _Metadata(rows=rows), dict[int, Any](), dict[int, Any]()
     try:
         for number, value in _fields(data):
             if number == 1:
@@ -374,7 +372,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 # --- special tokens and the chat template ----------------------------------------------------------------------------
 
 
-def _special_ids(found: Vocabulary, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _special_ids(found: _Metadata, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """The ids of special tokens: as the tokenizer's settings name them, else as the model's config numbers them."""
     meta = found.metadata
     place = {text: index for index, text in enumerate(cast("list[str]", meta[PREFIX + "tokens"]))}

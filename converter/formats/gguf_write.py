@@ -76,9 +76,8 @@ def _parse(asked: str | None) -> str | None:
         return None
     if asked.lower() in ("q8_0", "q8"):
         if importlib.util.find_spec("gguf") is None:
-            raise UsageError(
-                "Q8_0 needs the gguf package, which is not installed", 'pip install gguf # gptkit\'s extra "gguf"'
-            )
+            hint = 'pip install gguf # gptkit\'s extra "gguf"'
+            raise UsageError("Q8_0 needs the gguf package, which is not installed", hint)
         return "Q8_0"
     try:
         kind = parse_dtype(asked)
@@ -143,7 +142,6 @@ def _lay_out(
     extras: Mapping[str, tuple[float, ...]],
     tensors: Sequence[tuple[BoundLeaf, str]],
 ) -> Shard:
-    """The file: its header, extras in it, and every tensor's place."""
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
     sizes = [len(values) for values in data.values()]
     for leaf, kind in tensors:

@@ -40,7 +40,6 @@ MAGIC = struct.pack("<I", 0x616B3432)
 HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
 MAX_GROUP = 2**16
-OUTPUT = "model.bin"  # what llama2.c's train.py calls it
 ROWS = 4096  # positions of the tables that are checked at a time
 
 
@@ -118,7 +117,7 @@ def plan(request: Request, version: int = 0) -> Plan:
         texts = {} if made is None else {TOKENIZER: made}
         known = request.source.notes
         known += [note for note in notes if note not in known]
-    shard = Shard(OUTPUT, header, tuple(outputs), end, tuple(constants))
+    shard = Shard("model.bin", header, tuple(outputs), end, tuple(constants))
     return Plan((shard,), texts, request.companions)
 
 
@@ -191,7 +190,6 @@ def _head(path: Path) -> bytes:
 
 
 def _legacy(head: bytes) -> Sizes:
-    """A header of version 0."""
     sizes = Sizes(*_SIZES.unpack_from(head))
     return replace(sizes, vocab_size=abs(sizes.vocab_size), shared=sizes.vocab_size > 0)
 

@@ -56,11 +56,9 @@ class _Member:
 
     @property
     def size(self) -> int:
-        """Bytes with all that is around them."""
         return len(self.head) + self.nbytes + (len(self.tail(0)) if self.crc is None else 0)
 
     def entry(self, crc: int) -> bytes:
-        """Its entry in the directory."""
         large = [self.nbytes] * 2 * (self.nbytes >= LIMIT) + [self.start] * (self.start >= LIMIT)
         wide = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
         version = 45 if wide else 0
@@ -87,7 +85,6 @@ class _Archive:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
         return self._directory + len(self.end([0] * len(self.tensors)))
 
     @property

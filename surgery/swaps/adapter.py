@@ -131,7 +131,7 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
     config_path, path = _files(reference, offline)
     config = read_config_file(config_path)[0]
     _require_understood(reference, config)
-    file = Weights.of(single(path, read_header(path)))
+    file = Weights(single(path, read_header(path)).tensors)
     lora: dict[str, _Lora] = {}
     saved, base, rows, unknown = dict[str, str](), dict[str, str](), dict[str, str](), []
     for full in file.info:

@@ -19,10 +19,10 @@ import gptkit
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.dtypes import Quantisation, to_float64
+from gptkit.converter.files import locked
 from gptkit.converter.formats.gguf_tokenizer import CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from gptkit.converter.formats.gguf_vocab import pre_tokenizer, vocabulary
 from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
-from gptkit.converter.lock import Lock
 from gptkit.converter.publish import begin_journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
@@ -673,12 +673,9 @@ def test_one_writer_of_a_file_who_sweeps_what_others_left(tmp_path: Path) -> Non
     left.mkdir()
     (left / "out.gguf").write_bytes(b"half")
     begin_journal(left, "")
-    lock = Lock(target)
-    lock.acquire()
-    with pytest.raises(GptkitError, match="another"):
+    with locked(target), pytest.raises(GptkitError, match="another"):
         convert("sample:llama", target, "gguf")
     assert left.exists() and not target.exists()
-    lock.release()
     convert("sample:llama", target, "gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 

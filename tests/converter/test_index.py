@@ -42,10 +42,9 @@ def test_single_file_in_a_folder_or_by_itself(tmp_path: Path) -> None:
     assert found.format == "safetensors"
     assert found.files == (path,)
     assert list(found.tensors) == ["a", "b"]
-    assert found.tensors["b"][0] == path
-    assert found.tensors["b"][1].shape == (2,)
-    assert found.metadata == {"format": "pt"}
-    assert found.nbytes == 16
+    assert found.tensors["b"].path == path
+    assert found.tensors["b"].shape == (2,)
+    assert sum(tensor.nbytes for tensor in found.tensors.values()) == 16
     assert weight_files(path) == found
 
 
@@ -53,12 +52,11 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     found = weight_files(tmp_path)
     assert [path.name for path in found.files] == list(SHARDS)
-    assert {name: path.name for name, (path, _) in found.tensors.items()} == {
+    assert {name: tensor.path.name for name, tensor in found.tensors.items()} == {
         "a": SHARDS[0],
         "b": SHARDS[0],
         "c": SHARDS[1],
     }
-    assert found.metadata == {"format": "pt"}
 
 
 def test_one_file_wins_over_an_index_as_in_transformers(tmp_path: Path) -> None:

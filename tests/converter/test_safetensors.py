@@ -30,7 +30,7 @@ CARRIED = [name for name, dtype in DTYPES.items() if dtype.carrier is not None]
 
 @contextmanager
 def opened(path: Path) -> Iterator[Weights]:
-    yield Weights.of(single(path, read_header(path)))
+    yield Weights(single(path, read_header(path)).tensors)
 
 
 def raw_file(header: object, data: bytes = b"") -> bytes:
