@@ -55,10 +55,12 @@ class Mutation:
         return (self.undo or self.apply)(spec, weights)
 
 
-def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
-    """The mutations that change this tree or these weights, each with its mutant."""
+def applicable(
+    spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[Mutation, Mutant]]:
+    """The mutations that change this tree or these weights, each with its mutant; by name those that are wanted."""
     for mutation in (*MUTATIONS, *forgotten(), *_declared(spec)):
-        mutant = mutation.apply(spec, weights)
+        mutant = mutation.apply(spec, weights) if wanted(mutation.name) else None
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
 
