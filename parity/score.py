@@ -55,7 +55,7 @@ SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
 pass in fp64.
 """
-CLEAR = 10.0
+_CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
 SIZES = (1.0, 0.05, 0.002)
 """What the tables' random values are multiplied by, one after the other while a mistake is not seen: behind a large
@@ -108,7 +108,7 @@ def score(
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
     if len(by_chance) < len(unseen):
         rest = [name for name in unseen if name not in by_chance]
-        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, CLEAR)
+        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, _CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
     return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
