@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..surgery.shapes import Reshaped
 
 # What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
-WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
+_WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 ORDER = (
     *("params", "compare", "show", "diff", "presets", "families", "recommend"),
     *("load", "inspect", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
@@ -52,7 +52,7 @@ def mistake(call: Any) -> str:
     return message[:1].lower() + message[1:].rstrip(".")
 
 
-class Commands(typer.core.TyperGroup):
+class _Commands(typer.core.TyperGroup):
     """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -72,7 +72,7 @@ class Commands(typer.core.TyperGroup):
         try:
             with bash_words():
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except WrongCall as error:
+        except _WrongCall as error:
             call: Any = error
             given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]
             message = mistake(call)
@@ -92,7 +92,7 @@ def examples(*lines: str) -> str:
 
 app = typer.Typer(
     name="gptkit",
-    cls=Commands,
+    cls=_Commands,
     help="Take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.",
     epilog=examples("gptkit params qwen3-8b", "gptkit verify sample:llama", "gptkit demo"),
     no_args_is_help=True,
@@ -100,11 +100,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 F = TypeVar("F", bound=Callable[..., None])
-Completion = Callable[[str], list[str]] | None
+_Completion = Callable[[str], list[str]] | None
 
 
 def option(
-    form: str, words: str, panel: str | None = None, *, default: Any = None, complete: Completion = None, **more: Any
+    form: str, words: str, panel: str | None = None, *, default: Any = None, complete: _Completion = None, **more: Any
 ) -> Any:
     """An option as its help shows it: "--kv TOKENS", or "TOKENS" alone where its name is the parameter's."""
     parts = form.split(" ")
@@ -332,7 +332,7 @@ def rows_by(text: str) -> By:
     raise UsageError(f"--by {text!r:.40} is none of {', '.join(ROWS)}", f"or their plurals: {plurals}")
 
 
-COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
+_COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
 
 
 def tokens(option: str, text: str) -> int:
@@ -343,7 +343,7 @@ def tokens(option: str, text: str) -> int:
     if match:
         whole, part, power, unit = match.groups(default="")
         digits = part[1:]
-        number, rest = divmod(int(whole + digits) * 10 ** int(power or 0) * COUNTS[unit.lower()], 10 ** len(digits))
+        number, rest = divmod(int(whole + digits) * 10 ** int(power or 0) * _COUNTS[unit.lower()], 10 ** len(digits))
         number = 0 if rest else number
     if not 1 <= number < 10**16:
         raise UsageError(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
-SIGNS = (":", "=")
-MODEL_FILES = (".safetensors", ".gguf", ".json", ".bin", ".pt")
+_SIGNS = (":", "=")
+_MODEL_FILES = (".safetensors", ".gguf", ".json", ".bin", ".pt")
 
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:
@@ -41,7 +41,7 @@ def _paths(incomplete: str) -> Iterator[tuple[str, str]]:
         if entry.name.startswith(begun) and not hidden and entry.name.isprintable():
             if entry.is_dir():
                 yield f"{shown}{entry.name}/", "folder"
-            elif entry.name.endswith(MODEL_FILES):
+            elif entry.name.endswith(_MODEL_FILES):
                 yield f"{shown}{entry.name}", "file"
 
 
@@ -83,13 +83,13 @@ def bash_words() -> Iterator[None]:
     words += [""] * (int(place) + 1 - len(words))
     whole: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        if whole[1:] and (word in SIGNS or before in SIGNS):
+        if whole[1:] and (word in _SIGNS or before in _SIGNS):
             whole[-1] += word
         else:
             whole.append(word)
     os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = "\n".join(whole), str(len(whole) - 1)
     last = whole[-1].partition("=")[2] if whole[-1].startswith("-") else whole[-1]  # answers are without --option=
-    there = last[: max(map(last.rfind, SIGNS)) + 1] if len(whole) < len(words) else ""
+    there = last[: max(map(last.rfind, _SIGNS)) + 1] if len(whole) < len(words) else ""
     answer = io.StringIO()
     try:
         with redirect_stdout(answer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
@@ -13,13 +13,10 @@ from ..terminal import answer, console, progress_bar, say, status
 from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
 
-if TYPE_CHECKING:
-    from ..surgery.options import Option
-
 HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
-class SwapCommand(TyperCommand):
+class _SwapCommand(TyperCommand):
     """`swap`: its own options, and one for every option of a swap that is registered, plugins' too. They are looked up
     when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`.
     """
@@ -27,23 +24,22 @@ class SwapCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         from ..surgery.registry import all_options
 
-        return [*super().get_params(ctx), *map(_swap_option, all_options())]
-
-
-def _swap_option(option: Option) -> TyperOption:
-    """An option of a swap as the command line has it."""
-    fields: dict[str, Any] = {"is_flag": True, "default": False}
-    if not option.flag:
-        complete = partial(lambda values, ctx, args, incomplete: values(incomplete), one_of(forms(option.metavar)))
-        fields = {"type": str, "metavar": option.metavar, "autocompletion": complete}
-    names = [option.name, option.spelled]
-    return TyperOption(param_decls=names, help=option.help, rich_help_panel=option.group, **fields)
+        found = super().get_params(ctx)
+        for each in all_options():
+            fields: dict[str, Any] = {"is_flag": True, "default": False}
+            if not each.flag:
+                values = one_of(forms(each.metavar))
+                complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)
+                fields = {"type": str, "metavar": each.metavar, "autocompletion": complete}
+            fields |= {"help": each.help, "rich_help_panel": each.group}
+            found.append(TyperOption(param_decls=[each.name, each.spelled], **fields))
+        return found
 
 
 @command(
     "gptkit swap sample:gpt2 gpt2-rms --norm rmsnorm",
     "gptkit swap sample:gpt2 modern --recipe gpt2-to-modern",
-    cls=SwapCommand,
+    cls=_SwapCommand,
 )
 def swap(
     model: str = MODEL,

@@ -69,10 +69,8 @@ def verify(
             damaged = True if damage is None and text is not None else damage
             more: Any = {"bisected": True if drawn else None, "damaged": damaged, "text": measured_text}
             result = run(model, local, **computing, **probe, **more, **opening, progress=tell)
-    terminal: Any = report.verification_report
-    page: Any = report.verification_page
-    if against is not None:
-        terminal, page = report.port_report, report.port_page
+    terminal: Any = report.verification_report if against is None else report.port_report
+    page: Any = report.verification_page if against is None else report.port_page
     answer(json, result.as_json, lambda: terminal(result), quiet)
     if card is not None:
         from ..parity.card import write_card

@@ -27,7 +27,7 @@ from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides
 
-FLOOR = 1e-9
+_FLOOR = 1e-9
 """Relative difference below which nothing counts: fp64 sums in another order."""
 
 Side = Literal["output", "input"]
@@ -74,7 +74,7 @@ class Part:
         models use up all of the first, since transformers keeps norms, softmax and rotary tables of an "fp64" model in
         fp32; what `mutations` has is 30 times as large at least.
         """
-        return not self.relative <= max(2 * self.noise, FLOOR)
+        return not self.relative <= max(2 * self.noise, _FLOOR)
 
 
 @dataclass(frozen=True)

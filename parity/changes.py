@@ -27,15 +27,15 @@ STATUSES: dict[Status, str] = {
     "only_a": "only in A",
     "only_b": "only in B",
 }
-FEW_RUNS = 64
+_FEW_RUNS = 64
 """So many runs of rows are listed; of more, how many rows there are."""
 Reading = Literal["low", "high", "unclear"]
 """Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
-FEW_ROWS = 0.25
+_FEW_ROWS = 0.25
 """Of a matrix's rows: a change of no more of them is one of rows, whatever its rank."""
-HALF = 0.5
+_HALF = 0.5
 """Of the change: what directions above rounding are to hold for its rank to be known."""
-CONCENTRATED = 0.5
+_CONCENTRATED = 0.5
 """Of a matrix's numbers: a change whose factors have at most so many of them is of low rank."""
 
 
@@ -83,11 +83,11 @@ class TensorDiff:
         rank = None if figures is None else figures.rank
         if figures is None or rank is None or self.shape_a is None or self.status != "changed":
             return None
-        if figures.scale is not None or figures.rows_changed <= FEW_ROWS * figures.rows_all:
+        if figures.scale is not None or figures.rows_changed <= _FEW_ROWS * figures.rows_all:
             return None
-        if rank.more or rank.rank * sum(self.shape_a) > CONCENTRATED * math.prod(self.shape_a):
+        if rank.more or rank.rank * sum(self.shape_a) > _CONCENTRATED * math.prod(self.shape_a):
             return "high"
-        return "low" if rank.share is not None and rank.share >= HALF else "unclear"
+        return "low" if rank.share is not None and rank.share >= _HALF else "unclear"
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; figures that are beyond fp64 are null."""
@@ -108,7 +108,7 @@ class TensorDiff:
             "scale": figures.scale,
             "rows": figures.rows_all,
             "rows_changed": figures.rows_changed,
-            "row_ranges": [list(run) for run in figures.rows] if len(figures.rows) <= FEW_RUNS else None,
+            "row_ranges": [list(run) for run in figures.rows] if len(figures.rows) <= _FEW_RUNS else None,
             "not_finite_a": figures.not_finite[0],
             "not_finite_b": figures.not_finite[1],
             "rounded_to": rounded[0],
@@ -177,7 +177,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class _LowRank:
     """A change such as adapters make: no matrix changed by one of high rank. matrices: those of low rank; rank: the
     largest of theirs; modules: where they are. unclear: other matrices, whose change is too small beside rounding for
     its rank to be told. alone: nothing else changed, came or went: no norm, no bias, no row of an embedding, no shape.
@@ -242,7 +242,7 @@ class Diff(Shown):
         return kinds.pop() if len(kinds) == 1 and self.counts["changed"] == 0 else None
 
     @property
-    def low_rank(self) -> LowRank | None:
+    def low_rank(self) -> _LowRank | None:
         """The reading of a change that an adapter makes; None where there is none, or it is not one."""
         matrices = [each for each in self.changed if each.reading is not None]
         low = [each for each in matrices if each.reading == "low"]
@@ -252,7 +252,7 @@ class Diff(Shown):
         apart = any(self.counts[status] for status in ("reshaped", "only_a", "only_b"))
         alone = not apart and self.counts["changed"] == len(matrices)
         modules = tuple(dict.fromkeys(each.module for each in low))
-        return LowRank(alone, len(low), len(matrices) - len(low), max(ranks), modules)
+        return _LowRank(alone, len(low), len(matrices) - len(low), max(ranks), modules)
 
     def by_module(self) -> list[Group]:
         """A group a module's weights, and one its biases, in the order of computation."""

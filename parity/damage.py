@@ -40,7 +40,7 @@ SAME = 1e-6
 """Relative difference of embeddings up to which they are the same."""
 ALIKE = 0.25
 """And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
-FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
+_FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may make in one component, in what is computed in."""
 
 Pairs = Sequence[tuple[int, int]]
@@ -171,7 +171,7 @@ def damage(
         total=_bin(0, int(positions.max()), positions >= 0, total, targets),
         bins=tuple(_bin(*edges, both.within(edges), total, targets) for edges in both.edges),
         layers=by_layer,
-        places=tuple(Place(*place, gap, not gap <= FLOORS[both.dtype]) for place, gap in apart.items()),
+        places=tuple(Place(*place, gap, not gap <= _FLOORS[both.dtype]) for place, gap in apart.items()),
         notes=tuple(notes),
     )
 
@@ -197,7 +197,7 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
     return Bin(first, last, int(here.sum()), kl, top1, *lost)
 
 
-INTO, TABLE = -1, -2
+_INTO, TABLE = -1, -2
 """The layers under which what goes into the first block is kept, and what the embedding gives."""
 PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
 """Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
@@ -257,7 +257,7 @@ class _Both:
             def see(path: str, given: Tensor, made: Tensor, kept: Kept = kept) -> None:
                 layer = TABLE if path == "embedding" else int(path.removeprefix("blocks."))
                 if layer == 0:
-                    kept[_running(), INTO] = given.double()
+                    kept[_running(), _INTO] = given.double()
                 kept[_running(), layer] = made.double()
 
             blocks = [f"blocks.{layer}" for layer in range(len(tree.spec.blocks))]

@@ -23,13 +23,13 @@ Array = NDArray[Any]
 
 LIMIT = 128
 """Ranks up to this are told apart; adapters are rarely larger."""
-OVERSAMPLING = 8
+_OVERSAMPLING = 8
 NARROW = 272
 """Columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
-BUFFER = 1 << 20
+_BUFFER = 1 << 20
 """Elements that are multiplied at once."""
-SEED = 0x6770746B
-RESOLUTION = 1e-7
+_SEED = 0x6770746B
+_RESOLUTION = 1e-7
 """Singular values come from squares in fp64: below this, relative to the largest, they are noise of that."""
 MARGIN = 1.1
 """On the estimate of the floor, which is one of its mean."""
@@ -41,9 +41,9 @@ MOST = 0.99
 
 EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
 """An ulp of the values in [1, 2)."""
-SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}
+_SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}
 """The smallest ulp, where weights come near it."""
-MEAN_SQUARE = 3 / (8 * math.log(2))
+_MEAN_SQUARE = 3 / (8 * math.log(2))
 """Of ulp(x) / (EPS·x), x with a mantissa spread as those of numbers usually are (Benford)."""
 
 
@@ -77,7 +77,7 @@ class Floor:
 
     def of(self, dtype: str) -> float:
         """The largest singular value that rounding to `dtype` explains."""
-        factor, least = self._variance(dtype), SUBNORMAL[dtype] / math.sqrt(12)
+        factor, least = self._variance(dtype), _SUBNORMAL[dtype] / math.sqrt(12)
         spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
         corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
         return MARGIN * (math.sqrt(factor) * spread + least * corner)
@@ -88,14 +88,14 @@ class Floor:
 
     def sketched(self, dtype: str, width: int) -> float:
         """The largest singular value of these errors times a random matrix of `width` columns."""
-        norm, least = math.sqrt(self._variance(dtype)), SUBNORMAL[dtype] / math.sqrt(12)
+        norm, least = math.sqrt(self._variance(dtype)), _SUBNORMAL[dtype] / math.sqrt(12)
         whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
         return MARGIN * (whole + self.of(dtype) * math.sqrt(width))
 
     @staticmethod
     def _variance(dtype: str) -> float:
         """Of a rounding error, relative to the value's square."""
-        return MEAN_SQUARE * EPS[dtype] ** 2 / 12
+        return _MEAN_SQUARE * EPS[dtype] ** 2 / 12
 
 
 class _Products:
@@ -104,7 +104,7 @@ class _Products:
     total: Array
 
     def __init__(self, columns: int, dtype: str) -> None:
-        self._buffer = np.empty((max(1, BUFFER // max(columns, 1)), columns), dtype)
+        self._buffer = np.empty((max(1, _BUFFER // max(columns, 1)), columns), dtype)
         self._filled = 0
 
     def add(self, rows: Array) -> None:
@@ -138,9 +138,9 @@ class Sketch(_Products):
         """`dtype`: "float32" where the change is coarse, for twice the speed; "float64"."""
         self.direct = columns <= NARROW
         super().__init__(columns, "float64" if self.direct else dtype)
-        self.rows, self.columns, self.width = rows, columns, min(LIMIT + OVERSAMPLING, rows, columns)
+        self.rows, self.columns, self.width = rows, columns, min(LIMIT + _OVERSAMPLING, rows, columns)
         self.total = np.zeros((columns, columns if self.direct else self.width))
-        self._random = np.random.default_rng(SEED)
+        self._random = np.random.default_rng(_SEED)
 
     def _multiply(self, change: Array) -> None:
         if self.direct:
@@ -202,7 +202,7 @@ def _count(spectrum: Array, floor: float) -> int:
     """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
     independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
     """
-    count = int((spectrum > max(floor, RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
+    count = int((spectrum > max(floor, _RESOLUTION * float(spectrum.max(initial=0.0)))).sum())
     for at in range(1, count):
         if spectrum[at] < min(NEAR * floor, spectrum[at - 1] / GAP):
             return at

@@ -31,7 +31,7 @@ Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
 
-IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
+_IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
 """Slips that in a checkpoint are others, or cannot be overlooked there."""
 BACK = ", the other way round"
 
@@ -56,10 +56,12 @@ class Mutation:
         return (self.undo or self.apply)(spec, weights)
 
 
-def applicable(spec: ModelSpec, weights: Weights) -> Iterator[tuple[Mutation, Mutant]]:
-    """The mutations that change this tree or these weights, each with its mutant."""
+def applicable(
+    spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[Mutation, Mutant]]:
+    """The mutations that change this tree or these weights, each with its mutant; by name those that are wanted."""
     for mutation in (*MUTATIONS, *forgotten(), *_declared(spec)):
-        mutant = mutation.apply(spec, weights)
+        mutant = mutation.apply(spec, weights) if wanted(mutation.name) else None
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
 
@@ -69,7 +71,7 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
     """
     tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
-    tried += [(name, _slipped(name)) for name in IN_PORTS]
+    tried += [(name, _slipped(name)) for name in _IN_PORTS]
     tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten(), *_declared(spec))]
     tried += [(each.name + BACK, each.undo) for each in MUTATIONS if each.undo is not None]
     for name, apply in tried:
@@ -220,7 +222,7 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
     nodes = dict.fromkeys(spec.components())
     made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(BACK)}
     made |= {name: _disordered for node in nodes for name in _disorder(node)}
-    known = {*IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
+    known = {*_IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
     return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
 
 
@@ -329,14 +331,14 @@ def _reordered(name: str, repair: str, said: str = "", back: bool = False) -> Mu
 
 
 LARGE, SMALL = "eps ten times as large", "eps ten times as small"
-PERMUTE, GROUPS = "rope permute missing", "query heads in other groups"
+_PERMUTE, GROUPS = "rope permute missing", "query heads in other groups"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("q and k swapped", "swapping q and k", _projections("q_proj", "k_proj")),
     Mutation("k and v swapped", "swapping k and v", _projections("k_proj", "v_proj")),
     Mutation("gate and up swapped", "swapping gate and up", _projections("gate_proj", "up_proj")),
-    _reordered(PERMUTE, "undoing an interleaved RoPE layout"),
-    _reordered("rope permute done twice", "undoing a RoPE permutation too many", PERMUTE, back=True),
+    _reordered(_PERMUTE, "undoing an interleaved RoPE layout"),
+    _reordered("rope permute done twice", "undoing a RoPE permutation too many", _PERMUTE, back=True),
     _once(_disordered, "RoPE turned the other way", "turning RoPE the other way"),
     Mutation("RoPE on queries alone", "RoPE on keys too", _in_code("queries"), in_code=True),
     Mutation("RoPE on keys alone", "RoPE on queries too", _in_code("keys"), in_code=True),

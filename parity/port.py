@@ -39,7 +39,7 @@ from .verify import IMPRECISE
 
 SHOWN = 3
 """Mistakes that explain the place and not all of the rest."""
-REST = 1e-5
+_REST = 1e-5
 """Of the difference, what a mistake that explains it may leave."""
 
 
@@ -359,7 +359,7 @@ def _causes(
     order = sorted(range(len(batches)), key=lambda i: (not differ[i], batches[i].input_ids.numel()))
     inputs, wanted = [batches[i] for i in order], [port[i] for i in order]
     # Rotary tables that a port keeps in fp32 turn with a mistake otherwise than without it.
-    enough = max(allowed, REST * largest_gap(exact, port))
+    enough = max(allowed, _REST * largest_gap(exact, port))
     at_place: list[Made] = []
     for mistake, (tree, changed) in of_ports(spec, weights):
         gap = largest_gap(wanted, run_tree(tree, changed, inputs), enough)

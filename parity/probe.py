@@ -27,7 +27,7 @@ AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
 LONG = 200
 """Tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys."""
-REGIONS = 64
+_REGIONS = 64
 KEPT = 256
 """Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
 WINDOW = 1024
@@ -113,7 +113,7 @@ def probe(
 
     batches = [Batch("one token", tokens(1, 1)), Batch("random tokens", tokens(1, 64))]
     # Every region of the vocabulary: strides over it, so that a row shifted or a block swapped shows.
-    regions = torch.linspace(0, spec.vocab_size - 1, min(REGIONS, spec.vocab_size), dtype=torch.float64).round().long()
+    regions = torch.linspace(0, spec.vocab_size - 1, min(_REGIONS, spec.vocab_size), dtype=torch.float64).round().long()
     width = min(len(regions), most)
     # Several rows where a short table of positions does not take them in one; the last one is filled up.
     rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=spec.vocab_size - 1)

@@ -8,7 +8,7 @@ lengths and padding show on the copy what they show on the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 
@@ -55,7 +55,7 @@ SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
 pass in fp64.
 """
-CLEAR = 10.0
+_CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
 SIZES = (1.0, 0.05, 0.002)
 """What the tables' random values are multiplied by, one after the other while a mistake is not seen: behind a large
@@ -104,13 +104,11 @@ def score(
     (`_plain_inputs`), whatever the probe looks like: only what shows there is missed. `unprobed` are mutations that the
     probe says it does not reach, which are not counted; `up_to` is the longest sequence that matters.
     """
-    names = [mutation.name for mutation, _ in applicable(spec, weights) if mutation.name not in unprobed]
-    caught, allowed = _caught(spec, weights, batches, names)
-    unseen = [name for name in names if name not in caught]
+    caught, unseen, allowed = _caught(spec, weights, batches, lambda name: name not in unprobed)
     by_chance, missed = _by_random(spec, weights, batches, unseen), list[str]()
     if len(by_chance) < len(unseen):
         rest = [name for name in unseen if name not in by_chance]
-        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, CLEAR)
+        missed = _by_random(spec, weights, _plain_inputs(spec, up_to), rest, _CLEAR)
     invisible = tuple(name for name in unseen if name not in (*by_chance, *missed))
     return Score(tuple(caught), tuple(by_chance), tuple(missed), allowed, invisible=invisible)
 
@@ -136,23 +134,23 @@ def _by_random(
         unseen = [name for name in names if name not in seen]
         if unseen:
             sized = {name: tensor * size if name in TABLES else tensor for name, tensor in random.items()}
-            seen += _caught(spec, sized, batches, unseen, clear)[0]
+            seen += _caught(spec, sized, batches, unseen.__contains__, clear)[0]
     return [name for name in names if name in seen]
 
 
 def _caught(
-    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], names: Sequence[str], clear: float = 1.0
-) -> tuple[list[str], float]:
-    """Which of these mutations differ by more than rounding explains, `clear` times, and what it explains."""
+    spec: ModelSpec, weights: Weights, batches: Sequence[Batch], wanted: Callable[[str], bool], clear: float = 1.0
+) -> tuple[list[str], list[str], float]:
+    """The mutations that differ by more than rounding explains, `clear` times; the others; and what it explains."""
     exact = list(run_tree(spec, weights, batches))
     rounded = run_tree(spec, {name: tensor.float() for name, tensor in weights.items()}, batches)
     # The rule of the verdict: both sides' noise together, which here is twice the same.
     allowed = 2 * largest_gap(exact, rounded)
-    made = [(mutation.name, mutant) for mutation, mutant in applicable(spec, weights) if mutation.name in names]
-    enough = clear * allowed
-    return [
-        name for name, mutant in made if not largest_gap(exact, run_tree(*mutant, batches), enough) <= enough
-    ], allowed
+    enough, caught, unseen = clear * allowed, list[str](), list[str]()
+    for mutation, mutant in applicable(spec, weights, wanted):
+        gap = largest_gap(exact, run_tree(*mutant, batches), enough)
+        (unseen if gap <= enough else caught).append(mutation.name)
+    return caught, unseen, allowed
 
 
 def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:

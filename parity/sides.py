@@ -242,7 +242,7 @@ class Stream:
         with hooked(stops):
             return run_together(call, batches, serve)
 
-    def _fill(self, owners: Sequence[Owner]) -> None:
+    def _fill(self, owners: Sequence[_Owner]) -> None:
         assert self.read is not None
         with torch.inference_mode(False):
             for module, name, full in owners:
@@ -256,7 +256,7 @@ class Stream:
                 module._parameters[name] = nn.Parameter(value, requires_grad=False)
         self.release()
 
-    def _drop(self, owners: Sequence[Owner]) -> None:
+    def _drop(self, owners: Sequence[_Owner]) -> None:
         for module, name, full in owners:
             held: Any = module._parameters[name]
             if held.device.type != "meta" and held.nbytes <= KEPT_BYTES:  # tables are too large to keep
@@ -266,13 +266,13 @@ class Stream:
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
-Owner = tuple[nn.Module, str, str]
+_Owner = tuple[nn.Module, str, str]
 """A module, the name in it of a parameter, and that one's full name."""
 
 
-def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Owner]]]:
+def units_of(model: nn.Module) -> list[tuple[nn.Module, list[_Owner]]]:
     """What is filled at once: each layer of a module list, and each module outside of them with own parameters."""
-    found: list[tuple[nn.Module, list[Owner]]] = []
+    found: list[tuple[nn.Module, list[_Owner]]] = []
 
     def walk(module: nn.Module, path: str, in_list: bool) -> None:
         if not in_list and all(each is None for each in module._parameters.values()):

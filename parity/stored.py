@@ -38,9 +38,9 @@ COLUMNS = 64
 """Logits that each row of a table is looked at by, without the layers."""
 WIDTH = 256
 """Rows of the embedding that a batch reads."""
-PIECE = 2048
+_PIECE = 2048
 """Rows that are widened at once."""
-TIMES = 4.0
+_TIMES = 4.0
 """Of what rounding to fp32 makes without the layers, how much two tables may differ by: as `verify.IMPRECISE`."""
 
 
@@ -213,8 +213,8 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
         return np.zeros(0, bool)
     columns = torch.linspace(0, source.spec.vocab_size - 1, min(COLUMNS, source.spec.vocab_size)).round().long()
     gaps, noise = [], []
-    for start in range(0, len(rows), PIECE):
-        here = torch.from_numpy(rows[start : start + PIECE])
+    for start in range(0, len(rows), _PIECE):
+        here = torch.from_numpy(rows[start : start + _PIECE])
         exact, rounded, other = (
             _front_to_back(checkpoint, name, here, columns, dtype)
             for checkpoint, dtype in ((source, torch.float64), (source, torch.float32), (target, torch.float64))
@@ -222,7 +222,7 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
         noise.append((exact - rounded).abs().amax(dim=1))
         gaps.append((exact - other).abs().amax(dim=1))
     rounding = torch.cat(noise)
-    allowed = TIMES * rounding.maximum(rounding.nanmedian())  # one loud row excuses no other
+    allowed = _TIMES * rounding.maximum(rounding.nanmedian())  # one loud row excuses no other
     return ((torch.cat(gaps) <= allowed) & rounding.isfinite()).numpy()
 
 

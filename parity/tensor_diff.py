@@ -23,7 +23,7 @@ Order = Literal["rows", "columns"]
 
 CHUNK = 1 << 18
 """Elements that are looked at at a time: 2 MB as fp64."""
-GRIDS = ("BF16", "F16", "F32", "F64")
+_GRIDS = ("BF16", "F16", "F32", "F64")
 """What values may be rounded to, the coarsest first."""
 SCALED = 1e-7
 """How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
@@ -167,9 +167,9 @@ class _Sums:
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
         floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
-        self.grids = tuple([*(g for g in GRIDS if EPS[g] > EPS[stored]), stored] for stored in floats)
+        self.grids = tuple([*(g for g in _GRIDS if EPS[g] > EPS[stored]), stored] for stored in floats)
         sides: tuple[Literal["a", "b"], ...] = ("a", "b")
-        self.roundings = [(grid, side) for grid in GRIDS[:-1] for side in sides]
+        self.roundings = [(grid, side) for grid in _GRIDS[:-1] for side in sides]
         # 24 bits are plenty for a change between values of 8 or 11.
         self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
@@ -233,7 +233,7 @@ class _Sums:
         figures.rows, figures.rows_changed = runs(self.marks), int(self.marks.sum())
         if figures.changed and self.roundings and not any(figures.not_finite):
             # The finest that explains it: what bf16 explains of values that fp16 has too, fp16 does as well.
-            figures.rounded = max(self.roundings, key=lambda each: GRIDS.index(each[0]))
+            figures.rounded = max(self.roundings, key=lambda each: _GRIDS.index(each[0]))
         figures.order = self._order()
         if figures.rounded is None and figures.order is None:
             figures.rank = self._rank()
@@ -250,7 +250,7 @@ class _Sums:
             return Rank(1, least, limit, 1.0, 1)
         self.sketch.finish()
         floor = Floor(self.row_sums, self.column_sums)
-        if self.sketch.surely_more(floor, min(grids, key=GRIDS.index)):
+        if self.sketch.surely_more(floor, min(grids, key=_GRIDS.index)):
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:

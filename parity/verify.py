@@ -56,7 +56,7 @@ from .score import Score, try_mistakes
 from .sides import Sides, sides
 from .stored import BytesVerdict, Reached, compare_bytes, rows_to_probe
 
-PROMPTS = (
+_PROMPTS = (
     "KING RICHARD:\nNow is the winter",
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
@@ -353,7 +353,7 @@ def _batches(
     if tokenizer is None:
         notes.append("no tokenizer: the probe's token ids are made up from the vocabulary")
     else:
-        for text in prompts or PROMPTS:
+        for text in prompts or _PROMPTS:
             ids = tokenizer.encode(text)
             if not prompts:  # ours, so cut to what the model takes
                 ids = [token for token in ids if token < source.spec.vocab_size][:most]

@@ -142,15 +142,10 @@ def preset_facts(name: str) -> set[Hashable]:
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of covered tests that no cover needs as exhaustive, and of what looks at pages in a browser all
-    but the first test of each folder: `make test-browser` and `make test-all` run them.
+    but the first: `make test-browser` and `make test-all` run them.
     """
-    seen: set[str] = set()
-    for item in items:
-        folder = item.nodeid.rpartition("/")[0]
-        if "browser" in getattr(item, "fixturenames", ()) and folder in seen:
-            item.add_marker(exhaustive)
-        elif "browser" in getattr(item, "fixturenames", ()):
-            seen.add(folder)
+    for item in [item for item in items if "browser" in getattr(item, "fixturenames", ())][1:]:
+        item.add_marker(exhaustive)
     groups: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
