@@ -85,12 +85,13 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
 
     `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
-    (gpt-oss 2508.10925). `fused` computes gate and up in one matrix product.
+    (gpt-oss 2508.10925). `fused` computes gate and up in one matrix product; with `down_turned` what writes the stream
+    lies [in, out] in memory, and the others do not (DBRX).
     """
 
     label = "feed-forward"
     slot = "feed_forward"
-    rounds = ("arithmetic", "fused")
+    rounds = ("arithmetic", "fused", "down_turned")
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
     usual: ClassVar[dict[str, Any]] = USUAL
     forgotten: ClassVar[dict[str, str]] = {
@@ -109,6 +110,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     up_shift: float = 0.0
     arithmetic: Arithmetic = "linear"
     fused: bool = False
+    down_turned: bool = False
 
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.intermediate_size, self.hidden_size), "reads")

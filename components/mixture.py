@@ -48,7 +48,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
     of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
     order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
-    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype.
+    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype; `summed`, whether a
+    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX).
     """
 
     label = "router"
@@ -90,6 +91,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     rounded: bool = False
     wide_router: bool = False
     wide_choice: bool = False
+    summed: Literal["by token", "by expert"] = "by token"
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:

@@ -140,7 +140,7 @@ def test_names_and_shapes_are_transformers_own(variant):
     names_and_shapes_agree(ARCHITECTURES[variant.family], variant.config, hf_shapes(hf_config(variant.config), None))
 
 
-NO_HEAD_DIM = ("ministral", "hunyuan_v1_dense")
+NO_HEAD_DIM = ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")
 """Families with whose default head_dim, which is none, transformers computes."""
 
 
