@@ -65,7 +65,16 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
     }
-    rounds = (*("routed_in", "chosen_by", "scored_in", "in_order"), *("rounded", "wide_router", "wide_choice"))
+    rounds = (
+        "routed_in",
+        "chosen_by",
+        "scored_in",
+        "in_order",
+        "rounded",
+        "wide_router",
+        "wide_choice",
+        "summed",
+    )
     rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
@@ -143,9 +152,25 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         one, few = self.expert.aspects(), f"{self.top_k} of {self.experts} experts"
         name, (short, data, whole) = next(iter(one.items()))
-        data = data | {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
+        counts = {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
+        data = data | counts | {field: value for field, (_, value) in self.untold().items() if field not in counts}
         routed, given = ("", "") if self.normalise else (", weights as routed", ", weights as the router gives them")
-        return one | {name: Words(f"{short}, {few}{routed}", data, f"{few}{given}, each {whole}")}
+        more = "".join(f", {each}" for each in self._more())
+        return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
+
+    def _more(self) -> Iterator[str]:
+        """What is beside a softmax over experts, in a few words."""
+        if self.scores == "sigmoid" or self.choice_bias:
+            yield f"{self.scores}{' + bias' if self.choice_bias else ''}"
+        if self.multiplier != 1:
+            yield f"× {self.multiplier:g}"
+        if self.router_bias:
+            yield "router bias"
+        if self.groups > 1 or self.top_groups > 1:
+            yield f"{self.top_groups} of {self.groups} groups"
+        if self.shared is not None:
+            width = f"{self.shared.intermediate_size:,}"
+            yield f"shared {width}{', gated' if self.shared_gate else ''}{', averaged' if self.averaged else ''}"
 
     def biases(self) -> dict[str, Words]:
         return self.expert.biases() | ({"router": Words("router", True)} if self.router_bias else {})

@@ -125,4 +125,5 @@ DBRX = DECODER.architecture(
         "moe_loss_weight": "training only",
         "num_key_value_heads": "transformers' note of attn_config",
     },
+    refused={"head_dim": ((None,), "transformers' class has no heads of another width than their share")},
 )

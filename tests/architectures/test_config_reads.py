@@ -72,7 +72,7 @@ def read_by_transformers(family: str) -> list[str]:
 def within(family: str) -> set[str]:
     """Fields of objects in a config, which transformers reads of objects of their own."""
     fields = getattr(getattr(ARCHITECTURES[family].read, "__self__", None), "fields", ())
-    return {name.rpartition(".")[2] for name in fields if "." in name}
+    return {part for name in fields if "." in name for part in name.split(".")}
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
