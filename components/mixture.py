@@ -65,16 +65,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
     }
-    rounds = (
-        "routed_in",
-        "chosen_by",
-        "scored_in",
-        "in_order",
-        "rounded",
-        "wide_router",
-        "wide_choice",
-        "summed",
-    )
+    rounds = ("routed_in", "chosen_by", "scored_in", "in_order", "rounded", "wide_router", "wide_choice", "summed")
     rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
@@ -133,6 +124,14 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         """The fields that it has beside those of a softmax over experts: biases, groups, a scale, a shared expert."""
         found = self.choices().items()
         return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
+
+    @property
+    def of_chosen(self) -> bool:
+        """Whether the scores are computed of the experts with the largest logits alone, which are those that a softmax
+        or sigmoid would choose; of a softmax their sum is 1 then.
+        """
+        alike = self.normalise or self.scores == "sigmoid"
+        return self.chosen_by == "logits" and alike and not self.choice_bias and self.groups == 1
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
@@ -219,18 +218,23 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
                 changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
             return msgspec.structs.replace(each, **changes)
 
+        weighs_wide = not self.rounded and self.scored_in == "float32"
+        apart_too = self.summed == "by expert"
+        copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups")},
+            "of_chosen": self.of_chosen,
+            "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
         return (
-            linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),
+            linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
             Gather(gathered, (source, chosen), taken, "feed-forward", held=combined),
             *(copied(each, apart=apart) for each in inside),
             copied(last),
-            Combine(combined, (chosen, last.id), shape, "feed-forward"),
+            Combine(combined, (chosen, last.id), shape, "feed-forward", wide=weighs_wide, one_by_one=apart_too),
             *self._beside(path, source, shape, combined),
         )
 

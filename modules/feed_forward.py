@@ -125,8 +125,7 @@ class MixtureOfExpertsModule(nn.Module):
         else:
             logits = self.router(x)
         dtype = wide if spec.scored_in == "float32" else logits.dtype
-        of_chosen = spec.chosen_by == "logits" and (spec.normalise or spec.scores == "sigmoid")
-        if of_chosen and self.choice is None and spec.groups == 1:
+        if spec.of_chosen:
             logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
             weights = self._scores(logits.to(dtype))
             summed = spec.scores == "softmax"

@@ -46,6 +46,7 @@ INTERLEAVED = {
 """Pure renames, taken for the rotary order of Meta's files, or for heads within dimensions: the same shape."""
 
 BUFFERS: dict[str, tuple[str, ...]] = {
+    "dbrx": (),
     "gpt2": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias", "h.{}.attn.bias"),
     "bloom": ("transformer.h.{}.self_attention.bias", "h.{}.self_attention.masked_bias"),
     "falcon": ("transformer.h.{}.self_attention.maybe_rotary.inv_freq", "h.{}.self_attention.rotary_emb.inv_freq"),
