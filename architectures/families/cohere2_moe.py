@@ -126,6 +126,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 COHERE2_MOE = Architecture(
     name="cohere2_moe",
+    released="2026",
     model_types=("cohere2_moe",),
     hf_class="Cohere2MoeForCausalLM",
     hf_config="Cohere2MoeConfig",

@@ -31,6 +31,7 @@ DECODER = Decoder(
 
 DOTS1 = Architecture(
     name="dots1",
+    released="2025-06",
     model_types=("dots1",),
     hf_class="Dots1ForCausalLM",
     hf_config="Dots1Config",

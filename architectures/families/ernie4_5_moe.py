@@ -67,6 +67,7 @@ DECODER = Decoder(
 
 ERNIE4_5_MOE = Architecture(
     name="ernie4_5_moe",
+    released="2025-06",
     model_types=("ernie4_5_moe",),
     hf_class="Ernie4_5_MoeForCausalLM",
     hf_config="Ernie4_5_MoeConfig",

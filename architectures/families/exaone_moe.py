@@ -40,6 +40,7 @@ EXAONE_MOE = DECODER.architecture(
     "exaone_moe",
     "ExaoneMoeForCausalLM",
     LEAVES,
+    released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stacked=(*STACKED, Stacked(CORRECTION, (STORED,))),

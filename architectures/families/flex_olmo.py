@@ -29,6 +29,7 @@ DECODER = Decoder(
 
 FLEX_OLMO = Architecture(
     name="flex_olmo",
+    released="2025-07",
     model_types=("flex_olmo",),
     hf_class="FlexOlmoForCausalLM",
     hf_config="FlexOlmoConfig",

@@ -60,6 +60,7 @@ LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 
 GLM4_MOE = Architecture(
     name="glm4_moe",
+    released="2025-07",
     model_types=("glm4_moe",),
     hf_class="Glm4MoeForCausalLM",
     hf_config="Glm4MoeConfig",

@@ -92,6 +92,7 @@ LEAVES = by_name(
 
 GPT_OSS = Architecture(
     name="gpt_oss",
+    released="2025-08",
     model_types=("gpt_oss",),
     hf_class="GptOssForCausalLM",
     hf_config="GptOssConfig",

@@ -44,6 +44,7 @@ STACKED = (
 
 GRANITEMOE = Architecture(
     name="granitemoe",
+    released="2024-10",
     model_types=("granitemoe",),
     hf_class="GraniteMoeForCausalLM",
     hf_config="GraniteMoeConfig",

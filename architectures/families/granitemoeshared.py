@@ -22,6 +22,7 @@ SHARED = B + "feed_forward.shared."
 
 GRANITEMOESHARED = Architecture(
     name="granitemoeshared",
+    released="2025-02",
     model_types=("granitemoeshared",),
     hf_class="GraniteMoeSharedForCausalLM",
     hf_config="GraniteMoeSharedConfig",

@@ -51,6 +51,7 @@ DECODER = Decoder(
 
 HY_V3 = Architecture(
     name="hy_v3",
+    released="2026",
     model_types=("hy_v3",),
     hf_class="HYV3ForCausalLM",
     hf_config="HYV3Config",

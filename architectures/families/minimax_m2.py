@@ -40,6 +40,7 @@ NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
 
 MINIMAX_M2 = Architecture(
     name="minimax_m2",
+    released="2025-10",
     model_types=("minimax_m2",),
     hf_class="MiniMaxM2ForCausalLM",
     hf_config="MiniMaxM2Config",

@@ -37,6 +37,7 @@ DECODER = Decoder(
 
 OLMOE = Architecture(
     name="olmoe",
+    released="2024-09",
     model_types=("olmoe",),
     hf_class="OlmoeForCausalLM",
     hf_config="OlmoeConfig",

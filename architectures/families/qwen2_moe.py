@@ -105,6 +105,7 @@ DECODER = Decoder(
 
 QWEN2_MOE = Architecture(
     name="qwen2_moe",
+    released="2024-03",
     model_types=("qwen2_moe",),
     hf_class="Qwen2MoeForCausalLM",
     hf_config="Qwen2MoeConfig",

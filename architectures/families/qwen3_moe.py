@@ -37,6 +37,7 @@ DECODER = Decoder(
 
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
+    released="2025-04",
     model_types=("qwen3_moe",),
     hf_class="Qwen3MoeForCausalLM",
     hf_config="Qwen3MoeConfig",

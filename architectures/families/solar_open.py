@@ -39,6 +39,7 @@ DECODER = Decoder(
 
 SOLAR_OPEN = Architecture(
     name="solar_open",
+    released="2025-12",
     model_types=("solar_open",),
     hf_class="SolarOpenForCausalLM",
     hf_config="SolarOpenConfig",
