@@ -264,6 +264,9 @@ class Keeping:
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32
+                found[operation.row] += run.rows * operation.inputs_wide * run.wide
+                found[operation.row] += operation.parameters * run.wide if wide == "both" else 0
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Embed() | ops.Positions():  # which rows were read
@@ -318,19 +321,28 @@ class Keeping:
             case ops.Product():
                 self._keep(self._given(operation))
                 self._keep(self._given(operation, 1))
-            case ops.Choose():
-                # The softmax; which experts were taken; their weights and these weights' sums.
-                found[operation.row] += run.rows * operation.experts * run.wide + numbers * LONG
-                if operation.normalise:
-                    found[operation.row] += (numbers + run.rows) * run.wide
+            case ops.Choose(top_k=top_k):
+                # Scores of all or of the chosen; which experts were taken; their weights and these weights' sums.
+                size = run.wide if operation.wide else run.size
+                each = top_k if operation.of_chosen else operation.experts
+                found[operation.row] += run.rows * each * size + numbers * LONG
+                if operation.normalise and not (operation.of_chosen and operation.scores == "softmax"):
+                    found[operation.row] += (run.rows if operation.of_chosen else numbers + run.rows) * size
+                if operation.groups > 1:  # the two best of each, the best of these, and what is left out
+                    places = (2 * operation.groups + operation.top_groups) * LONG + operation.groups
+                    found[operation.row] += run.rows * places
             case ops.Gather():
                 chosen = self._given(operation, 1)
                 found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
             case ops.Combine():
                 chosen, outputs = self._given(operation), self._given(operation, 1)
+                weight = run.wide if operation.wide else run.size
                 self._keep(outputs)
-                # That order, the way back, and the weights.
-                found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + run.wide)
+                # That order, the way back, and the weights; or one after the other, weighted.
+                found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + weight)
+                if operation.one_by_one:
+                    found[outputs.storage.row] += outputs.size
+                    found[chosen.storage.row] -= chosen.size // run.size * LONG
             case _:
                 raise ops.unknown(operation, "the memory of training")
         return result
@@ -371,7 +383,10 @@ class Keeping:
         operand(q, heads, scored, copied=way == "unfused" or moved)
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
         operand(v, mixing.key_heads(v.heads, run), weights)
-        pairs = mixing.pairs(run)
-        found["scores"] += pairs * (softmax if softmax == weights else softmax + weights)
+        pairs, queries = mixing.pairs(run), run.rows * heads
+        sinks = queries if mixing.softmax.weights else 0
+        found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
+        # Beside sinks the largest score is taken away, of which both are kept.
+        found["scores"] += (pairs + sinks + queries) * scored if sinks else 0
         return _View(operation.id, _Storage(size, row), size)

@@ -32,7 +32,7 @@ from ..components import (
 )
 from ..errors import CannotExpress
 from .base import Architecture, Leaf
-from .config import ConfigReader
+from .config import COMMON_REFUSED, ConfigReader
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
 
@@ -83,7 +83,9 @@ class Field(NamedTuple):
     write: Callable[[Any], Any] = same
 
     def value(self, config: ConfigReader, name: str) -> Any:
-        """What the file says, or the default."""
+        """What the file says, or the default; of the name "inner.name" what the object in the field `inner` says."""
+        outer, _, name = name.rpartition(".")
+        config = config.inner(outer) if outer else config
         read = self.read or READERS.get(self.role)
         if read is None:
             read = next((each for kind, each in BY_DEFAULT if isinstance(self.default, kind)), None)
@@ -349,6 +351,8 @@ class Decoder:
         """
         values: dict[str, Any] = {"kv_heads": None, "head_dim": None, "intermediate": None}
         names: dict[str, str] = {}
+        for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
+            config.inner(outer).refuse(COMMON_REFUSED)
         for name, each in self.fields.items():
             roles = each.role.split()
             names |= dict.fromkeys(roles, name)
@@ -514,7 +518,9 @@ class Decoder:
             if self.square and role == "head_dim" and each.default is None:
                 continue  # it is no other
             if value is not None or each.default is not None or role != "context":
-                fields[name] = name_of(value) if role == "activation" else each.write(value)
+                outer, _, name = name.rpartition(".")
+                into = fields.setdefault(outer, {}) if outer else fields
+                into[name] = name_of(value) if role == "activation" and each.write is same else each.write(value)
         if self.rotary is not None:
             positions = (of_kind(block.attention, Attention).position for block in spec.blocks)
             none = Rotary(dim=attention.head_dim, base=self.rotary.base)

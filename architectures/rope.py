@@ -88,7 +88,9 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: Rotar
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
     rope = config.inner(which, more=_said_elsewhere(config, which, kind))
-    base = config.number(kind.theta, kind.base) if rope.raw("rope_theta") is None else rope.number("rope_theta")
+    beside = config.raw(kind.theta) if kind.theta else None  # which counts where it is not among the parameters
+    base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else kind.base
+    base = config.number(kind.theta) if rope.raw("rope_theta") is None and beside is not None else base
     turned = config.optional_integer(kind.dims) if kind.dims else None
     if turned is not None and turned <= dim:
         kind = kind._replace(whole=turned / dim)

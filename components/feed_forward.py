@@ -88,12 +88,13 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
     (gpt-oss 2508.10925). `inner_norm` is on the product, before the projection back (BitNet). `fused` computes gate and
-    up in one matrix product.
+    up in one matrix product; with `down_turned` what writes the stream lies [in, out] in memory, and the
+    others do not (DBRX).
     """
 
     label = "feed-forward"
     slot = "feed_forward"
-    rounds = ("arithmetic", "fused")
+    rounds = ("arithmetic", "fused", "down_turned")
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
     usual: ClassVar[dict[str, Any]] = USUAL
     forgotten: ClassVar[dict[str, str]] = {
@@ -114,6 +115,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     inner_norm: Norm | None = None
     arithmetic: Arithmetic = "linear"
     fused: bool = False
+    down_turned: bool = False
 
     def __post_init__(self) -> None:
         if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:

@@ -48,7 +48,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
     of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
     order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
-    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype.
+    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype; `summed`, whether a
+    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX).
     """
 
     label = "router"
@@ -65,7 +66,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
     }
-    rounds = (*("routed_in", "chosen_by", "scored_in", "in_order"), *("rounded", "wide_router", "wide_choice"))
+    rounds = ("routed_in", "chosen_by", "scored_in", "in_order", "rounded", "wide_router", "wide_choice", "summed")
     rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
@@ -92,6 +93,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     rounded: bool = False
     wide_router: bool = False
     wide_choice: bool = False
+    summed: Literal["by token", "by expert"] = "by token"
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -125,6 +127,14 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         found = self.choices().items()
         return [name for name, plain in found if name != "normalise" and getattr(self, name) != plain]
 
+    @property
+    def of_chosen(self) -> bool:
+        """Whether the scores are computed of the experts with the largest logits alone, which are those that a softmax
+        or sigmoid would choose; of a softmax their sum is 1 then.
+        """
+        alike = self.normalise or self.scores == "sigmoid"
+        return self.chosen_by == "logits" and alike and not self.choice_bias and self.groups == 1
+
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
         if self.shared is not None:
@@ -143,9 +153,25 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def words(self) -> dict[str, Words]:
         one, few = self.expert.aspects(), f"{self.top_k} of {self.experts} experts"
         name, (short, data, whole) = next(iter(one.items()))
-        data = data | {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
+        counts = {"experts": self.experts, "top_k": self.top_k, "normalise": self.normalise}
+        data = data | counts | {field: value for field, (_, value) in self.untold().items() if field not in counts}
         routed, given = ("", "") if self.normalise else (", weights as routed", ", weights as the router gives them")
-        return one | {name: Words(f"{short}, {few}{routed}", data, f"{few}{given}, each {whole}")}
+        more = "".join(f", {each}" for each in self._more())
+        return one | {name: Words(f"{short}, {few}{routed}{more}", data, f"{few}{given}{more}, each {whole}")}
+
+    def _more(self) -> Iterator[str]:
+        """What is beside a softmax over experts, in a few words."""
+        if self.scores == "sigmoid" or self.choice_bias:
+            yield f"{self.scores}{' + bias' if self.choice_bias else ''}"
+        if self.multiplier != 1:
+            yield f"× {self.multiplier:g}"
+        if self.router_bias:
+            yield "router bias"
+        if self.groups > 1 or self.top_groups > 1:
+            yield f"{self.top_groups} of {self.groups} groups"
+        if self.shared is not None:
+            width = f"{self.shared.intermediate_size:,}"
+            yield f"shared {width}{', gated' if self.shared_gate else ''}{', averaged' if self.averaged else ''}"
 
     def biases(self) -> dict[str, Words]:
         return self.expert.biases() | ({"router": Words("router", True)} if self.router_bias else {})
@@ -194,18 +220,23 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
                 changes |= {"inputs": (*each.inputs, chosen), "choice": chosen}
             return msgspec.structs.replace(each, **changes)
 
+        weighs_wide = not self.rounded and self.scored_in == "float32"
+        apart_too = self.summed == "by expert"
+        copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best")},
+            "of_chosen": self.of_chosen,
+            "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
         return (
-            linear(self, "router", path, source, (*shape[:-1], self.experts), "router"),
+            linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
             Gather(gathered, (source, chosen), taken, "feed-forward", held=combined),
             *(copied(each, apart=apart) for each in inside),
             copied(last),
-            Combine(combined, (chosen, last.id), shape, "feed-forward"),
+            Combine(combined, (chosen, last.id), shape, "feed-forward", wide=weighs_wide, one_by_one=apart_too),
             *self._beside(path, source, shape, combined),
         )
 

@@ -99,10 +99,12 @@ class Linear(Operation, frozen=True, kw_only=True):
     together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
     whose result the rows lie in `groups`. joined: their results are put side by side in a tensor of their own. choice:
     the input that tells which of the copies a token takes. tied: the operation whose weight it uses. window: of the
-    cached tokens that it reads, how many are seen.
+    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
+    weight too, of which it makes a copy.
     """
 
     inputs_wide: int
+    wide: Literal["", "input", "both"] = ""
     arithmetic: Arithmetic = "linear"
     together: str = ""
     fused: bool = False
@@ -256,6 +258,7 @@ class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
     `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
     the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
+    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least.
     """
 
     top_k: int
@@ -266,6 +269,8 @@ class Choose(Operation, frozen=True, kw_only=True):
     groups: int = 1
     top_groups: int = 1
     group_best: int = 2
+    of_chosen: bool = False
+    wide: bool = True
 
 
 class Gather(Operation, frozen=True, kw_only=True):
@@ -273,7 +278,13 @@ class Gather(Operation, frozen=True, kw_only=True):
 
 
 class Combine(Operation, frozen=True, kw_only=True):
-    """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token."""
+    """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token.
+
+    wide: weights are in fp32 at least. one_by_one: one expert after the other is added.
+    """
+
+    wide: bool = True
+    one_by_one: bool = False
 
 
 # fmt: off

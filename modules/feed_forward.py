@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import FeedForward, GatedFeedForward, MixtureOfExperts
+from ..components import Arithmetic, FeedForward, GatedFeedForward, MixtureOfExperts
 from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, kept_wide
 from .registry import build_module, computes
 
@@ -37,7 +37,8 @@ class GatedFeedForwardModule(nn.Module):
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
+        down: Arithmetic = "conv1d" if spec.down_turned else spec.arithmetic
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, down)
         self.inner_norm = build_module(spec.inner_norm) if spec.inner_norm else None
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
@@ -130,8 +131,7 @@ class MixtureOfExpertsModule(nn.Module):
         else:
             logits = self.router(x)
         dtype = wide if spec.scored_in == "float32" else logits.dtype
-        of_chosen = spec.chosen_by == "logits" and (spec.normalise or spec.scores == "sigmoid")
-        if of_chosen and self.choice is None and spec.groups == 1:
+        if spec.of_chosen:
             logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
             weights = self._scores(logits.to(dtype))
             summed = spec.scores == "softmax"
@@ -165,6 +165,8 @@ class MixtureOfExpertsModule(nn.Module):
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The experts' outputs for tokens (N, hidden), weighted and summed."""
+        if self.spec.summed == "by expert":
+            return self._one_by_one(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
@@ -173,6 +175,16 @@ class MixtureOfExpertsModule(nn.Module):
         weighted = done * weights.reshape(-1)[order, None]
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
+
+    def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The sum, to which one expert after the other adds its own."""
+        total = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            places, tokens = torch.where((chosen == number).T)
+            if len(tokens):
+                done = expert(x[tokens]) * weights[tokens, places, None]
+                total = total.index_add(0, tokens, done.to(total.dtype))
+        return total
 
     def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
         """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""

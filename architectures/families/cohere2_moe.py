@@ -126,6 +126,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 COHERE2_MOE = Architecture(
     name="cohere2_moe",
+    released="2026",
     model_types=("cohere2_moe",),
     hf_class="Cohere2MoeForCausalLM",
     hf_config="Cohere2MoeConfig",
@@ -134,7 +135,6 @@ COHERE2_MOE = Architecture(
     write=write,
     leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, cohere2.LEAVES),
     prefix="model.",
-    released="2026-04",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,

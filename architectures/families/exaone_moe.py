@@ -6,6 +6,8 @@ there too.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..base import Stacked
 from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, none_or_more, with_defaults
 from . import exaone4
@@ -14,6 +16,10 @@ from .llama import LLAMA_DROPPED, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 STORED = T + "mlp.e_score_correction_bias"
+LEAVES = tuple(  # where transformers' own name stands
+    replace(leaf, checkpoint=STORED) if leaf.checkpoint == CORRECTION else leaf
+    for leaf in mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
+)
 
 DECODER = Decoder(
     {
@@ -33,7 +39,7 @@ DECODER = Decoder(
 EXAONE_MOE = DECODER.architecture(
     "exaone_moe",
     "ExaoneMoeForCausalLM",
-    mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=STORED),
+    LEAVES,
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,

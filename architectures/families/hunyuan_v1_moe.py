@@ -48,6 +48,7 @@ HUNYUAN_V1_MOE = DECODER.architecture(
     mixed_leaves(MODULES, dense.LEAVES),
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    config_aliases={"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant={**OF_ROUTERS, "eod_token_id": "generation", "sep_token_id": "generation"},

@@ -189,6 +189,7 @@ def test_every_size_refuses_what_is_no_size(variant, value):
         "max_window_layers",
         "first_k_dense_replace",
         "shared_intermediate_size",
+        "num_shared_experts",
         "pad_token_id",
         "rotary_emb_base",
     )
@@ -232,7 +233,7 @@ def test_every_switch_refuses_what_is_neither_true_nor_false(family, key, value)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_too_many_layers_are_refused_at_once(variant, layers):
     inner = variant.config.get("text_config", variant.config)
-    (key,) = inner.keys() & {"n_layer", "num_hidden_layers"}
+    (key,) = inner.keys() & {"n_layer", "n_layers", "num_hidden_layers"}
     many = {**inner, key: layers}
     tracemalloc.start()
     try:
@@ -246,7 +247,7 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
 @families
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = REPRESENTATIVES[family].config
-    (key,) = config.keys() & {"n_layer", "num_hidden_layers"}
+    (key,) = config.keys() & {"n_layer", "n_layers", "num_hidden_layers"}
     with at_most(5):
         spec = spec_of({**config, key: 10_000})
     assert len(spec.blocks) == 10_000

@@ -9,27 +9,8 @@ from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import ConfigError
 
-OTHERS: tuple[Any, ...] = (
-    1,
-    2,
-    3,
-    4,
-    8,
-    12,
-    48,
-    96,
-    0.5,
-    1.0,
-    1e-3,
-    2.5,
-    True,
-    False,
-    None,
-    "relu",
-    "gelu",
-    "greedy",
-    "group_limited_greedy",
-)
+OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
+OTHERS += ("softmax", "sigmoid", "average", "sum", "greedy", "group_limited_greedy")
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
@@ -52,6 +33,7 @@ COMPARED |= {
         "attention_types says it",
     ),
 }
+COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 """Fields that are read to be compared with what others say."""
 
 
@@ -60,7 +42,7 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     value = config.get(name)
     layers = config.get("num_hidden_layers", config.get("n_layer", config.get("num_layers", 1)))
     if isinstance(value, dict):
-        yield from ({**value, key: other} for key in value for other in (0.25, 3.0, "linear", "default"))
+        yield from ({**value, key: other} for key in value for other in (0.25, 3.0, 1, None, "linear", "default"))
     if isinstance(value, list):
         yield from ([each] * layers for each in (0, 1))
     if name == "mlp_layer_types":

@@ -66,7 +66,13 @@ def read_by_transformers(family: str) -> list[str]:
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in (modeling, *(SOURCE / name for name in shared)) for name in names_read(path)}
     methods = {name for name in found if callable(getattr(config_class, name, None))}
-    return sorted(found - methods - NOT_OF_A_FILE.keys())
+    return sorted(found - methods - NOT_OF_A_FILE.keys() - within(family))
+
+
+def within(family: str) -> set[str]:
+    """Fields of objects in a config, which transformers reads of objects of their own."""
+    fields = getattr(getattr(ARCHITECTURES[family].read, "__self__", None), "fields", ())
+    return {part for name in fields if "." in name for part in name.split(".")}
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -50,6 +50,7 @@ INTERLEAVED |= {
 """Pure renames, taken for the rotary order of Meta's files, or for heads within dimensions: the same shape."""
 
 BUFFERS: dict[str, tuple[str, ...]] = {
+    "dbrx": (),
     "gpt2": ("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias", "h.{}.attn.bias"),
     "bloom": ("transformer.h.{}.self_attention.bias", "h.{}.self_attention.masked_bias"),
     "falcon": ("transformer.h.{}.self_attention.maybe_rotary.inv_freq", "h.{}.self_attention.rotary_emb.inv_freq"),
@@ -240,7 +241,7 @@ def in_use(family: str) -> list[Leaf]:
         name.format(layer=layer, expert=expert): name
         for leaf in ARCHITECTURES[family].leaves
         for name in leaf.names
-        for layer, expert in itertools.product(range(9), range(4))
+        for layer, expert in itertools.product(range(9), range(16))
     }
     templates = {(layout, names[name]) for layout, name in bound}
     return [leaf for leaf in ARCHITECTURES[family].leaves if (leaf.layout, leaf.names[0]) in templates]

@@ -47,6 +47,7 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "dbrx": 131_596_523_520,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())

@@ -919,6 +919,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "rope_interleave": False,
     },
+    "dbrx": {
+        "model_type": "dbrx",
+        "vocab_size": VOCAB,
+        "d_model": 48,
+        "n_layers": 3,
+        "n_heads": 6,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dbrx-plain": {
+        "model_type": "dbrx",
+        "vocab_size": VOCAB,
+        "d_model": 48,
+        "n_layers": 2,
+        "n_heads": 6,
+        "max_seq_len": 256,
+        "rope_theta": 5e5,
+        "attn_config": {"kv_n_heads": 6, "clip_qkv": 8, "rope_theta": 5e5},
+        "ffn_config": {
+            "ffn_hidden_size": 40,
+            "moe_num_experts": 4,
+            "moe_top_k": 3,
+            "moe_normalize_expert_weights": None,
+            "ffn_act_fn": {"name": "gelu"},
+        },
+    },
     "falcon-RefinedWebModel-rw": {
         **{key: value for key, value in REFINED_WEB.items() if key != "hidden_size"},
         "n_embed": 48,
@@ -1245,7 +1272,7 @@ DISTINCT = (
 
 def shallow(config: Mapping[str, Any], layers: int = 2) -> dict[str, Any]:
     """A config with fewer layers: two are enough for what is in one layer, or goes wrong between two."""
-    name = next(key for key in ("n_layer", "num_hidden_layers") if key in config)
+    name = next(key for key in ("n_layer", "n_layers", "num_hidden_layers") if key in config)
     return {**config, name: layers}
 
 
@@ -1297,6 +1324,8 @@ def randomised_reference(
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
+            elif name.endswith("correction_bias"):  # little beside a softmax, so that every expert gets tokens
+                parameter.copy_(0.1 * noise)
             elif any(part in name for part in ("wte", "wpe", "embed")):
                 parameter.copy_(0.8 * noise)
             else:
