@@ -185,6 +185,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return Caption("x", "the residual stream")
         case ops.Embed():
             return Caption("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
+        case ops.Positions(weights=()):
+            return Caption("positions", "sines and cosines", "sines and cosines of the position")
         case ops.Positions():
             return Caption("positions", _matrix(operation), "row of the position")
         case ops.Norm(kind=kind, formula=formula):

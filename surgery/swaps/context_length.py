@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -35,6 +35,11 @@ def first_rows(table: Array, length: int) -> Array:
     return table[:length]
 
 
+def _behind(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
+    """A table whose rows behind the first `offset` are moved."""
+    return np.concatenate([table[:offset], move(table[offset:])])
+
+
 def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
     length = asked.number("a context length", most=10**9)
@@ -58,7 +63,8 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         move, rows = longer_table, "the table backwards and forwards"
     if length > table.length:
         notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
-    moved = {"positions.weight": Moved("positions.weight", partial(move, length=length))}
+    beyond = partial(_behind, move=partial(move, length=length), offset=table.offset)
+    moved = {"positions.weight": Moved("positions.weight", beyond if table.offset else partial(move, length=length))}
     new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
