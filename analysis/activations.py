@@ -160,9 +160,10 @@ class Mixing(msgspec.Struct, frozen=True):
 
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
         """How scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at least; or
-        written out by the modules. Under "sdpa" too the modules write out a cap, sinks, and a bias outside the scale.
+        written out by the modules. Under "sdpa" too the modules write out a cap, sinks, a bias outside the scale, and
+        what says so.
         """
-        if kernel == "eager" or self.cap is not None or self.softmax.weights or self.outside:
+        if kernel == "eager" or self.cap is not None or self.softmax.weights or self.outside or self.scores.written:
             return "eager"
         spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"

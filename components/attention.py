@@ -32,6 +32,7 @@ class Attention(Mixer, Component, frozen=True):
     GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
     of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then; `lie` how keys and values
     lie in memory where there is no cache: as one would hold them, head by head, or as they were projected (MPT).
+    With `kernel` "eager" scores are written out whatever kernel is asked for, since the family has no other.
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
@@ -41,7 +42,18 @@ class Attention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "fused_rows", "softmax", "scores", "kept", "lie")
+    rounds = (
+        "arithmetic",
+        "scaling",
+        "kv_expansion",
+        "fused",
+        "fused_rows",
+        "softmax",
+        "scores",
+        "kept",
+        "lie",
+        "kernel",
+    )
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -83,6 +95,7 @@ class Attention(Mixer, Component, frozen=True):
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
     kept: Literal["window", "all"] = "window"
     lie: Literal["as cached", "as projected"] = "as cached"
+    kernel: Literal["any", "eager"] = "any"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -283,6 +296,7 @@ class Attention(Mixer, Component, frozen=True):
             "kv_heads": self.kv_heads,
             "wide": self.scores.startswith("float32"),
             "broadcast": self.kv_expansion == "broadcast",
+            "written": self.kernel == "eager",
         }
         rest: dict[str, Any] = {
             "position": self.position,

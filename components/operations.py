@@ -75,7 +75,9 @@ class Embed(Operation, frozen=True, kw_only=True):
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """A row of a table for each token's position."""
+    """A row of a table for each token's position and `offset`."""
+
+    offset: int = 0
 
 
 class Norm(Operation, frozen=True, kw_only=True):
@@ -155,7 +157,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     """q·kᵀ · scale, (B, heads, T, S); query heads in groups where there are fewer key heads.
 
     wide: the product is made in fp32 at least. broadcast: key heads become query heads inside the matrix product, which
-    no fused kernel does.
+    no fused kernel does. written: they are written out under every kernel.
     """
 
     scale: float
@@ -164,6 +166,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     window: int | None = None
     wide: bool = False
     broadcast: bool = False
+    written: bool = False
 
     @property
     def heads(self) -> int:

@@ -185,10 +185,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return Caption("x", "the residual stream")
         case ops.Embed():
             return Caption("embedding", _matrix(operation), f"row of the token, {operation.shape[-1]:,} wide")
-        case ops.Positions(weights=()):
-            return Caption("positions", "sines and cosines", "sines and cosines of the position")
-        case ops.Positions():
-            return Caption("positions", _matrix(operation), "row of the position")
+        case ops.Positions(weights=weights, offset=offset):
+            of = f"of the position{f' + {offset}' if offset else ''}"
+            table = Caption("positions", _matrix(operation), f"row {of}") if weights else None
+            return table or Caption("positions", "sines and cosines", f"sines and cosines {of}")
         case ops.Norm(kind=kind, formula=formula):
             return Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
         case ops.Linear(tied=tied):

@@ -43,7 +43,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
 
 
 DECODER = Decoder(
-    FIELDS, norms=NORMS, fixed=FIXED, rotary=None, head_norms=True, layers=layers, written=written, whole_heads=True
+    FIELDS, norms=NORMS, fixed=FIXED, rotary=None, head_norms="same", layers=layers, written=written, whole_heads=True
 )
 
 GEMMA3 = Architecture(

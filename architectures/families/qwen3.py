@@ -12,7 +12,7 @@ from .qwen2 import FIELDS, windows, write_windows
 
 DECODER = Decoder(
     {**with_defaults(FIELDS, head_dim=128), "attention_bias": BIAS},
-    head_norms=True,
+    head_norms="same",
     layers=windows,
     written=write_windows,
 )
