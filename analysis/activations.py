@@ -134,7 +134,10 @@ def _ends(spec: ModelSpec, run: Pass) -> Counter[str]:
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
     """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share."""
     rotaries = {each.rotary for each in operations if isinstance(each, ops.Rotate)}
-    return sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries)
+    sizes = {"input": run.size}
+    return sum(
+        2 * run.tokens * rotary.dim * sizes.get(getattr(rotary, "rounding", "input"), run.wide) for rotary in rotaries
+    )
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -268,10 +271,12 @@ class Keeping:
         return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
 
     def given(self, operation: ops.AnyOperation, index: int = 0) -> View:
-        """An input; what a program is given from outside is as large as what reads it."""
+        """An input; what a program is given from outside is as large as what reads it, or as a linear's rows."""
         name = operation.inputs[index]
         if name not in self.views:
             size = self.bytes(operation)
+            if isinstance(operation, ops.Linear):
+                size = self.run.rows * operation.inputs_wide * self.run.size
             self.views[name] = View(name, Storage(size, "norms"), size)
         return self.views[name]
 
@@ -291,6 +296,8 @@ class Keeping:
                 pass
             case ops.Embed():
                 found["embedding"] += run.rows * LONG  # which rows were read
+            case ops.Positions(weights=()):
+                pass
             case ops.Positions():
                 found["embedding"] += run.tokens * LONG
             case ops.Norm():
@@ -299,7 +306,8 @@ class Keeping:
                 self.keep(self.given(operation))
                 result.storage = self.product(operation, result)
             case ops.Rotate():
-                whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
+                whole = operation.shape[-1] == operation.rotary.dim and not getattr(operation.rotary, "joined", False)
+                # If not, it is put together of parts, head by head.
                 result.heads_first = self.given(operation).heads_first if whole else True
             case ops.Cache():
                 result = self.cached(operation, result)
@@ -374,6 +382,8 @@ class Keeping:
     def cached(self, operation: ops.Cache, result: View) -> View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""
         given, repeats = self.given(operation), operation.repeats
+        if operation.as_given:
+            return given
         if repeats > 1:
             size = repeats * result.size
             return View(operation.id, Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
@@ -403,10 +413,13 @@ class Keeping:
             self.keep(result)
             found["scores"] += run.rows * heads * run.wide + mixing.mask(run)  # the logarithm of each row's sum
             return View(operation.id, Storage(size, row), size) if q.heads_first and heads > 1 else result
-        moved = run.batch > 1 and heads > 1 and not q.heads_first
-        operand(q, heads, scored, copied=way == "unfused" or moved)
-        operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
-        operand(v, mixing.key_heads(v.heads, run), weights)
+
+        def moved(view: View) -> bool:
+            return run.batch > 1 and view.heads > 1 and not view.heads_first
+
+        operand(q, heads, scored, copied=way == "unfused" or moved(q))
+        operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
+        operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs = mixing.pairs(run)
         found["scores"] += pairs * (softmax if softmax == weights else softmax + weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0

@@ -288,6 +288,7 @@ class Attention(Mixer, Component, frozen=True):
             else:
                 seen: Sizes = ("B", "S", *inner[2:])
                 fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
+                fields["as_given"] = self.lie == "as projected"
                 found.append(Cache(f"{path}.{part}_cached", (found[-1].id,), seen, row, **fields))
             inputs.append(found[-1].id)
         scores = {

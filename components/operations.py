@@ -141,12 +141,13 @@ class Cache(Operation, frozen=True, kw_only=True):
     """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
 
     repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
-    transformers has such a cache.
+    transformers has such a cache. as_given: without one they are as they were, not copied head by head.
     """
 
     window: int | None = None
     repeats: int = 1
     ours: bool = False
+    as_given: bool = False
 
 
 class Concat(Operation, frozen=True, kw_only=True):
