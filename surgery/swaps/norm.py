@@ -34,7 +34,7 @@ from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis
 from ..layerwise import weighed, with_blocks
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
-from ..stream import every_norm, head_weight, known, last_norm, norms, readers, stream_norms, writers, written
+from ..stream import every_norm, head_weight, known, last_norm, norms, readers, stream_norms, tables, writers, written
 from .mlp import dense_of, with_dense
 
 
@@ -59,6 +59,7 @@ def why_not_exact(spec: ModelSpec) -> str | None:
     """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
     if not _layer_norms(spec):
         raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
+    tables(spec)  # which are centred
     if any(block.residual == "normed" for block in spec.blocks):
         return (
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"

@@ -27,6 +27,7 @@ from ..layerwise import unknown, with_mixers
 from ..options import POSITIONS, Option
 from ..registry import Asked, Clears, Step, Swap
 from ..rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
+from ..stream import tables
 
 BASE = 10_000.0
 """RoPE's base (2104.09864)."""
@@ -157,6 +158,7 @@ def _repositioned(
         tensors |= _without_rotation(spec, layer, changed[layer])
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
+        tables(spec)  # one joins the other
         after = without_table(after, asked, tensors, notes)
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
