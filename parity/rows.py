@@ -74,7 +74,8 @@ def states(
     hooks = [modules[path].register_forward_hook(partial(tell, path)) for path in seen]
     hooks += [block.register_forward_pre_hook(partial(fed, n)) for n, block in enumerate(model.blocks)]
     for table in TABLES:
-        if getattr(module := modules.get(table.removesuffix(".weight")), "weight", None) is not None:
+        module = modules.get(table.removesuffix(".weight"))
+        if module is not None and getattr(module, "weight", None) is not None:  # positions may have no table
             hooks += _gathered(module, tree, table, dtype)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 

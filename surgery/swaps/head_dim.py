@@ -30,7 +30,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Model, Swapped, Tensor
 from ..basis import eps_for, length_ratio
 from ..gather import Index, by_head, padded, scaled, taken
-from ..layerwise import attentions, tensors_of, weighed, with_mixers
+from ..layerwise import attentions, tensors_of, unclipped, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 from ..rotation import for_width
@@ -63,6 +63,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         if attention.head_dim == size:
             continue
         path = f"blocks.{layer}.attention"
+        unclipped(path, attention)
         weighed(f"{path}.q_norm", attention.q_norm)
         weighed(f"{path}.k_norm", attention.k_norm)
         plan = choose(spec, asked, path, attention, size, how)
