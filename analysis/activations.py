@@ -116,7 +116,10 @@ def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
     """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share."""
     rotaries = {each.rotary for each in operations if isinstance(each, ops.Rotate)}
-    return sum(2 * run.tokens * rotary.dim * run.size for rotary in rotaries)
+    sizes = {"input": run.size}
+    return sum(
+        2 * run.tokens * rotary.dim * sizes.get(getattr(rotary, "rounding", "input"), run.wide) for rotary in rotaries
+    )
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -137,10 +140,11 @@ class Mixing(msgspec.Struct, frozen=True):
 
     def way(self, kernel: Kernel = "sdpa") -> Literal["fused", "unfused", "eager"]:
         """How scores are made: by a fused kernel, which keeps none; by torch's own other path, in fp32 at least; or
-        written out by the modules. Under "sdpa" too the modules write out a cap, sinks, and a bias outside the scale.
+        written out by the modules. Under "sdpa" too the modules write out a cap, sinks, a bias outside the scale, and
+        what says so.
         """
         outside = self.alibi is not None and not self.alibi.alibi.scaled
-        if kernel == "eager" or self.cap is not None or self.softmax.weights or outside:
+        if kernel == "eager" or self.cap is not None or self.softmax.weights or outside or self.scores.written:
             return "eager"
         spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads
         return "unfused" if spread or self.scores.query_dim != self.value_dim else "fused"
@@ -243,10 +247,12 @@ class Keeping:
         return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
 
     def _given(self, operation: ops.AnyOperation, index: int = 0) -> _View:
-        """An input; what a program is given from outside is as large as what reads it."""
+        """An input; what a program is given from outside is as large as what reads it, or as a linear's rows."""
         name = operation.inputs[index]
         if name not in self.views:
             size = self._bytes(operation)
+            if isinstance(operation, ops.Linear):
+                size = self.run.rows * operation.inputs_wide * self.run.size
             self.views[name] = _View(name, _Storage(size, "norms"), size)
         return self.views[name]
 
@@ -267,6 +273,8 @@ class Keeping:
             case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32
                 found[operation.row] += run.rows * operation.inputs_wide * run.wide
                 found[operation.row] += operation.parameters * run.wide if wide == "both" else 0
+            case ops.Positions(weights=()):
+                pass
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Embed() | ops.Positions():  # which rows were read
@@ -293,7 +301,8 @@ class Keeping:
                     whole = sum(map(self._bytes, operation.made_together(self.program)))
                     result.storage = self.products.setdefault(operation.together, _Storage(whole, operation.row))
             case ops.Rotate():
-                whole = operation.shape[-1] == operation.rotary.dim  # or else put together of parts, head by head
+                whole = operation.shape[-1] == operation.rotary.dim and not getattr(operation.rotary, "joined", False)
+                # If not, it is put together of parts, head by head.
                 result.heads_first = self._given(operation).heads_first if whole else True
             case ops.Cache():
                 result = self._cached(operation, result)
@@ -350,6 +359,8 @@ class Keeping:
     def _cached(self, operation: ops.Cache, result: _View) -> _View:
         """Keys and values lie as behind a cache, head by head, whether or not there is one."""
         given, repeats = self._given(operation), operation.repeats
+        if operation.as_given:
+            return given
         if repeats > 1:
             size = repeats * result.size
             return _View(operation.id, _Storage(size, operation.row), size, repeats * result.heads, heads_first=True)
@@ -379,10 +390,13 @@ class Keeping:
             self._keep(result)
             found["scores"] += run.rows * heads * run.wide + mixing.mask(run)  # the logarithm of each row's sum
             return _View(operation.id, _Storage(size, row), size) if q.heads_first and heads > 1 else result
-        moved = run.batch > 1 and heads > 1 and not q.heads_first
-        operand(q, heads, scored, copied=way == "unfused" or moved)
-        operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused")
-        operand(v, mixing.key_heads(v.heads, run), weights)
+
+        def moved(view: _View) -> bool:
+            return run.batch > 1 and view.heads > 1 and not view.heads_first
+
+        operand(q, heads, scored, copied=way == "unfused" or moved(q))
+        operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
+        operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
         sinks = queries if mixing.softmax.weights else 0
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)

@@ -84,8 +84,14 @@ Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs,
 
 
 def works(spec: ModelSpec) -> Works:
-    """A tree's from its first layer on. Layers alike are counted once and multiplied: there may be thousands."""
-    programs = [(spec.block_operations(block), number) for block, number in Counter(spec.blocks).items()]
+    """A tree's, of which nothing but linears costs anything before its first layer. Layers alike are counted once and
+    multiplied: there may be thousands.
+    """
+    before = tuple(each for each in spec.before_blocks() if isinstance(each, ops.Linear))
+    programs = [
+        (before, 1),
+        *((spec.block_operations(block), number) for block, number in Counter(spec.blocks).items()),
+    ]
     return [
         (each, work_of(each), number) for program, number in (*programs, (spec.after_blocks(), 1)) for each in program
     ]

@@ -146,10 +146,9 @@ def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None
     widths = own or {"d": spec.hidden_size, **node.letters()}
     letters = {size: base for base, size in reversed(widths.items())}
     choice = choice_of(spec, spec.blocks[0]) if ".experts." in path else None
-    for shape in node.shapes().values():
-        product = [
-            (node.rows if node.rows and not index else letters.get(size, "n"), size) for index, size in enumerate(shape)
-        ]
+    for name, shape in node.shapes().items():
+        rows = node.rows if name in ("weight", "bias") else ""
+        product = [(rows if rows and not index else letters.get(size, "n"), size) for index, size in enumerate(shape)]
         if choice is not None:
             product.append(("E", choice.experts))
         factor = 1

@@ -32,6 +32,7 @@ class Attention(Mixer, Component, frozen=True):
     GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
     of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then; `lie` how keys and values
     lie in memory where there is no cache: as one would hold them, head by head, or as they were projected (MPT).
+    With `kernel` "eager" scores are written out whatever kernel is asked for, since the family has no other.
 
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
@@ -42,7 +43,18 @@ class Attention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic", "scaling", "kv_expansion", "fused", "fused_rows", "softmax", "scores", "kept", "lie")
+    rounds = (
+        "arithmetic",
+        "scaling",
+        "kv_expansion",
+        "fused",
+        "fused_rows",
+        "softmax",
+        "scores",
+        "kept",
+        "lie",
+        "kernel",
+    )
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -86,6 +98,7 @@ class Attention(Mixer, Component, frozen=True):
     scores: Literal["input", "product", "float32", "float32, then scaled"] = "input"
     kept: Literal["window", "all"] = "window"
     lie: Literal["as cached", "as projected"] = "as cached"
+    kernel: Literal["any", "eager"] = "any"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -281,6 +294,7 @@ class Attention(Mixer, Component, frozen=True):
             else:
                 seen: Sizes = ("B", "S", *inner[2:])
                 fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
+                fields["as_given"] = self.lie == "as projected"
                 found.append(Cache(f"{path}.{part}_cached", (found[-1].id,), seen, row, **fields))
             inputs.append(found[-1].id)
         scores = {
@@ -289,6 +303,7 @@ class Attention(Mixer, Component, frozen=True):
             "kv_heads": self.kv_heads,
             "wide": self.scores.startswith("float32"),
             "broadcast": self.kv_expansion == "broadcast",
+            "written": self.kernel == "eager",
         }
         rest: dict[str, Any] = {
             "position": self.position,

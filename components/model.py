@@ -123,7 +123,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         found += self.embedding.operations("embedding", "tokens", ids)
         if self.positions is not None:
             last, shape = found[-1].id, found[-1].shape
-            found.append(Positions("positions", (), shape[1:], "embedding", tuple(self.positions.shapes().items())))
+            own = tuple(self.positions.shapes().items())
+            found.append(Positions("positions", (), shape[1:], "embedding", own, offset=self.positions.offset))
             found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
         return tuple(found)
 

@@ -75,7 +75,9 @@ class Embed(Operation, frozen=True, kw_only=True):
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """A row of a table for each token's position."""
+    """A row of a table for each token's position and `offset`."""
+
+    offset: int = 0
 
 
 class Norm(Operation, frozen=True, kw_only=True):
@@ -141,12 +143,13 @@ class Cache(Operation, frozen=True, kw_only=True):
     """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
 
     repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
-    transformers has such a cache.
+    transformers has such a cache. as_given: without one they are as they were, not copied head by head.
     """
 
     window: int | None = None
     repeats: int = 1
     ours: bool = False
+    as_given: bool = False
 
 
 class Concat(Operation, frozen=True, kw_only=True):
@@ -157,7 +160,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     """q·kᵀ · scale, (B, heads, T, S); query heads in groups where there are fewer key heads.
 
     wide: the product is made in fp32 at least. broadcast: key heads become query heads inside the matrix product, which
-    no fused kernel does.
+    no fused kernel does. written: they are written out under every kernel.
     """
 
     scale: float
@@ -166,6 +169,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     window: int | None = None
     wide: bool = False
     broadcast: bool = False
+    written: bool = False
 
     @property
     def heads(self) -> int:

@@ -32,7 +32,8 @@ class Mixing:
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
         # Nor has any that caps scores, or knows sinks.
-        self.kernel: Kernel = "eager" if outside or spec.cap is not None or spec.sinks else kernel
+        written = outside or spec.cap is not None or spec.sinks or spec.kernel == "eager"
+        self.kernel: Kernel = "eager" if written else kernel
         # With a bias the scale is where the bias says.
         self.scale = spec.scale
         self.early = spec.scaling == "queries" and not isinstance(spec.position, Biasing)

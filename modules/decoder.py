@@ -45,7 +45,7 @@ class EmbeddingModule(nn.Module):
 
 
 class PositionsModule(nn.Module):
-    """Position ids (1 or B, T) -> (1 or B, T, hidden), in `dtype`."""
+    """Position ids (1 or B, T) -> (1 or B, T, hidden), in `dtype` where there is no table that has one."""
 
     def __init__(self, spec: LearnedPositions | SinusoidalPositions) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PositionsModule(nn.Module):
         learned = "weight" in spec.weights()
         self.weight = nn.Parameter(torch.empty(spec.length + spec.offset, spec.size)) if learned else None
 
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         rows = position_ids + self.spec.offset if self.spec.offset else position_ids
         if self.weight is None:
             return sinusoids(self.spec, rows).to(dtype)  # type: ignore[arg-type]

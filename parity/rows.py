@@ -67,7 +67,8 @@ def states(
     hooks = [modules[path].register_forward_hook(partial(tell, path)) for path in seen]
     hooks += [block.register_forward_pre_hook(partial(fed, n)) for n, block in enumerate(model.blocks)]
     for table in TABLES:
-        if (module := modules.get(table.removesuffix(".weight"))) is not None:
+        module = modules.get(table.removesuffix(".weight"))
+        if module is not None and getattr(module, "weight", None) is not None:  # positions may have no table
             hooks += _gathered(module, tree, table, dtype)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 
@@ -187,12 +188,12 @@ class _Ends(nn.Module):
 
 def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
     """Hooks: while it is called a table has the rows that are asked for, and the ids are numbers of these."""
-    whole = module.weight
+    whole, first = module.weight, getattr(module.spec, "offset", 0)
 
     def before(_: nn.Module, inputs: Any) -> Any:
         used, ids = inputs[0].unique(return_inverse=True)
-        module.weight = nn.Parameter(tensor_of(tree, name)[used].to(dtype), requires_grad=False)
-        return (ids.reshape(inputs[0].shape), *inputs[1:])
+        module.weight = nn.Parameter(tensor_of(tree, name)[used + first].to(dtype), requires_grad=False)
+        return (ids.reshape(inputs[0].shape) - first, *inputs[1:])
 
     def after(*_: Any) -> None:
         module.weight = whole

@@ -154,13 +154,18 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
 
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     spec = model.spec
-    matrix = f"{spec.vocab_size:,} × {spec.hidden_size:,}"
+    ends = spec.embedding if label == "embedding" else spec.head
+    matrix = f"{spec.vocab_size:,} × {ends.width or spec.hidden_size:,}"
+    if ends.width is not None:
+        matrix += f", projected {'to' if label == 'embedding' else 'from'} {spec.hidden_size:,}"
     if label == "embedding":
         return matrix
     if label == "positions" and spec.positions is not None:
         return f"learned, {spec.positions.length:,} × {spec.positions.size:,}"
     if label == "head":
-        return "tied to the embedding, counted once; bias" if spec.head.tied else matrix + " and bias" * spec.head.bias
+        more = ["projection"] * (spec.head.width is not None) + ["bias"] * spec.head.bias
+        tied = f"tied to the embedding, counted once; {' and '.join(more)}"
+        return tied if spec.head.tied else matrix + " and bias" * spec.head.bias
     if label == "router":
         return "a row for each expert"
     aspect = words.get("norm" if label == "norms" else label, "")

@@ -187,8 +187,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("x", "the residual stream")
         case ops.Embed():
             return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
-        case ops.Positions():
-            return _Caption("positions", matrix, "row of the position")
+        case ops.Positions(weights=weights, offset=offset):
+            of = f"of the position{f' + {offset}' if offset else ''}"
+            table = _Caption("positions", matrix, f"row {of}") if weights else None
+            return table or _Caption("positions", "sines and cosines", f"sines and cosines {of}")
         case ops.Norm(kind=kind, formula=formula):
             return _Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
         case ops.Linear(tied=tied):

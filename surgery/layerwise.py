@@ -75,6 +75,14 @@ def unnormed(path: str, mixer: Component) -> None:
             raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
 
 
+def unclipped(path: str, attention: Attention) -> None:
+    """Raise SwapRefused where an attention clips queries, keys and values, for a swap that makes them larger, or moves
+    what is added to them.
+    """
+    if attention.clip is not None:
+        raise SwapRefused(f"{path} has a clip of queries, keys and values at {attention.clip:g}, unknown to this swap")
+
+
 def weighed(path: str, norm: Norm | None) -> None:
     """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight."""
     if norm is not None and norm.gain != "weight":

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..components import Block, ModelSpec
-from ..errors import MissingComponent, SwapRefused, UsageError
+from ..errors import ConfigError, MissingComponent, SwapRefused, UsageError
 from . import swaps
 from .facts import Assumed, Weights
 from .options import GROUPS, Option, declared, spelled, squashed
@@ -366,7 +366,7 @@ def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swap
     try:
         asked = Asked(step.value, argument, layers, step.approximate, step.settings, weights, **given)
         found = swap.reshape(spec, asked)
-    except MissingComponent as error:
+    except (ConfigError, MissingComponent) as error:  # there is no such tree, or the swap does not know this one
         raise SwapRefused(error.message, error.hint) from error
     assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"
     record = {"swap": step.option, **step.as_json(), "guarantee": found.guarantee, **found.summary}

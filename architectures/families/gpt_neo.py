@@ -67,6 +67,7 @@ DECODER = Decoder(
     inner=FeedForward,
     fixed={
         "attention.scale": 1.0,
+        "attention.kernel": "eager",
         "attention.kept": "all",
         "attention.scores": "float32, then scaled",
         "attention.output_bias": True,

@@ -48,6 +48,7 @@ DECODER = Decoder(
     fixed={
         "attention.arithmetic": "matmul_add",
         "attention.fused": True,
+        "attention.kernel": "eager",
         "attention.scores": "product",
         "attention.softmax": "input",
     },

@@ -54,6 +54,7 @@ ALIASES = {
 FIXED = {
     "block.parallel": True,
     "attention.scaling": "divide",
+    "attention.kernel": "eager",
     "attention.scores": "float32, then scaled",
     "feed_forward.up_bias": True,
     "feed_forward.down_bias": True,

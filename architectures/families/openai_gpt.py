@@ -54,6 +54,7 @@ DECODER = Decoder(
         "attention.output_bias": True,
         "attention.arithmetic": "conv1d",
         "attention.fused": True,
+        "attention.kernel": "eager",
         "attention.lie": "as projected",
         "attention.scaling": "divide",
         "attention.softmax": "input",

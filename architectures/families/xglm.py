@@ -32,6 +32,7 @@ DECODER = Decoder(
         "attention.qkv_bias": True,
         "attention.output_bias": True,
         "attention.scaling": "queries",
+        "attention.kernel": "eager",
         "attention.softmax": "input",
         "feed_forward.up_bias": True,
         "feed_forward.down_bias": True,

@@ -91,7 +91,7 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "RMSNorm": lambda spec: isinstance(spec.final_norm, RMSNorm),
     "q and k norms": blocks(lambda block: getattr(block.attention, "q_norm", None) is not None),
     "norm on the embedding": lambda spec: spec.embedding.norm is not None,
-    "learned positions": lambda spec: spec.positions is not None,
+    "learned positions": lambda spec: spec.positions is not None and bool(spec.positions.shapes()),
     "rotary": blocks(lambda block: rotary(block) is not None),
     "llama3 scaling": blocks(scaled("Llama3Scaling")),
     "alibi": blocks(lambda block: isinstance(block.attention.position, ALiBi)),
@@ -138,7 +138,7 @@ def norm_row(spec: ModelSpec) -> list[str]:
     """See TOPICS."""
     counted = count(spec)
     return [
-        type(spec.final_norm).__name__,
+        "–" if spec.final_norm is None else type(spec.final_norm).__name__,
         f"{counted.by_component['norms']:,}",
         share(counted.by_component["norms"], counted.total),
     ]

@@ -24,7 +24,7 @@ from ...architectures.obstacles import without_biases
 from ...components import ALiBi, Attention, ModelSpec, Norm, Rotary
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..layerwise import attentions, head_weight, readers, tensors_of, weighed, with_blocks, with_mixers
+from ..layerwise import attentions, head_weight, readers, tensors_of, unclipped, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap, nearest
 from .basis import Compute, known, norms, require_weights, with_norms
@@ -41,6 +41,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     tensors, changed = dict[str, Tensor](), dict[int, Attention]()
     for layer, attention in attentions(spec, asked.chosen(spec), ", which has no bias of the values").items():
         path = f"blocks.{layer}.attention"
+        unclipped(path, attention)
         value, output = f"{path}.v_proj.bias", f"{path}.o_proj"
         if asked.weights.zero(value):
             continue
@@ -72,6 +73,7 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         wanted = attention.head_dim**-0.5 if asked.argument == "head" else 1.0
         if math.isclose(attention.scale, wanted, rel_tol=1e-14):  # families write 1/√d in several ways
             continue
+        unclipped(f"blocks.{layer}.attention", attention)
         if isinstance(attention.position, ALiBi) and attention.position.scaled:
             reason = f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over"
             hint = "Possible here: the layers without (--blocks), or other positions first (--position)."

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
 from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
-from ..layerwise import attentions, tensors_of, weighed, with_mixers
+from ..layerwise import attentions, tensors_of, unclipped, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
@@ -63,6 +63,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         if attention.head_dim == size:
             continue
         path = f"blocks.{layer}.attention"
+        unclipped(path, attention)
         weighed(f"{path}.q_norm", attention.q_norm)
         weighed(f"{path}.k_norm", attention.k_norm)
         plan = choose(spec, asked, path, attention, size, how)

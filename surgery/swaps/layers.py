@@ -40,7 +40,8 @@ def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[st
 
 def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether a layer adds nothing to the stream: every weight and bias that writes into it is zero."""
-    if spec.blocks[layer].residual == "normed":
+    block = spec.blocks[layer]
+    if block.residual == "normed" or any(each.sum_norm is not None for each in block.sublayers):
         return False
     found = writers(spec.blocks[layer], f"blocks.{layer}")
     return asked.weights.zero(*(name for each in found for name in (each.weight, each.bias_name)))
@@ -84,6 +85,12 @@ def add(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
             " changes the residual stream",
+            "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
+        )
+    summed = [old for old, copy in order if copy and any(each.sum_norm for each in spec.blocks[old].sublayers)]
+    if summed:
+        raise SwapRefused(
+            f"layer {summed[0]} has a sum_norm, which norms the stream again where nothing is added to it",
             "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])

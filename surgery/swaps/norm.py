@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from ...components import Block, Head, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
-from ..layerwise import head_weight, readers, weighed, with_blocks, writers, written
+from ..layerwise import head_weight, readers, tables, weighed, with_blocks, writers, written
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
 from .basis import (
@@ -72,6 +72,7 @@ def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> d
 def why_not_exact(spec: ModelSpec) -> str | None:
     """The reason why LayerNorm -> RMSNorm cannot be exact for this tree, or None."""
     _of_layer_norms(spec)
+    tables(spec)  # which are centred
     if any(block.residual == "normed" for block in spec.blocks):
         return (
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"

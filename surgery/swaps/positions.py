@@ -27,7 +27,7 @@ from ...analysis.costs import usual_context
 from ...components import ALiBi, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
 from ...errors import SwapRefused, UsageError
 from ..base import Array, Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
-from ..layerwise import unknown, with_mixers
+from ..layerwise import tables, unknown, with_mixers
 from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
@@ -143,6 +143,7 @@ def _repositioned(
         tensors |= {} if asked.approximate else turned
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
+        tables(spec)  # one joins the other
         after = without_table(after, asked, tensors, notes)
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
@@ -293,6 +294,11 @@ def first_rows(table: Array, length: int) -> Array:
     return table[:length]
 
 
+def _behind(table: Array, move: Callable[[Array], Array], offset: int) -> Array:
+    """A table whose rows behind the first `offset` are moved."""
+    return np.concatenate([table[:offset], move(table[offset:])])
+
+
 def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another context length; of a table of positions, other rows: exact up to the shorter of the two."""
     length = asked.number("a context length", most=10**9)
@@ -317,7 +323,8 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         move, rows = longer_table, "the table backwards and forwards"
     if length > table.length:
         notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
-    moved = {"positions.weight": Moved("positions.weight", partial(move, length=length))}
+    beyond = partial(_behind, move=partial(move, length=length), offset=table.offset)
+    moved = {"positions.weight": Moved("positions.weight", beyond if table.offset else partial(move, length=length))}
     new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 

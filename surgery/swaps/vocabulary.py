@@ -38,7 +38,7 @@ TOLD = 4
 
 def tables(spec: ModelSpec) -> list[str]:
     """The tensors that have a row, or an element, for every token."""
-    return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes())]
+    return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes() if "." not in name)]
 
 
 def picked(ids: Sequence[int]) -> Callable[[Array], Array]:

@@ -286,7 +286,10 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
+        use_cache=True,
     )
+    if out.past_key_values is None or out.past_key_values.layers[0].keys is None:
+        pytest.skip("transformers has no cache for it")
     seen = ids.shape[1] + new - 1  # the last id was predicted, and never read
     found = cache_bytes(spec, seen, "float32", 2)
     theirs = [part for layer in out.past_key_values.layers for part in (layer.keys, layer.values)]

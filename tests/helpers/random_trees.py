@@ -38,10 +38,13 @@ LARGEST = 300_000
 
 # --- trees ------------------------------------------------------------------------------------------------------------
 
-LAYERS, HEADS = ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads")
-HIDDEN = ("n_embd", "n_embed", "hidden_size")
+LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
+HEADS = ("n_head", "num_attention_heads", "num_heads", "attention_heads", "n_heads")
+HIDDEN = ("n_embd", "n_embed", "hidden_size", "d_model")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-WIDTHS = ("intermediate_size", "ffn_hidden_size")
+WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "dff")
+PARTIAL = ("persimmon", "nemotron", "gpt_neox_japanese")
+"""Families of which half of each head turns, which is to be even."""
 SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
 """Families with heads of any width of which transformers wants the hidden size to be a multiple all the same."""
 
@@ -53,7 +56,8 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     found = dict(config)
     name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
     own = config[name[HIDDEN]] // config[name[HEADS]]
-    head_dim = own if "longrope" in str(config.get("rope_scaling")) else choose((4, 6, 8, 10))
+    dims = (8, 16) if config["model_type"] in PARTIAL else (4, 6, 8, 10)
+    head_dim = own if "short_factor" in str(config) else choose(dims)
     kv_heads, group = choose((1, 2, 3)), choose((1, 2, 3))
     if config.get(name[KV_HEADS]):
         found[name[KV_HEADS]] = kv_heads
@@ -65,6 +69,13 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group if shared else choose((18, 24, 29))
     if "layer_types" not in config:
         found[name[LAYERS]] = choose((1, 2, 3))
+    if "attention_types" in config:
+        found.pop("attention_layers", None)
+        found["attention_types"] = [[[choose(("global", "local"))], found[name[LAYERS]]]]
+    if "rotary_dim" in config:
+        found["rotary_dim"] = choose((2, 4))
+    if config["model_type"] == "codegen":  # whose heads are shared out over four cores
+        found |= {name[HEADS]: 4 * found[name[HEADS]], name[HIDDEN]: 4 * found[name[HIDDEN]]}
     if name[WIDTHS]:
         found[name[WIDTHS]] = choose((8, 20, 30, 33))
     return {**found, "vocab_size": choose((41, 64, 97))}

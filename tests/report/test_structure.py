@@ -18,7 +18,7 @@ from gptkit.analysis.parameters import count
 from gptkit.components import LatentAttention, ModelSpec
 from gptkit.modules import Decoder
 from gptkit.modules.layers import ACTIVATIONS
-from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables
+from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables, sinusoids
 from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
@@ -71,11 +71,13 @@ class Following:
         return self.module(node, path).weight[ids]
 
     def positions(self, node: Node, path: str) -> Tensor:
-        return self.module(node, path).weight[self.at]
+        module = self.module(node, path)
+        if module.weight is None:
+            return sinusoids(module.spec, self.at + module.spec.offset).to(torch.float64)
+        return module.weight[self.at + module.spec.offset]
 
     def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
-        whole = len(node.shape) == 3 and x.dim() == 4  # of all heads at once
-        return self.module(node, path)(x.flatten(2) if whole else x)
+        return self.module(node, path)(x.flatten(2) if len(node.shape) < x.dim() else x)
 
     def linear(self, node: Node, path: str, x: Tensor, chosen: Any = None) -> Tensor:
         if node.tied:
@@ -85,7 +87,8 @@ class Following:
         shapes = dict(node.weights)
         if node.choice is None:
             module = self.module(node, path)
-            assert {name: tuple(p.shape) for name, p in module.named_parameters()} == shapes
+            own = module.named_parameters(recurse=False)
+            assert {name: tuple(p.shape) for name, p in own} == shapes
             y = F.linear(x.flatten(2), module.weight, module.bias)  # heads side by side
             return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
         stem, last = (path + node.id).rsplit(".", 1)
