@@ -288,8 +288,8 @@ class Mixtures:
 class Decoder:
     """What is the same in all trees of a family.
 
-    fields: what its config.json says. norm, inner: the kinds of its norms and of its feed-forwards. norms: which a
-    block has, by their names in it, or a function of the values of roles. fixed: values of roles that no field says, or
+    fields: what its config.json says. norm, mixer, inner: the kinds of its norms, of its attention (another than
+    `Attention` is made by `attentions`) and of its feed-forwards. norms: which a block has, by their names, or a function of the values of roles. fixed: values of roles that no field says, or
     functions of those that the fields say. rotary: what is assumed of its positions; None where attention has them
     from `layers`, or has none. learned: whether there is a table of positions. head_norms: how queries and keys are
     normed: every head by the "same" norm or by its "own", or all heads at once as a "whole"; where a field has the role
@@ -304,6 +304,7 @@ class Decoder:
 
     fields: Fields
     norm: type[Any] = RMSNorm
+    mixer: type[Any] = Attention
     inner: type[Any] = GatedFeedForward
     norms: tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]] = PRE
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -322,7 +323,7 @@ class Decoder:
         """The components of its trees, for `Architecture.kinds`."""
         positions = {LearnedPositions} if self.learned else ROTARY if "attention.position" not in self.fixed else ()
         mixtures = () if self.mixtures is None else (MixtureOfExperts,)
-        return frozenset({self.norm, Attention, self.inner, *positions, *mixtures})
+        return frozenset({self.norm, self.mixer, self.inner, *positions, *mixtures})
 
     def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
         """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
@@ -354,15 +355,8 @@ class Decoder:
             roles = each.role.split()
             names |= dict.fromkeys(roles, name)
             values |= dict.fromkeys(roles, each.value(config, name))
-        hidden, heads, count, context = (values[role] for role in ("hidden", "heads", "layers", "context"))
-        head_dim = values["head_dim"]
-        if head_dim is None:
-            if hidden % heads:
-                raise config.fail(names["hidden"], hidden, f"a multiple of {names['heads']} ({heads})")
-            head_dim = values["head_dim"] = hidden // heads
-        if self.square and heads * head_dim != hidden:
-            quotient = f"{names['hidden']} / {names['heads']} ({hidden} / {heads})"
-            raise config.fail(names["head_dim"], head_dim, f"{quotient}: transformers knows no other for this family")
+        hidden, count, context = (values[role] for role in ("hidden", "layers", "context"))
+        self.complete(config, values, names)
         fixed = {**self.fixed, **{role.replace("__", "."): value for role, value in more.items()}}
         values |= {role: value(values) if callable(value) else value for role, value in fixed.items()}
         tied = values["tied"]
@@ -376,43 +370,22 @@ class Decoder:
 
         norm = self.norm(size=hidden, eps=values["eps"], **of("norm"))
 
-        def head_norm(count: int) -> Any:
-            """Of the queries or keys of so many heads."""
-            if not values.get("head_norms", self.head_norms):
-                return None
-            groups = {"groups": count} if self.head_norms == "own" else {}
-            size = head_dim if self.head_norms == "same" else count * head_dim
-            return self.norm(size=size, eps=values["eps"], **of("norm"), **groups)
-
         norms = self.norms(values) if callable(self.norms) else self.norms
-        kv_heads = values["kv_heads"] or heads
         dense = self.inner(
             hidden_size=hidden,
             intermediate_size=values["intermediate"] or 4 * hidden,
             activation=values["activation"],
             **of("feed_forward"),
         )
-        shared: dict[str, Any] = {
-            "hidden_size": hidden,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "scale": head_dim**-0.5,
-            "position": None if self.rotary is None else read_rotary(config, head_dim, context, self.rotary),
-            "q_norm": head_norm(heads),
-            "k_norm": head_norm(kv_heads),
-            **of("attention"),
-        }
 
         @cache
-        def layer(attention: Attention, feed_forward: Any) -> Block:
+        def layer(attention: Any, feed_forward: Any) -> Block:
             sublayers = []
             for mixer in (attention, feed_forward):
                 places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
             return Block(sublayers=tuple(sublayers), **of("block"))
 
-        own = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
         inner = [dense] * count
         if self.mixtures is not None:
             sparse = self.mixtures.sparse(config, count)
@@ -426,7 +399,7 @@ class Decoder:
                 **of("embedding"),
             ),
             positions=LearnedPositions(length=context, size=hidden, **of("positions")) if self.learned else None,
-            blocks=tuple(map(layer, (Attention(**{**shared, **each}) for each in own), inner)),
+            blocks=tuple(map(layer, self.attentions(config, values, of("attention"), of("norm")), inner)),
             final_norm=norm,
             head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of("head")),
             context_length=context,
@@ -447,6 +420,47 @@ class Decoder:
         shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 
+    def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
+        """Put into the values of roles what follows from the others; `names` are the fields that roles have."""
+        if values["head_dim"] is None:
+            if values["hidden"] % values["heads"]:
+                wanted = f"a multiple of {names['heads']} ({values['heads']})"
+                raise config.fail(names["hidden"], values["hidden"], wanted)
+            values["head_dim"] = values["hidden"] // values["heads"]
+        heads, head_dim, hidden = values["heads"], values["head_dim"], values["hidden"]
+        if self.square and heads * head_dim != hidden:
+            quotient = f"{names['hidden']} / {names['heads']} ({hidden} / {heads})"
+            raise config.fail(names["head_dim"], head_dim, f"{quotient}: transformers knows no other for this family")
+
+    def attentions(
+        self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], norm: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """The attention of each layer: of the values of roles, and the fields of attention and of norms among them."""
+        heads, head_dim, count = values["heads"], values["head_dim"], values["layers"]
+
+        def head_norm(count: int) -> Any:
+            """Of the queries or keys of so many heads."""
+            if not values.get("head_norms", self.head_norms):
+                return None
+            groups = {"groups": count} if self.head_norms == "own" else {}
+            size = head_dim if self.head_norms == "same" else count * head_dim
+            return self.norm(size=size, eps=values["eps"], **norm, **groups)
+
+        kv_heads = values["kv_heads"] or heads
+        shared: dict[str, Any] = {
+            "hidden_size": values["hidden"],
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "scale": head_dim**-0.5,
+            "position": None if self.rotary is None else read_rotary(config, head_dim, values["context"], self.rotary),
+            "q_norm": head_norm(heads),
+            "k_norm": head_norm(kv_heads),
+            **own,
+        }
+        layers = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
+        return [self.mixer(**{**shared, **each}) for each in layers]
+
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree.
 
@@ -455,7 +469,7 @@ class Decoder:
                 transformers refuses.
         """
         first = spec.blocks[0]
-        attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
+        attention, inners = of_kind(first.attention, self.mixer), [block.feed_forward for block in spec.blocks]
         mixture = next((each for each in inners if hasattr(each, "expert")), None)
         dense = next((each for each in inners if not hasattr(each, "expert")), None)
         if mixture is not None and dense is None:

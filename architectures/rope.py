@@ -24,7 +24,7 @@ from ..components import (
     Rotary,
     YarnScaling,
 )
-from ..errors import ConfigError
+from ..errors import CannotExpress, ConfigError
 from .config import ConfigReader, shown
 from .obstacles import Kinds
 
@@ -52,7 +52,7 @@ class RotaryKind(NamedTuple):
     whole: float = 1.0
     dims: str = ""
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "tables", "complex"] = "input"
     usual: Mapping[str, Any] | None = None
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
@@ -235,18 +235,57 @@ def _rotations(rope: ConfigReader, name: str, default: float) -> float:
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     """Section 3.4 of YaRN, with the mscale ratio of DeepSeek where both of its numbers are given."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if rope.raw("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
-        ratio = mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+        ratio = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
         if not 0 < ratio < math.inf:
             raise rope.fail("mscale", rope.raw("mscale"), "a ratio to mscale_all_dim that is finite and above zero")
         return ratio
-    return mscale(1.0)
+    return _mscale(factor, 1.0)
+
+
+def read_mscale(config: ConfigReader) -> float:
+    """What DeepSeek's attention multiplies its scores by, twice, where its rotary positions are scaled.
+
+    Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, yarn_apply_mscale.
+    """
+    which = "rope_scaling" if config.inner("rope_scaling").data else "rope_parameters"
+    rope = config.inner(which)
+    weight = rope.raw("mscale_all_dim")
+    if not weight or rope.raw("rope_type", rope.raw("type", "default")) == "default":
+        return 1.0
+    if not _is_number(weight):
+        raise rope.fail("mscale_all_dim", weight, "a number")
+    found = _mscale(rope.number("factor"), weight)
+    if not 0 < found < math.inf:
+        raise rope.fail("mscale_all_dim", weight, "what makes a finite factor above zero")
+    return found
+
+
+def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> dict[str, Any] | None:
+    """`rope_scaling`, by which `read_mscale` makes that scale of the usual one.
+
+    Raises:
+        CannotExpress: rotary positions are not scaled, and then scores are not either.
+    """
+    if scale == usual:
+        return scaling
+    if not scaling:
+        raise CannotExpress(f"scores are multiplied by {usual:.4g} here where rotary positions are not scaled")
+    factor = scaling.get("factor", 0.0)
+    factor = factor if factor > 1 else 2.0  # of LongRoPE, which has none, any will do
+    if scaling.get("factor", factor) != factor:
+        raise CannotExpress(f"scores are multiplied by {usual:.4g} here where positions are not divided")
+    wanted = (math.sqrt(scale / usual) - 1) / (0.1 * math.log(factor))
+    tried = (float(f"{wanted:.{digits}g}") for digits in range(1, 18))
+    made = ((each, _mscale(factor, each)) for each in tried)
+    weight = next((each for each, found in made if usual * found * found == scale), wanted)
+    return {**scaling, "factor": factor, "mscale_all_dim": weight}
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
 from .norms import Norm
 from .operations import AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes
@@ -53,8 +54,8 @@ class Embedding(Component, frozen=True):
 
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
-    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite); then `cap` c makes c · tanh(x / c)
-    of every logit x (Gemma 2).
+    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
+    before (MiniCPM); then `cap` c makes c · tanh(x / c) of every logit x (Gemma 2).
     """
 
     label = "head"
@@ -75,7 +76,11 @@ class Head(Component, frozen=True):
     bias: bool = False
     cap: Positive | None = None
     multiplier: Positive = 1.0
-    scaling: Literal["multiply", "divide"] = "multiply"
+    scaling: Literal["multiply", "divide", "divide states"] = "multiply"
+
+    def __post_init__(self) -> None:
+        if self.scaling == "divide states" and self.bias:
+            raise ConfigError("a head that divides states before its product has no bias, which would not be divided")
 
     def words(self) -> dict[str, Words]:
         short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
@@ -89,10 +94,13 @@ class Head(Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied, weights = "embedding" if self.tied else None, tuple(self.shapes().items())
-        found: list[AnyOperation] = [
-            Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied)
-        ]
-        if self.multiplier != 1:
+        before = self.scaling == "divide states" and self.multiplier != 1
+        found: list[AnyOperation] = []
+        if before:
+            found.append(Scale(f"{path}.scaled", (source,), shape, "head", factor=self.multiplier))
+            source = found[-1].id
+        found.append(Linear(path, (source,), wide, "head", weights, inputs_wide=self.hidden_size, tied=tied))
+        if self.multiplier != 1 and not before:
             found.append(Scale(f"{path}.scaled", (path,), wide, "head", factor=self.multiplier))
         if self.cap is not None:
             found.append(Cap(f"{path}.capped", (found[-1].id,), wide, "head", limit=self.cap))

@@ -29,21 +29,34 @@ class LatentAttention(Mixer, Component, frozen=True):
         score = (q_nope · k_nope + Σ_r q_rope[r] · k_rope[r]) · scale
 
     With `rope_heads` key-value heads, and queries that are zero but for their own, it is grouped attention (GQA) as it
-    was. The cache holds c and the rotated k_rope. `qkv_bias` is on q, the latent and k_rope; one on k_up would add the
-    same to all of a query's scores, and one on v_up is an output bias.
+    was. The cache holds c and the rotated k_rope.
+
+    With `q_rank` queries come from a latent of their own, q_up(q_down(x)), so wide, with `q_norm` where there is one.
+    `qkv_bias` is on all that reads the stream: q or its latent, the latent and k_rope; `kv_bias` on the latter two
+    alone. One on k_up would add the same to all of a query's scores, and one on v_up is an output bias.
+
+    `fused`: the latent and k_rope are of one matrix product, and so are k_up and v_up, a head's key and its value
+    together. `gathered`: where neighbours turn together, the first of all pairs lie before the second ones afterwards
+    (DeepSeek-V3), so that scores sum them in another order.
     """
 
     label = "attention"
     slot = "attention"
-    rounds = ("arithmetic",)
-    tells = ("nope_dim", "value_dim", "scale", "position", "window", "kv_norm", "qkv_bias", "output_bias")
+    rounds = ("arithmetic", "fused", "gathered")
+    tells = (
+        *("nope_dim", "value_dim", "scale", "position", "window", "q_norm", "kv_norm"),
+        *("qkv_bias", "kv_bias", "output_bias"),
+    )
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
         "rope_heads": "rotary keys of latent attention left out",
         "position": "no positions in attention",
         "window": "window ignored",
+        "q_rank": "latent of queries left out",
+        "q_norm": "latent of queries not normed",
         "kv_norm": "latent not normed",
         "qkv_bias": "QKV bias dropped",
+        "kv_bias": "bias of latent and rotary keys dropped",
         "output_bias": "output bias of attention dropped",
     }
 
@@ -56,18 +69,26 @@ class LatentAttention(Mixer, Component, frozen=True):
     rope_heads: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     position: Position | None = None
     window: Size | None = None
+    q_rank: Size | None = None
+    q_norm: Norm | None = None
     kv_norm: Norm | None = None
     qkv_bias: bool = False
+    kv_bias: bool = False
     output_bias: bool = False
     arithmetic: Arithmetic = "linear"
+    fused: bool = False
+    gathered: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.position, Turning) != (self.rope_heads > 0):
             raise ConfigError(f"{self.rope_heads} rotary keys with positions {type(self.position).__name__}")
         if not self.query_dim:
             raise ConfigError("a query of latent attention needs elements: nope_dim is 0 and there is no rotary key")
-        if self.kv_norm is not None and self.kv_norm.size != self.kv_rank:
-            raise ConfigError(f"a norm of size {self.kv_norm.size} does not fit a latent of {self.kv_rank}")
+        for norm, rank in ((self.kv_norm, self.kv_rank), (self.q_norm, self.q_rank)):
+            if norm is not None and norm.size != rank:
+                raise ConfigError(f"a norm of size {norm.size} does not fit a latent of {rank}")
+        if self.qkv_bias and self.kv_bias:
+            raise ConfigError("kv_bias is on what qkv_bias is on already")
 
     @property
     def rope_dim(self) -> int:
@@ -79,12 +100,22 @@ class LatentAttention(Mixer, Component, frozen=True):
         """Elements of a query head: those without a position, and then the rotated ones."""
         return self.nope_dim + self.rope_dim
 
+    @property
+    def queries(self) -> str:
+        """The linear whose rows are those of the query heads."""
+        return "q_proj" if self.q_rank is None else "q_up_proj"
+
     def weights(self) -> dict[str, Weight]:
         q, hidden = self.heads * self.query_dim, self.hidden_size
-        found = {
-            "q_proj.weight": Weight((q, hidden), "reads"),
-            "kv_down_proj.weight": Weight((self.kv_rank, hidden), "reads"),
-        }
+        if self.q_rank is None:
+            found, reading = {"q_proj.weight": Weight((q, hidden), "reads")}, {"q_proj": q}
+        else:
+            found = {
+                "q_down_proj.weight": Weight((self.q_rank, hidden), "reads"),
+                "q_up_proj.weight": Weight((q, self.q_rank), "inner"),
+            }
+            reading = {"q_down_proj": self.q_rank}
+        found["kv_down_proj.weight"] = Weight((self.kv_rank, hidden), "reads")
         if self.rope_dim:
             found["k_rope_proj.weight"] = Weight((self.rope_dim, hidden), "reads")
         if self.nope_dim:
@@ -92,7 +123,9 @@ class LatentAttention(Mixer, Component, frozen=True):
         found["v_up_proj.weight"] = Weight((self.heads * self.value_dim, self.kv_rank), "inner")
         found["o_proj.weight"] = Weight((hidden, self.heads * self.value_dim), "writes")
         if self.qkv_bias:
-            found |= {"q_proj.bias": bias(q), "kv_down_proj.bias": bias(self.kv_rank)}
+            found |= {f"{name}.bias": bias(size) for name, size in reading.items()}
+        if self.qkv_bias or self.kv_bias:
+            found["kv_down_proj.bias"] = bias(self.kv_rank)
             if self.rope_dim:
                 found["k_rope_proj.bias"] = bias(self.rope_dim)
         if self.output_bias:
@@ -107,24 +140,30 @@ class LatentAttention(Mixer, Component, frozen=True):
             turned = f"{self.rope_heads} {'key' if self.rope_heads == 1 else 'keys'} of {self.position.dim} dimensions"
             on = Words("", None, f", on {turned} for all heads")
         data = {"kind": "MLA", "heads": self.heads, "kv_rank": self.kv_rank, "rope_heads": self.rope_heads}
+        low = "" if self.q_rank is None else f", latent of queries {self.q_rank:,}"
+        data |= {} if self.q_rank is None else {"q_rank": self.q_rank}
+        norms = {name: norm for name, norm in (("latent of queries", self.q_norm), ("latent", self.kv_norm)) if norm}
+        where = " and ".join(norms) if len(norms) > 1 else "latent of queries" if self.q_norm else "latent"
         wide = f"query dim {self.query_dim}, value dim {self.value_dim}{scale.whole}"
         return {
             "attention": Words(
-                f"MLA {self.heads}, latent {self.kv_rank:,}{keys}",
+                f"MLA {self.heads}, latent {self.kv_rank:,}{low}{keys}",
                 data,
-                f"MLA, {self.heads} heads, latent {self.kv_rank}, {wide}",
+                f"MLA, {self.heads} heads, latent {self.kv_rank}{low}, {wide}",
             ),
             "head dim": Words(
                 f"q/k {self.query_dim:,}, v {self.value_dim:,}",
                 {"nope_dim": self.nope_dim, "rope_dim": self.rope_dim, "value_dim": self.value_dim},
             ),
             "scale": scale,
-            "q/k norm": inside({"latent": self.kv_norm}, " on the latent", "the latent"),
+            "q/k norm": inside(norms, f" on the {where}", f"the {where}"),
             **shared_words(self.window, self.position, on),
         }
 
     def biases(self) -> dict[str, Words]:
         out = Words("attention out", self.output_bias, "attention output")
+        if self.kv_bias:
+            return {"qkv": Words("latent", "latent", "latent"), "output": out}
         return {"qkv": Words("q, latent", self.qkv_bias, "q and latent"), "output": out}
 
     def alike(self) -> Self:
@@ -134,19 +173,26 @@ class LatentAttention(Mixer, Component, frozen=True):
         if part:
             return {"r": self.kv_rank}
         made = {"u": self.heads * self.nope_dim, "w": self.heads * self.value_dim}
-        return {"h": self.heads * self.query_dim, "r": self.kv_rank, "p": self.rope_dim, **made}
+        low = {} if self.q_rank is None else {"a": self.q_rank}
+        return {"h": self.heads * self.query_dim, **low, "r": self.kv_rank, "p": self.rope_dim, **made}
 
     def share(self, devices: int) -> Self:
         return msgspec.structs.replace(self, heads=divided(self.heads, devices, "query heads"))
 
     def small(self, hidden: int) -> Self:
         heads = few_biased(self.heads) if isinstance(self.position, ALiBi) else min(self.heads, 2)
-        rank = min(self.kv_rank, 64)
-        norm = None if self.kv_norm is None else self.kv_norm.small(rank)
-        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, kv_rank=rank, kv_norm=norm)
+        fields: dict[str, Any] = {"kv_rank": min(self.kv_rank, 64)}
+        if self.q_rank is not None:
+            fields["q_rank"] = min(self.q_rank, 64)
+        for norm, rank in ((self.q_norm, "q"), (self.kv_norm, "kv")):
+            if norm is not None:
+                fields[f"{rank}_norm"] = norm.small(fields[f"{rank}_rank"])
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, **fields)
 
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        if plain_scale(self.scale) != plain_scale(self.query_dim**-0.5):  # YaRN's mscale, in all that were released
+            found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.query_dim**-0.5)
         if isinstance(self.position, Rotary):
             other = self.position.slips()["RoPE in the other pairs (neighbours or halves)"]
             found["RoPE pairs of latent attention confused"] = msgspec.structs.replace(self, position=other)
@@ -157,10 +203,14 @@ class LatentAttention(Mixer, Component, frozen=True):
         heads, found = self.heads, list[AnyOperation]()
         latent, rope = f"{path}.latent_cached", f"{path}.k_rope_cached"
 
-        def project(name: str, source: str, inner: Sizes, held: str = "") -> str:
+        def project(name: str, source: str, inner: Sizes, held: str = "", **fields: Any) -> str:
             window = self.window if source == latent else None
-            found.append(linear(self, name, path, source, inner, row, held, window=window))
+            found.append(linear(self, name, path, source, inner, row, held, window=window, **fields))
             return found[-1].id
+
+        def norm(name: str, norm: Norm | None) -> None:
+            if norm is not None:
+                found.extend(out_of(row, norm.operations(f"{path}.{name}", found[-1].id, found[-1].shape)))
 
         def rotate(name: str, rotary: Turning, start: int, parts: int, held: str = "") -> str:
             fields: dict[str, Any] = {"rotary": rotary, "start": start, "parts": parts, "held": held}
@@ -172,22 +222,28 @@ class LatentAttention(Mixer, Component, frozen=True):
             found.append(Cache(name, (found[-1].id,), seen, row, window=self.window, ours=True, held=end))
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
-        q = project("q_proj", source, whole, "" if self.rope_dim else end)
+        down: dict[str, Any] = {"together": f"{path}.kv_down", "fused": self.fused and self.rope_dim > 0}
+        up: dict[str, Any] = {"together": f"{path}.kv_up", "fused": self.fused and self.nope_dim > 0, "groups": heads}
+        reads = source
+        if self.q_rank is not None:
+            project("q_down_proj", source, ("B", "T", self.q_rank))
+            norm("q_norm", self.q_norm)
+            reads = found[-1].id
+        q = project(self.queries, reads, whole, "" if self.rope_dim else end)
         if isinstance(self.position, Turning):
             q = rotate("q_rotated", self.position, self.nope_dim, self.rope_heads, end)
-            project("k_rope_proj", source, ("B", "T", self.rope_heads, self.position.dim))
+            project("k_rope_proj", source, ("B", "T", self.rope_heads, self.position.dim), **down)
             rotate("k_rope_rotated", self.position, 0, 1)
             cache(rope)
-        project("kv_down_proj", source, ("B", "T", self.kv_rank))
-        if self.kv_norm is not None:
-            found += out_of(row, self.kv_norm.operations(f"{path}.kv_norm", found[-1].id, found[-1].shape))
+        project("kv_down_proj", source, ("B", "T", self.kv_rank), **down)
+        norm("kv_norm", self.kv_norm)
         cache(latent)
-        keys = [project("k_up_proj", latent, ("B", "S", heads, self.nope_dim), end)] if self.nope_dim else []
+        keys = [project("k_up_proj", latent, ("B", "S", heads, self.nope_dim), end, **up)] if self.nope_dim else []
         if self.rope_dim:
             seen: Sizes = ("B", "S", heads, self.query_dim)
             found.append(Concat(f"{path}.k_whole", (*keys, rope), seen, row, held=end))
         k = found[-1].id
-        v = project("v_up_proj", latent, ("B", "S", heads, self.value_dim), end)
+        v = project("v_up_proj", latent, ("B", "S", heads, self.value_dim), end, **up)
         scores = {"scale": self.scale, "query_dim": self.query_dim, "kv_heads": heads}
         found += attend(path, (q, k, v), scores, heads, self.value_dim, position=self.position, window=self.window)
         project("o_proj", f"{path}.mixed", shape)

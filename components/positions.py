@@ -183,7 +183,8 @@ class Rotary(Turning, Component, frozen=True):
 
     `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
     frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere). `direction`: whether
+    ("input"), the "result" alone (OLMo), or the "tables" of cos and sin and the result (Cohere). "complex":
+    the result alone, of products of complex numbers (DeepSeek-V2, where neighbours turn together). `direction`: whether
     later tokens turn by larger or by smaller angles (nanochat). `joined`: whether heads that turn as a whole are
     copied, as transformers does where it joins what turned with a rest that may be empty: of other strides, kernels
     round otherwise.
@@ -204,7 +205,7 @@ class Rotary(Turning, Component, frozen=True):
     base: Positive
     scaling: RopeScaling | None = None
     pairs: Literal["halves", "adjacent"] = "halves"
-    rounding: Literal["input", "result", "tables"] = "input"
+    rounding: Literal["input", "result", "tables", "complex"] = "input"
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Attention, Biasing, LatentAttention, Turning
-from .cache import LayerCache
+from .cache import CACHE_LINE, LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear, capped
 from .registry import build_module, computes, module_of
@@ -37,7 +37,8 @@ class Mixing:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: Context, sinks: Tensor | None = None) -> Tensor:
         """q (B, H, T, d), k (B, KV, S, d), v (B, KV, S, e) and sinks (H,) -> (B, T, H·e)."""
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
-        return mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+        # Heads of one element would be a view that a product sums in another order.
+        return mixed.transpose(1, 2).contiguous().flatten(2)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return scores / (1 / self.spec.scale) if self.spec.scaling == "divide" else scores * self.spec.scale
@@ -183,13 +184,22 @@ class LatentAttentionModule(nn.Module):
         super().__init__()
         self.spec = spec
         hidden, rank, arithmetic = spec.hidden_size, spec.kv_rank, spec.arithmetic
-        self.q_proj = Linear(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
-        self.kv_down_proj = Linear(hidden, rank, spec.qkv_bias, arithmetic)
+        if spec.q_rank is None:
+            self.q_proj = Linear(hidden, spec.heads * spec.query_dim, spec.qkv_bias, arithmetic)
+        else:
+            self.q_down_proj = Linear(hidden, spec.q_rank, spec.qkv_bias, arithmetic)
+            self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
+            self.q_up_proj = Linear(spec.q_rank, spec.heads * spec.query_dim, False, arithmetic)
+        bias = spec.qkv_bias or spec.kv_bias
+        self.kv_down_proj = Linear(hidden, rank, bias, arithmetic)
         self.kv_norm = build_module(spec.kv_norm) if spec.kv_norm else None
-        self.k_rope_proj = Linear(hidden, spec.rope_dim, spec.qkv_bias, arithmetic) if spec.rope_dim else None
+        self.k_rope_proj = Linear(hidden, spec.rope_dim, bias, arithmetic) if spec.rope_dim else None
         self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
+        self.down = FusedLinears() if spec.fused and self.k_rope_proj is not None else None
+        # Values are mixed as they lie, where a product sums them in the order of whole cache lines.
+        self.up = FusedLinears(spec.heads, CACHE_LINE) if spec.fused and self.k_up_proj is not None else None
         # What is left to do once every head has a key and a value of its own, positions applied.
         position = spec.position if isinstance(spec.position, Biasing) else None
         sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}
@@ -205,29 +215,59 @@ class LatentAttentionModule(nn.Module):
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec, heads = self.spec, self.spec.heads
         batch, steps = x.shape[:2]
-        latent = self.kv_down_proj(x)  # (B, T, rank)
+        latent, rope = self._down(x)  # (B, T, rank), (B, T, R·dim)
         if self.kv_norm is not None:
             latent = self.kv_norm(latent)
-        if self.k_rope_proj is None:
+        if rope is None:
             rope = x.new_empty(batch, 1, steps, 0)  # a head without elements, so that the cache has both
         else:
-            rope = _heads(self.k_rope_proj(x), spec.rope_heads)  # (B, R, T, dim)
-        q = _heads(self.q_proj(x), heads)  # (B, H, T, nope + R·dim)
+            rope = _heads(rope, spec.rope_heads)  # (B, R, T, dim)
+        q = _heads(self._queries(x), heads)  # (B, H, T, nope + R·dim)
         if isinstance(spec.position, Turning):
             tables, turn = context.tables(spec.position), module_of(spec.position).turn
-            rope = turn(rope, tables)
+            rope = self._gathered(turn(rope, tables))
             turned = torch.unflatten(q[..., spec.nope_dim :], -1, (spec.rope_heads, -1))  # (B, H, T, R, dim)
             turned = turned.transpose(2, 3)
-            turned = torch.unflatten(turn(turned.flatten(1, 2), tables), 1, (heads, -1)).transpose(2, 3)
+            turned = self._gathered(turn(turned.flatten(1, 2), tables))
+            turned = torch.unflatten(turned, 1, (heads, -1)).transpose(2, 3)
             q = torch.cat((q[..., : spec.nope_dim], turned.flatten(-2)), dim=-1)
         if cache is not None:
             rope, kept = cache.append(rope, latent[:, None])
-            latent = kept[:, 0]  # (B, S, rank)
+            # (B, S, rank), with the strides that it has in transformers' cache, even of a single row.
+            latent = torch.unflatten(kept.reshape(-1), 0, (batch, -1, spec.kv_rank))
         shared = rope.transpose(1, 2).flatten(2)[:, None].expand(-1, heads, -1, -1)  # (B, H, S, R·dim)
-        own = [] if self.k_up_proj is None else [_heads(self.k_up_proj(latent), heads)]
-        k, v = torch.cat((*own, shared), dim=-1), _heads(self.v_up_proj(latent), heads)
+        *own, v = self._up(latent)  # each (B, H, S, …)
+        k = torch.cat((*own, shared), dim=-1)
         out: Tensor = self.o_proj(self.mix(q, k, v, context))
         return out
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """(B, T, hidden) -> (B, T, H·query_dim)."""
+        if self.spec.q_rank is None:
+            return self.q_proj(x)  # type: ignore[no-any-return]
+        latent = self.q_down_proj(x)
+        return self.q_up_proj(latent if self.q_norm is None else self.q_norm(latent))  # type: ignore[no-any-return]
+
+    def _down(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The latent and the rotary keys."""
+        if self.k_rope_proj is None:
+            return self.kv_down_proj(x), None
+        linears = (self.kv_down_proj, self.k_rope_proj)
+        latent, rope = self.down(linears, x) if self.down else [each(x) for each in linears]
+        return latent, rope
+
+    def _up(self, latent: Tensor) -> list[Tensor]:
+        """Keys, where the latent makes such, and values, of a latent (B, S, rank): by heads."""
+        linears = [each for each in (self.k_up_proj, self.v_up_proj) if each is not None]
+        found = self.up(linears, latent) if self.up else [each(latent) for each in linears]
+        return [each.transpose(1, 2) if each.dim() == 4 else _heads(each, self.spec.heads) for each in found]
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """What has turned, (…, dim), as it is to lie."""
+        position = self.spec.position
+        if not self.spec.gathered or getattr(position, "pairs", "") != "adjacent":
+            return x
+        return torch.unflatten(x, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:

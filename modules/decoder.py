@@ -128,8 +128,10 @@ class HeadModule(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        before = self.spec.scaling == "divide states" and self.spec.multiplier != 1
+        x = x / (1 / self.spec.multiplier) if before else x
         logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias)
-        if self.spec.multiplier != 1:
+        if self.spec.multiplier != 1 and not before:
             divided = self.spec.scaling == "divide"
             logits = logits / (1 / self.spec.multiplier) if divided else logits * self.spec.multiplier
         return capped(logits, self.spec.cap)

@@ -79,12 +79,12 @@ class FusedLinears:
 
     `groups`: the linears' rows come in so many equal groups, and the family's own matrix has the first group's rows of
     each linear, then the second's, and so on. Where a row lies shows only where a group's results are no whole
-    `VECTOR`s: there the matrix is made so, every time, since its rows are no views for parameters. Elsewhere (in all
-    models but odd ones) one linear's rows lie behind another's, as without groups.
+    `line`s of bytes: there the matrix is made so, every time, since its rows are no views for parameters. Elsewhere (in
+    all models but odd ones) one linear's rows lie behind another's, as without groups.
     """
 
-    def __init__(self, groups: int = 1) -> None:
-        self.groups = groups
+    def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
+        self.groups, self.line = groups, line
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -93,8 +93,8 @@ class FusedLinears:
         plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
             return tuple(each(x) for each in linears)
-        last = plain[-1].weight  # which has the fewest rows
-        if self.groups > 1 and last.shape[0] // self.groups * last.element_size() % VECTOR:
+        wide = [each.weight.shape[0] // self.groups * each.weight.element_size() for each in plain]
+        if self.groups > 1 and any(each % self.line for each in wide):
             rows = [linear.weight.shape[0] // self.groups for linear in plain]
             weight, bias = self._concatenated(plain, self.groups)
             out = torch.unflatten(multiply(x, weight, bias, plain[0].arithmetic), -1, (self.groups, -1))

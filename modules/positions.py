@@ -27,13 +27,15 @@ from .registry import computes
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: of `components.Rotary`.
+    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: of `components.Rotary`. `complex`:
+    cos + i·sin, (1 or B, 1, T, dim / 2), where neighbours turn as complex numbers.
     """
 
     cos: Tensor
     sin: Tensor
     adjacent: bool
     joined: bool
+    complex: Tensor | None = None
 
 
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
@@ -44,7 +46,10 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
     cos, sin = ((table * factor)[:, None] for table in (angles.cos(), angles.sin()))
-    if rotary.rounding != "result":
+    turns = None
+    if rotary.rounding == "complex" and rotary.pairs == "adjacent":
+        turns = (torch.polar(torch.ones_like(angles), angles) * factor)[:, None]
+    elif rotary.rounding != "result":
         cos, sin = cos.to(dtype), sin.to(dtype)
     if rotary.rounding == "tables":
         cos, sin = cos.to(wide), sin.to(wide)
@@ -52,7 +57,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
         sin = -sin
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
-        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined)
+        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined, turns)
     return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), False, rotary.joined)
 
 
@@ -113,9 +118,13 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
-    cos, sin, adjacent, joined = tables
+    cos, sin, adjacent, joined, turns = tables
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
+    if turns is not None:
+        pairs = torch.unflatten(turned.to(cos.dtype), -1, (-1, 2)).contiguous()
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(x.dtype)
+        return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
     # Each element's partner.
     other = torch.unflatten(turned, -1, (-1, 2)).flip(-1).flatten(-2) if adjacent else turned.roll(dim // 2, dims=-1)
     if cos.dtype == x.dtype:  # in place on what was made here: the same roundings, without two more tensors

@@ -105,6 +105,8 @@ class Divergence:
 
 WORDS = {
     "o_proj": "output projection",
+    "q_down_proj": "latent of queries",
+    "q_up_proj": "q",
     "kv_norm": "latent norm",
     "kv_down_proj": "latent",
     "k_rope_proj": "rotary key",

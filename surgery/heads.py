@@ -44,7 +44,7 @@ def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
     found = []
     for name, shape in attention.shapes().items():
         linear = name.partition(".")[0]
-        if linear in {"q_proj", "k_up_proj", "v_up_proj", *shared}:
+        if linear in {"q_proj", "q_up_proj", "k_up_proj", "v_up_proj", *shared}:
             heads = key_heads(attention) if linear in shared else attention.heads
             found.append(Part(f"{path}.{name}", shape[0] // heads, linear in shared))
     width = attention.shapes()["o_proj.weight"][1] // attention.heads

@@ -77,7 +77,12 @@ def made() -> dict[tuple[str, str], ModelSpec]:
 
 
 MADE = made()
-ASK_FOR_MORE = {("LayerNorm", "bias"), ("LatentAttention", "position"), ("LatentAttention", "rope_heads")}
+ASK_FOR_MORE = {
+    ("LayerNorm", "bias"),
+    ("LatentAttention", "position"),
+    ("LatentAttention", "rope_heads"),
+    ("LatentAttention", "q_rank"),
+}
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
 other field names. Who forgets them finds no place for a tensor, and needs no verifier.
 """

@@ -22,7 +22,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "query.bias": ("q_proj.bias",),
     "key.bias": ("k_proj.bias", "k_rope_proj.bias"),
     "value.bias": ("v_proj.bias",),
-    "latent.bias": ("kv_down_proj.bias",),
+    "latent.bias": ("q_down_proj.bias", "kv_down_proj.bias"),
     "output.bias": ("o_proj.bias",),
     "up.bias": ("up_proj.bias", "gate_proj.bias"),
     "down.bias": ("down_proj.bias",),
@@ -94,8 +94,9 @@ OPTIONS = (
         "Leave out biases: head.bias, key.bias, …",
         "BIASES",
         words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
-        "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = kv_down_proj.bias; output.bias = o.bias, "
-        "o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; biases = bias, all biases",
+        "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = q_down_proj.bias, kv_down_proj.bias; "
+        "output.bias = o.bias, o_proj.bias; up.bias = up_proj.bias; down.bias = down_proj.bias; "
+        "biases = bias, all biases",
     ),
 )
 SWAPS = (

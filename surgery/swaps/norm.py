@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import Block, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
+from ...components import Block, LatentAttention, LayerNorm, MixtureOfExperts, ModelSpec, Norm, RMSNorm
 from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..basis import CENTRED, Compute, chosen_norms, eps_for, exchanged, in_basis, normed_row, with_norms
@@ -186,7 +186,8 @@ def with_read_biases(block: Block, path: str, shifting: set[str], out: bool = Fa
     """A block with biases that take up those of some norms: in what reads them, and with `out` in what follows them."""
     attention, dense, own = block.attention, dense_of(block), f"{path}.feed_forward_norm" in shifting
     if f"{path}.attention_norm" in shifting:
-        attention = replace(attention, qkv_bias=True, output_bias=attention.output_bias or out)
+        reads = {"qkv_bias": True, **({"kv_bias": False} if isinstance(attention, LatentAttention) else {})}
+        attention = replace(attention, **reads, output_bias=attention.output_bias or out)
     if _inner_norm(block, path) in shifting:
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or (out and own))
     return with_dense(block.replaced(attention=attention), dense)

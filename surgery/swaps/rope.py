@@ -221,7 +221,7 @@ def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -
         return
     parts = [attention.nope_dim + part * rotary.dim + order for part in range(attention.rope_heads)]
     queries = np.concatenate((np.arange(attention.nope_dim), *parts))
-    yield from ((name, queries) for name in tensors_of(path, attention, "q_proj"))
+    yield from ((name, queries) for name in tensors_of(path, attention, attention.queries))
     yield from ((name, order) for name in tensors_of(path, attention, "k_rope_proj"))
 
 

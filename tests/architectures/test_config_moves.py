@@ -22,6 +22,8 @@ COMPARED = {
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
+COMPARED |= {("youtu", "num_attention_heads"): "as many as num_key_value_heads"}
+COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in ("youtu", "minicpm3")}
 """Fields that are read to be compared with what others say."""
 
 

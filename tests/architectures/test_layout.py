@@ -124,7 +124,9 @@ def test_the_other_direction_is_the_identity_too(case):
     )
 )
 def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
-    check(layout, {**sizes, "heads": sizes["kv_heads"] * sizes["group"]})
+    kv_heads, group, head_dim, width = (sizes[name] for name in ("kv_heads", "group", "head_dim", "intermediate"))
+    latent = {"kv_rank": width, "rope_dim": group, "nope_dim": head_dim, "value_dim": kv_heads}
+    check(layout, {**sizes, **latent, "heads": kv_heads * group})
 
 
 @pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)

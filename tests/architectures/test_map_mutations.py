@@ -43,6 +43,10 @@ INTERLEAVED = {
     for projection, heads in (("q_proj", "heads"), ("k_proj", "kv_heads"), ("v_proj", "kv_heads"))
     for suffix, rest in (("weight", " hidden"), ("bias", ""))
 }
+INTERLEAVED |= {
+    "attention.q_up_proj.weight": [Layout("(query_dim heads) q_rank", "(heads query_dim) q_rank")],
+    "attention.o_proj.weight": [Layout("hidden (value_dim heads)", "hidden (heads value_dim)")],
+}
 """Pure renames, taken for the rotary order of Meta's files, or for heads within dimensions: the same shape."""
 
 BUFFERS: dict[str, tuple[str, ...]] = {
@@ -318,7 +322,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
         return False
     trees = [subject.spec for subject in subjects(family)]
     attentions = [block.attention for spec in trees for block in spec.blocks]
-    most = max(attention.group for attention in attentions)
+    most = max(getattr(attention, "group", 1) for attention in attentions)
     for spec in trees:
         for own, other in zip(original.bind(spec), mutant.architecture.bind(spec), strict=True):
             if (own.checkpoint, own.shape, own.shared) != (other.checkpoint, other.shape, other.shared):
@@ -326,6 +330,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
             for kv_heads, group, head_dim in itertools.product((1, 2, 3), {1, most}, (2, 4, 6)):
                 sizes = {"kv_heads": kv_heads, "group": group, "heads": kv_heads * group, "head_dim": head_dim}
                 sizes |= {"hidden": 10, "intermediate": 14, "two": 2, "half": head_dim // 2}
+                sizes |= {"kv_rank": 5, "rope_dim": 2 * kv_heads, "nope_dim": group, "value_dim": head_dim}
                 shapes = [*own.layout.shared_shapes(sizes)] if not own.layout.is_identity else [(6, 10)]
                 shape = own.layout.checkpoint_shape(sizes, shapes)
                 source = np.arange(np.prod(shape)).reshape(shape)

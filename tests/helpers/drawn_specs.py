@@ -60,6 +60,10 @@ def attentions(draw: Any, hidden: int) -> Attention:
 @st.composite
 def latents(draw: Any, hidden: int) -> LatentAttention:
     rank, keys = draw(st.sampled_from((4, 512))), draw(st.sampled_from((0, 1, 2)))
+    low, biases = (
+        draw(st.sampled_from((None, 4, 512))),
+        draw(st.sampled_from(((False, False), (True, False), (False, True)))),
+    )
     plain = draw(st.sampled_from((None, ALiBi())))
     return LatentAttention(
         hidden_size=hidden,
@@ -71,8 +75,12 @@ def latents(draw: Any, hidden: int) -> LatentAttention:
         rope_heads=keys,
         position=Rotary(dim=draw(st.sampled_from((2, 64))), base=1e4) if keys else plain,
         window=draw(st.sampled_from((None, 4_096))),
+        q_rank=low,
+        q_norm=None if low is None else draw(st.sampled_from((None, RMSNorm(size=low, eps=1e-6)))),
         kv_norm=draw(st.sampled_from((None, RMSNorm(size=rank, eps=1e-6)))),
-        qkv_bias=draw(st.booleans()),
+        qkv_bias=biases[0],
+        kv_bias=biases[1],
+        fused=draw(st.booleans()),
         output_bias=draw(st.booleans()),
     )
 

@@ -33,6 +33,9 @@ ATTENTIONS: dict[str, LatentAttention] = {
     "plain": LATENT,
     "biases": replace(LATENT, qkv_bias=True, output_bias=True),
     "deepseek": replace(LATENT, **ROPE, kv_norm=RMSNorm(size=20, eps=1e-6)),
+    "low-queries": replace(
+        LATENT, **ROPE, q_rank=18, q_norm=RMSNorm(size=18, eps=1e-5), kv_bias=True, fused=True, gathered=True
+    ),
     "biases-rope": replace(LATENT, **ROPE, kv_norm=RMSNorm(size=20, eps=1e-5), qkv_bias=True, output_bias=True),
     "two-keys": replace(LATENT, position=Rotary(dim=8, base=1e4), rope_heads=2, window=11),
     "positions-alone": replace(LATENT, position=Rotary(dim=8, base=1e4), rope_heads=2, nope_dim=0),

@@ -1,0 +1,89 @@
+"""MiniCPM 3 (OpenBMB 2024, 2404.06395): dense, with DeepSeek-V2's latent attention, whose rotary pairs lie in halves,
+and multipliers on the embedding, the branches and the states before the head.
+
+Source: transformers models/minicpm3/{configuration,modeling}_minicpm3.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import ModelSpec
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import Field, with_defaults
+from ..latent import KNOWN, LatentDecoder
+from .llama import LLAMA_DROPPED
+from .youtu import FIELDS, LEAVES
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """The tree; what is null is made of the sizes."""
+    layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
+    value_dim = config.optional_integer("v_head_dim")
+    if value_dim is None:
+        value_dim = hidden // config.integer("num_attention_heads", 40)
+    depth, base = config.raw("scale_depth", 1.4), config.optional_integer("dim_model_base", 256)
+    depth = math.sqrt(layers) if depth is None else config.number("scale_depth", 1.4)
+    return DECODER.read(
+        config,
+        attention__value_dim=value_dim,
+        branch__multiplier=depth / math.sqrt(layers),
+        head__multiplier=1 / (hidden / (hidden if base is None else base)),
+    )
+
+
+def written(spec: ModelSpec) -> Mapping[str, Any]:
+    """The fields of the multipliers, and of the values' width."""
+    root, multiplier = math.sqrt(len(spec.blocks)), spec.blocks[0].sublayers[0].multiplier
+    tried = (float(f"{multiplier * root:.{digits}g}") for digits in range(1, 18))
+    return {
+        "v_head_dim": spec.blocks[0].attention.value_dim,  # type: ignore[union-attr]
+        "scale_depth": next((each for each in tried if each / root == multiplier), multiplier * root),
+        "dim_model_base": max(round(spec.head.multiplier * spec.hidden_size), 1),
+    }
+
+
+DECODER = LatentDecoder(
+    {
+        **with_defaults(
+            {name: field for name, field in FIELDS.items() if name != "v_head_dim"},
+            vocab_size=73448,
+            hidden_size=2560,
+            intermediate_size=6400,
+            num_hidden_layers=62,
+            num_attention_heads=40,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            kv_lora_rank=256,
+            q_lora_rank=768,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+        ),
+        "scale_emb": Field("embedding.multiplier", 12.0),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    fixed={"embedding.scaling": "rounded", "head.scaling": "divide states"},
+    kv_heads=40,
+    whole_heads=True,
+    interleaved=False,
+    written=written,
+)
+
+MINICPM3 = Architecture(
+    name="minicpm3",
+    model_types=("minicpm3",),
+    hf_class="MiniCPM3ForCausalLM",
+    hf_config="MiniCPM3Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    read=read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={**KNOWN, "logits_scaling": "made of hidden_size and dim_model_base"},
+)

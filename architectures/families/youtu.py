@@ -1,0 +1,45 @@
+"""Youtu-LLM (Tencent 2025): dense, with the latent attention of DeepSeek-V3.
+
+Source: transformers models/youtu/{configuration,modeling}_youtu.py.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture, leaves_of
+from ..decoder import USUAL, with_defaults
+from ..latent import KNOWN, LATENT, LatentDecoder, latent_leaves
+from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
+
+HEADS = ("num_key_value_heads", "head_dim")
+"""Fields that are about heads of keys and values, where there are none."""
+FIELDS = {name: field for name, field in USUAL.items() if name not in HEADS} | LATENT
+
+DECODER = LatentDecoder(
+    with_defaults(
+        FIELDS,
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_attention_heads=16,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
+    kv_heads=16,
+)
+
+LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
+
+YOUTU = Architecture(
+    name="youtu",
+    model_types=("youtu",),
+    hf_class="YoutuForCausalLM",
+    hf_config="YoutuConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    irrelevant={**KNOWN, "embedding_initializer_range": "training only"},
+)

@@ -1,0 +1,130 @@
+"""Latent attention in config.json and checkpoints, as the families after DeepSeek-V2 (2405.04434) have it.
+
+Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, DeepseekV2Attention, which the others inherit.
+One rotary key is shared by all heads, and the latents' norms have an eps of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..components import LatentAttention, ModelSpec, RMSNorm, Rotary
+from .base import Leaf, leaves_of
+from .config import ConfigReader
+from .decoder import Decoder, Field
+from .layout import Layout
+from .obstacles import of_kind
+from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
+
+EPS = 1e-6
+"""Of the norms on latents, whatever the config says of the others."""
+
+
+def from_zero(config: ConfigReader, name: str, default: int) -> int:
+    """A size that may be 0."""
+    found = config.raw(name, default)
+    return 0 if type(found) is int and found == 0 else config.integer(name, default)
+
+
+LATENT: Mapping[str, Field] = {
+    "kv_lora_rank": Field("attention.kv_rank", 512),
+    "q_lora_rank": Field("attention.q_rank", 1536, ConfigReader.optional_integer),
+    "qk_nope_head_dim": Field("attention.nope_dim", 128, from_zero),
+    "qk_rope_head_dim": Field("attention.rope_dim", 64),
+    "v_head_dim": Field("attention.value_dim", 128),
+    "attention_bias": Field("attention.output_bias", False),
+}
+"""The fields about attention."""
+
+
+@dataclass(frozen=True)
+class LatentDecoder(Decoder):
+    """A decoder of latent attention.
+
+    kv_heads: the default of `num_key_value_heads`, which are to be as many as there are heads; None where that is the
+    default. turning: what is assumed of rotary keys. interleaved: whether neighbours turn together, where no field says
+    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together.
+    """
+
+    mixer: type[Any] = LatentAttention
+    rotary: RotaryKind | None = None
+    turning: RotaryKind = USUAL_ROTARY
+    kv_heads: int | None = None
+    interleaved: bool | None = None
+    gathered: bool = True
+
+    def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
+        """Nothing follows: the sizes of heads are given."""
+
+    def attentions(
+        self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], _: Mapping[str, Any]
+    ) -> Sequence[LatentAttention]:
+        """One for all layers."""
+        heads, fields = values["heads"], dict(own)
+        kv_heads = config.optional_integer("num_key_value_heads", self.kv_heads)
+        if kv_heads not in (None, heads):
+            raise config.fail("num_key_value_heads", kv_heads, f"as many as num_attention_heads ({heads})")
+        rope_dim, bias, q_rank = fields.pop("rope_dim"), fields["output_bias"], fields["q_rank"]
+        together = config.boolean("rope_interleave", True) if self.interleaved is None else self.interleaved
+        turning = self.turning._replace(pairs="adjacent" if together else "halves")
+        scale, mscale = (fields["nope_dim"] + rope_dim) ** -0.5, read_mscale(config)
+        attention = LatentAttention(
+            hidden_size=values["hidden"],
+            heads=heads,
+            rope_heads=1,
+            scale=scale * mscale * mscale,
+            position=read_rotary(config, rope_dim, values["context"], turning),
+            q_norm=None if q_rank is None else RMSNorm(size=q_rank, eps=EPS),
+            kv_norm=RMSNorm(size=fields["kv_rank"], eps=EPS),
+            qkv_bias=bias and q_rank is not None,  # there is none on queries without a latent
+            kv_bias=bias and q_rank is None,
+            fused=True,
+            gathered=together and self.gathered,
+            **fields,
+        )
+        return [attention] * values["layers"]
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """The config fields of a tree; raises as `Decoder.write`."""
+        attention = of_kind(spec.blocks[0].attention, LatentAttention)
+        rotary = of_kind(attention.position, Rotary)
+        rope = write_rotary(rotary, rotary.dim, self.turning)
+        scaling = write_mscale(rope["rope_scaling"], attention.scale, attention.query_dim**-0.5)
+        pairs = {"rope_interleave": rotary.pairs == "adjacent"} if self.interleaved is None else {}
+        found = {"num_key_value_heads": attention.heads, **rope, "rope_scaling": scaling, **pairs}
+        return {**found, **super().write(spec)}
+
+
+def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
+    """The tensors of latent attention in a layer, by how names of ours (`block`) and checkpoints' (`layer`) begin."""
+    ours, theirs = f"{block}attention.", f"{layer}self_attn."
+    down = tuple(
+        Leaf(f"{theirs}kv_a_proj_with_mqa.{each}", (f"{ours}kv_down_proj.{each}", f"{ours}k_rope_proj.{each}"), layout)
+        for each, layout in (("weight", DOWN), ("bias", DOWN_BIAS))
+    )
+    key, value = f"{ours}k_up_proj.weight", f"{ours}v_up_proj.weight"
+    return (
+        *leaves_of(
+            {
+                f"{theirs}q_proj": f"{ours}q_proj",
+                f"{theirs}q_a_proj": f"{ours}q_down_proj",
+                f"{theirs}q_a_layernorm": f"{ours}q_norm",
+                f"{theirs}q_b_proj": f"{ours}q_up_proj",
+            }
+        ),
+        *down,
+        *leaves_of({f"{theirs}kv_a_layernorm": f"{ours}kv_norm"}),
+        Leaf(f"{theirs}kv_b_proj.weight", (key, value), UP),
+        Leaf(f"{theirs}kv_b_proj.weight", value, when=lambda block: not getattr(block.attention, "nope_dim", 1)),
+        *leaves_of({f"{theirs}o_proj": f"{ours}o_proj"}),
+    )
+
+
+DOWN = Layout("part hidden", split="part", parts=("kv_rank", "rope_dim"))
+DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
+UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
+
+KNOWN = {"head_dim": "made of qk_rope_head_dim", "qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}
+"""Fields that transformers writes and sets anew, for a family's `irrelevant`."""
