@@ -112,6 +112,9 @@ class Stacked:
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
 
+LAYERS = "model.layers."
+"""How names of tensors in layers begin, where files have layers that draft tokens behind the last."""
+
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
 
@@ -138,6 +141,7 @@ class Architecture:
     outside: name prefixes of what composite models have beside the language model.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
+    drafts: how many layers files may have behind the last, which draft tokens (multi-token prediction): left out.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
@@ -166,6 +170,7 @@ class Architecture:
     outside: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    drafts: int = 0
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
@@ -285,7 +290,8 @@ class Architecture:
         # Nine digits at most: int() itself refuses very long ones.
         layer = next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
         if layer is not None and int(layer) >= layers:
-            return name
+            drafts = int(layer) < layers + self.drafts and any(each.startswith(LAYERS) for each in candidates)
+            return None if drafts else name
         for candidate in candidates:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:

@@ -16,7 +16,7 @@ from .config import ConfigReader
 from .decoder import Decoder, Field
 from .layout import Layout
 from .obstacles import of_kind
-from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
+from .rope import PART, USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
 
 EPS = 1e-6
 """Of the norms on latents, whatever the config says of the others."""
@@ -70,12 +70,15 @@ class LatentDecoder(Decoder):
         together = config.boolean("rope_interleave", True) if self.interleaved is None else self.interleaved
         turning = self.turning._replace(pairs="adjacent" if together else "halves")
         scale, mscale = (fields["nope_dim"] + rope_dim) ** -0.5, read_mscale(config)
+        position = read_rotary(config, rope_dim, values["context"], turning)
+        if position.dim != rope_dim:
+            raise config.fail(PART, position.dim / rope_dim, "1: all of a rotary key turns")
         attention = LatentAttention(
             hidden_size=values["hidden"],
             heads=heads,
             rope_heads=1,
             scale=scale * mscale * mscale,
-            position=read_rotary(config, rope_dim, values["context"], turning),
+            position=position,
             q_norm=None if q_rank is None else RMSNorm(size=q_rank, eps=EPS),
             kv_norm=RMSNorm(size=fields["kv_rank"], eps=EPS),
             qkv_bias=bias and q_rank is not None,  # there is none on queries without a latent

@@ -41,7 +41,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`.
 
     `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
-    first chosen by group: the `top_groups` whose two largest p have the largest sum. `shared` is a feed-forward that
+    first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
     every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
     it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum.
 
@@ -61,6 +61,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "router_bias": "router bias dropped",
         "groups": "experts chosen from all groups",
         "top_groups": "experts chosen from one group",
+        "group_best": "groups chosen by two experts",
         "shared": "shared expert left out",
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
@@ -81,6 +82,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     router_bias: bool = False
     groups: Size = 1
     top_groups: Size = 1
+    group_best: Literal[1, 2] = 2
     shared: FeedForward | GatedFeedForward | None = None
     shared_gate: bool = False
     averaged: bool = False
@@ -96,8 +98,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise ConfigError(f"{self.top_k} experts per token of {self.experts}")
-        if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
-            raise ConfigError(f"{self.experts} experts have no {self.groups} groups of two or more")
+        if self.experts % self.groups or (self.groups > 1 and self.experts < self.group_best * self.groups):
+            raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
         if self.top_k > self.eligible:
             raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
         for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
@@ -223,7 +225,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
-            **{name: getattr(self, name) for name in ("groups", "top_groups")},
+            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best")},
             "of_chosen": self.of_chosen,
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),

@@ -256,9 +256,9 @@ class Add(Operation, frozen=True, kw_only=True):
 
 class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
-    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these.
-    Its weight, where it has one, is added to scores for the choice alone. of_chosen: scores are made of the chosen
-    experts' logits alone. wide: in fp32 at least.
+    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
+    the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
+    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least.
     """
 
     top_k: int
@@ -270,6 +270,7 @@ class Choose(Operation, frozen=True, kw_only=True):
     top_groups: int = 1
     of_chosen: bool = False
     wide: bool = True
+    group_best: int = 2
 
 
 class Gather(Operation, frozen=True, kw_only=True):

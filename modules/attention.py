@@ -226,11 +226,13 @@ class LatentAttentionModule(nn.Module):
         if isinstance(spec.position, Turning):
             tables, turn = context.tables(spec.position), module_of(spec.position).turn
             rope = self._gathered(turn(rope, tables))
-            turned = torch.unflatten(q[..., spec.nope_dim :], -1, (spec.rope_heads, -1))  # (B, H, T, R, dim)
-            turned = turned.transpose(2, 3)
-            turned = self._gathered(turn(turned.flatten(1, 2), tables))
-            turned = torch.unflatten(turned, 1, (heads, -1)).transpose(2, 3)
-            q = torch.cat((q[..., : spec.nope_dim], turned.flatten(-2)), dim=-1)
+            turned = q[..., spec.nope_dim :]
+            if spec.rope_heads > 1:
+                turned = torch.unflatten(turned, -1, (spec.rope_heads, -1)).transpose(2, 3).flatten(1, 2)
+            turned = self._gathered(turn(turned, tables))  # (B, H·R, T, dim)
+            if spec.rope_heads > 1:
+                turned = torch.unflatten(turned, 1, (heads, -1)).transpose(2, 3).flatten(-2)
+            q = torch.cat((q[..., : spec.nope_dim], turned), dim=-1)
         if cache is not None:
             rope, kept = cache.append(rope, latent[:, None])
             # (B, S, rank), with the strides that it has in transformers' cache, even of a single row.

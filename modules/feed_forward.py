@@ -151,7 +151,7 @@ class MixtureOfExpertsModule(nn.Module):
         scores = scores if self.choice is None else self.choice(scores)
         if spec.groups > 1:
             by_group = torch.unflatten(scores, -1, (spec.groups, -1))
-            best = by_group.topk(2, dim=-1)[0].sum(dim=-1)
+            best = by_group.topk(spec.group_best, dim=-1)[0].sum(dim=-1)
             groups = best.topk(min(spec.top_groups, spec.groups), dim=-1, sorted=False)[1]
             out = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
             scores = by_group.masked_fill(out[..., None], float("-inf")).flatten(1)

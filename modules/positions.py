@@ -122,7 +122,11 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
     if turns is not None:
-        pairs = torch.unflatten(turned.to(cos.dtype), -1, (-1, 2)).contiguous()
+        pairs = torch.unflatten(turned.to(cos.dtype), -1, (-1, 2))
+        if any(
+            step % 2 for step in (pairs.storage_offset(), *pairs.stride()[:-1])
+        ):  # a view of complex numbers has none
+            pairs = pairs.clone(memory_format=torch.contiguous_format)
         turned = torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(x.dtype)
         return turned if dim == head_dim else torch.cat((turned, x[..., dim:]), dim=-1)
     # Each element's partner.

@@ -254,7 +254,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
             formula += " + bias" if operation.weights else ""
             if operation.groups > 1:
-                formula += f", in the best {operation.top_groups} of {operation.groups} groups"
+                by = " by one expert" if operation.group_best == 1 else ""
+                formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
             formula += ", divided by their sum" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
             return Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)

@@ -1,0 +1,94 @@
+"""DeepSeek-V2 and V2-Lite (2405.04434): latent attention whose neighbours turn as complex numbers, and mixtures of a
+softmax, in the large one chosen by groups of experts.
+
+Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py, which never divides weights of experts
+by their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import MixtureOfExperts, ModelSpec
+from ..base import Architecture
+from ..config import ConfigReader
+from ..decoder import Field, Mixtures, after, with_defaults
+from ..latent import KNOWN, LatentDecoder
+from ..rope import RotaryKind
+from . import youtu
+from .deepseek_v3 import DRAFTS, FIELDS, TRAINING
+from .llama import LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+GROUPS = ("n_group", "topk_group", "norm_topk_prob")
+"""Fields of DeepSeek-V3 that say something else here."""
+METHODS = {"greedy": False, "group_limited_greedy": True}
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """The tree; groups are there where `topk_method` says so."""
+    grouped = config.choice("topk_method", "greedy", METHODS)
+    names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
+    found = {role: config.optional_integer(name) for name, role in names.items()}
+    for name, role in names.items():
+        if grouped and found[role] is None:
+            raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
+    return DECODER.read(config, **({**found, "mixture__group_best": 1} if grouped else {}))
+
+
+def written(spec: ModelSpec) -> Mapping[str, Any]:
+    """The fields of groups."""
+    inner = (block.feed_forward for block in spec.blocks)
+    mixture = next((each for each in inner if isinstance(each, MixtureOfExperts)), None)
+    if mixture is None or mixture.groups == 1:
+        return {"topk_method": "greedy", "n_group": None, "topk_group": None}
+    return {"topk_method": "group_limited_greedy", "n_group": mixture.groups, "topk_group": mixture.top_groups}
+
+
+DECODER = LatentDecoder(
+    {
+        **with_defaults(
+            {name: field for name, field in FIELDS.items() if name not in GROUPS},
+            vocab_size=102400,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            moe_intermediate_size=1407,
+            routed_scaling_factor=1.0,
+            num_experts_per_tok=None,
+        ),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+    },
+    fixed={"mixture.normalise": False, "mixture.routed_in": "float32", "mixture.in_order": False},
+    turning=RotaryKind(rounding="complex"),
+    interleaved=True,
+    gathered=False,
+    whole_heads=True,
+    mixtures=Mixtures(
+        **after("first_k_dense_replace", 0), expert={"fused": True, "up_bias": False, "down_bias": False}
+    ),
+    written=written,
+)
+
+DEEPSEEK_V2 = Architecture(
+    name="deepseek_v2",
+    model_types=("deepseek_v2",),
+    hf_class="DeepseekV2ForCausalLM",
+    hf_config="DeepseekV2Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    read=read,
+    write=DECODER.write,
+    leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES),
+    config_aliases={"n_routed_experts": ("num_experts",)},
+    stated={"num_experts_per_tok": 6},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
+    refused={
+        "moe_layer_freq": ((1, None), "transformers has a mixture in every layer behind the dense ones"),
+        "norm_topk_prob": ((False, None), "transformers' DeepSeek-V2 does not divide weights of experts by their sum"),
+        "scoring_func": (("softmax", None), "transformers' DeepSeek-V2 has softmax scores"),
+    },
+)

@@ -1,0 +1,69 @@
+"""DeepSeek-V3 and R1 (2412.19437), Kimi K2, Moonlight: latent attention, and mixtures of sigmoid scores, whose choice
+has a bias and goes by groups of experts; the first layers are dense.
+
+Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py. The layer behind the last, which drafts
+tokens (`layers.61`), is left out there too.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import USUAL, Field, Mixtures, after, with_defaults
+from ..latent import KNOWN, LATENT, LatentDecoder
+from . import youtu
+from .glm4_moe import CORRECTION, GROUPED, ROUTER
+from .llama import LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+from .youtu import HEADS
+
+FIELDS = {
+    **{name: field for name, field in USUAL.items() if name not in HEADS},
+    **LATENT,
+    "moe_intermediate_size": Field("expert_size", 2048),
+    "n_shared_experts": Field("shared_experts", 1),
+    "n_routed_experts": Field("mixture.experts", 256),
+    **with_defaults(GROUPED, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+}
+
+DECODER = LatentDecoder(
+    with_defaults(
+        FIELDS,
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        max_position_embeddings=4096,
+    ),
+    fixed=ROUTER,
+    kv_heads=128,
+    mixtures=Mixtures(**after("first_k_dense_replace", 3)),
+)
+LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
+
+DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers behind the last, which draft tokens")
+TRAINING = {"aux_loss_alpha": "training only", "ep_size": "how a server shares out experts", "seq_aux": "training only"}
+"""What files say beside, that transformers does not read."""
+
+DEEPSEEK_V3 = Architecture(
+    name="deepseek_v3",
+    model_types=("deepseek_v3", "kimi_k2"),
+    hf_class="DeepseekV3ForCausalLM",
+    hf_config="DeepseekV3Config",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    config_aliases={"n_routed_experts": ("num_local_experts",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    drafts=1,
+    stacked=STACKED,
+    irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
+    refused={
+        "moe_layer_freq": ((1, None), "transformers has a mixture in every layer behind the dense ones"),
+        "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 has sigmoid scores"),
+        "topk_method": (("noaux_tc", None), "transformers' DeepSeek-V3 chooses experts by groups, with a bias"),
+    },
+)

@@ -1,0 +1,60 @@
+"""GLM-4.7-Flash (Z.ai 2026): DeepSeek-V3's latent attention and mixtures, with a dense first layer.
+
+Source: transformers models/glm4_moe_lite/{configuration,modeling}_glm4_moe_lite.py. The layer behind the last, which
+drafts tokens (`layers.47`), is left out there too.
+"""
+
+from __future__ import annotations
+
+from ..base import Architecture
+from ..decoder import Mixtures, by_type, with_defaults
+from ..latent import KNOWN, LatentDecoder
+from ..rope import PART, RotaryKind
+from .deepseek_v3 import DRAFTS, FIELDS, LEAVES
+from .glm4_moe import ROUTER
+from .llama import LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, STACKED
+
+DECODER = LatentDecoder(
+    with_defaults(
+        FIELDS,
+        vocab_size=154880,
+        hidden_size=2048,
+        intermediate_size=10240,
+        num_hidden_layers=47,
+        num_attention_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        moe_intermediate_size=1536,
+        n_routed_experts=64,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.8,
+    ),
+    fixed=ROUTER,
+    kv_heads=20,
+    turning=RotaryKind(part=PART),
+    mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
+)
+
+GLM4_MOE_LITE = Architecture(
+    name="glm4_moe_lite",
+    model_types=("glm4_moe_lite",),
+    hf_class="Glm4MoeLiteForCausalLM",
+    hf_config="Glm4MoeLiteConfig",
+    kinds=DECODER.kinds,
+    token_ids={"bos_token_id": 0, "eos_token_id": 1},
+    read=DECODER.read,
+    write=DECODER.write,
+    leaves=LEAVES,
+    config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
+    prefix="model.",
+    dropped=LLAMA_DROPPED,
+    drafts=1,
+    stacked=STACKED,
+    irrelevant={"qk_head_dim": KNOWN["qk_head_dim"], **OF_ROUTERS, **DRAFTS},
+)
