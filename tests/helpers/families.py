@@ -58,6 +58,22 @@ GEMMA2 = {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "sliding_wind
 GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
 
+LATENT = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}
+LATENT |= {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+YOUTU = {**LATENT, "model_type": "youtu", "q_lora_rank": 28, "v_head_dim": 12}
+MINICPM3 = {**YOUTU, "model_type": "minicpm3", "dim_model_base": 16}
+
+DEEPSEEK = {
+    **YOUTU,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+DEEPSEEK_V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "first_k_dense_replace": 1}
+DEEPSEEK_V3 = {**DEEPSEEK_V2, "model_type": "deepseek_v3", "n_group": 4, "topk_group": 2}
+GLM4_MOE_LITE = {**DEEPSEEK, "model_type": "glm4_moe_lite"}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -657,6 +673,85 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "moe_normalize_expert_weights": None,
             "ffn_act_fn": {"name": "gelu"},
         },
+    },
+    "youtu": YOUTU,
+    "youtu-plain": {
+        **YOUTU,
+        "q_lora_rank": None,
+        "kv_lora_rank": 17,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 7,
+        "rope_interleave": False,
+        "attention_bias": True,
+    },
+    "youtu-yarn": {
+        **YOUTU,
+        "max_position_embeddings": 160,
+        "rope_scaling": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.707},
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "minicpm3": MINICPM3,
+    "minicpm3-nulls": {
+        **MINICPM3,
+        "num_key_value_heads": None,
+        "q_lora_rank": None,
+        "v_head_dim": None,
+        "dim_model_base": None,
+        "scale_depth": None,
+        "scale_emb": 3.3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "minicpm3-longrope": {
+        **MINICPM3,
+        "max_position_embeddings": 128,
+        "rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0]},
+    },
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2-grouped": {
+        **DEEPSEEK_V2,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+        "max_position_embeddings": 160,
+        "rope_scaling": {**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "deepseek_v2-one": {**DEEPSEEK_V2, "first_k_dense_replace": 0, "n_shared_experts": 1, "tie_word_embeddings": True},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3-plain": {
+        **DEEPSEEK_V3,
+        "num_key_value_heads": None,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3-yarn": {
+        **DEEPSEEK_V3,
+        "max_position_embeddings": 160,
+        "rope_scaling": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "routed_scaling_factor": 0.5,
+    },
+    "deepseek_v3-dense": {**YOUTU, "model_type": "deepseek_v3", "first_k_dense_replace": 2},
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm4_moe_lite-types": {
+        **GLM4_MOE_LITE,
+        "n_group": 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "norm_topk_prob": False,
+        "rope_interleave": False,
     },
     "falcon-RefinedWebModel-rw": {
         **{key: value for key, value in REFINED_WEB.items() if key != "hidden_size"},

@@ -251,6 +251,98 @@ def gemma3(chosen: random.Random) -> Config:
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
 
+def latent(chosen: random.Random) -> Config:
+    """What families with latent attention have; the rotary key's width is for a whole "head" of them."""
+    heads, rope_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
+    fields = rope(chosen, rope_dim)
+    for scaled in (fields.get("rope_scaling"), fields.get("rope_parameters")):
+        if scaled and scaled["rope_type"] not in ("default", "llama3") and chosen.random() < 0.5:
+            scaled |= {"mscale_all_dim": 1.3, "factor": scaled.get("factor", 2.0)}
+        if scaled and scaled["rope_type"] != "proportional":
+            scaled.pop("partial_rotary_factor", None)
+    return {
+        "hidden_size": chosen.choice(ODD) * 3,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": chosen.choice(CONTEXT),
+        "kv_lora_rank": chosen.choice(ODD),
+        "q_lora_rank": chosen.choice((None, *ODD)),
+        "qk_nope_head_dim": chosen.choice((0, *ODD)),
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": chosen.choice(ODD),
+        **fields,
+        **sometimes(
+            chosen,
+            {
+                "attention_bias": True,
+                "hidden_act": activation(chosen),
+                "rms_norm_eps": 1e-3,
+                "tie_word_embeddings": chosen.random() < 0.5,
+            },
+        ),
+    }
+
+
+def youtu(chosen: random.Random) -> Config:
+    return latent(chosen) | sometimes(chosen, {"rope_interleave": False})
+
+
+def minicpm3(chosen: random.Random) -> Config:
+    found = latent(chosen)
+    more = {
+        "v_head_dim": None,
+        "mlp_bias": True,
+        "scale_emb": chosen.choice((1, 12, 3.3)),
+        "scale_depth": chosen.choice((None, 1.4, 2)),
+        "dim_model_base": chosen.choice((None, 7, 256)),
+    }
+    return found | sometimes(chosen, more) | {"hidden_size": found["num_attention_heads"] * chosen.choice(ODD)}
+
+
+def deepseek(chosen: random.Random) -> Config:
+    """Mixtures by groups behind dense layers; torch's grouped product wants rows of whole 16 bytes."""
+    groups, each = chosen.choice((1, 2, 4)), chosen.choice((2, 3))
+    best = chosen.randint(1, groups)
+    found = latent(chosen)
+    return {
+        **found,
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "moe_intermediate_size": chosen.choice((8, 24, 40)),
+        "n_routed_experts": groups * each,
+        "num_experts_per_tok": chosen.randint(1, best * each),
+        "n_shared_experts": chosen.choice((1, 2)),
+        "n_group": groups,
+        "topk_group": best,
+        **sometimes(chosen, {"routed_scaling_factor": chosen.choice((0.5, 2.5))}),
+    }
+
+
+def deepseek_v2(chosen: random.Random) -> Config:
+    """transformers asks for widths that heads share out, and for neighbours that begin at even places."""
+    found = deepseek(chosen) | sometimes(chosen, {"mlp_bias": True})
+    found["hidden_size"] *= found["num_attention_heads"]
+    even = {name: found[name] // 2 * 2 for name in ("kv_lora_rank", "qk_nope_head_dim")}
+    method = chosen.choice(("greedy", "group_limited_greedy"))
+    if method == "greedy":
+        found |= {"n_group": None, "topk_group": None}
+    first = {"first_k_dense_replace": chosen.randint(0, found["num_hidden_layers"])}
+    return found | even | {"kv_lora_rank": max(even["kv_lora_rank"], 2), "topk_method": method} | first
+
+
+def deepseek_v3(chosen: random.Random) -> Config:
+    found = deepseek(chosen)
+    found["first_k_dense_replace"] = chosen.randint(0, found["num_hidden_layers"])
+    return found | sometimes(chosen, {"rope_interleave": False, "norm_topk_prob": False})
+
+
+def glm4_moe_lite(chosen: random.Random) -> Config:
+    found = deepseek(chosen)
+    types = [chosen.choice(("dense", "sparse")) for _ in range(found["num_hidden_layers"])]
+    return found | sometimes(chosen, {"rope_interleave": False, "norm_topk_prob": False, "mlp_layer_types": types})
+
+
 def mixture(chosen: random.Random) -> Config:
     """Sizes of mixtures of experts, by role: torch's grouped product wants rows of whole 16 bytes."""
     groups, width = chosen.choice((1, 1, 2)), chosen.choice((8, 24, 40))
@@ -337,6 +429,11 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "youtu": youtu,
+    "minicpm3": minicpm3,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
 }
 
 
