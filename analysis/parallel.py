@@ -174,7 +174,7 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
     repeated = sorted(number for number in kv_heads if number < tp)
     if repeated:
         notes.append(f"Each of {' or '.join(map(str, repeated))} key-value heads is on several GPUs.")
-    if tp > 1 and any(isinstance(each, ops.Cache) and each.ours for each in operations):
+    if tp > 1 and any(isinstance(each, ops.Cache) and len(each.shape) == 3 for each in operations):
         notes.append("The latent and its cache are on each of them.")
     if spec.head.tied and pp > 1:
         notes.append("The last stage has a copy of the embedding, which is its head.")

@@ -149,7 +149,7 @@ class LatentAttention(Mixer, Component, frozen=True):
             "attention": Words(
                 f"MLA {self.heads}, latent {self.kv_rank:,}{low}{keys}",
                 data,
-                f"MLA, {self.heads} heads, latent {self.kv_rank}{low}, {wide}",
+                f"MLA, {self.heads} heads, latent {self.kv_rank}, {wide}{low}",
             ),
             "head dim": Words(
                 f"q/k {self.query_dim:,}, v {self.value_dim:,}",
@@ -219,7 +219,9 @@ class LatentAttention(Mixer, Component, frozen=True):
 
         def cache(name: str) -> None:
             seen: Sizes = ("B", "S", *found[-1].shape[2:])
-            found.append(Cache(name, (found[-1].id,), seen, row, window=self.window, ours=True, held=end))
+            found.append(
+                Cache(name, (found[-1].id,), seen, row, window=self.window, ours=self.rope_heads != 1, held=end)
+            )
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
         down: dict[str, Any] = {"together": f"{path}.kv_down", "fused": self.fused and self.rope_dim > 0}

@@ -197,9 +197,10 @@ class LatentAttentionModule(nn.Module):
         self.k_up_proj = Linear(rank, spec.heads * spec.nope_dim, False, arithmetic) if spec.nope_dim else None
         self.v_up_proj = Linear(rank, spec.heads * spec.value_dim, False, arithmetic)
         self.o_proj = Linear(spec.heads * spec.value_dim, hidden, spec.output_bias, arithmetic)
-        self.down = FusedLinears() if spec.fused and self.k_rope_proj is not None else None
+        fused = spec.fused and arithmetic != "conv1d"  # whose memory has no groups of rows
+        self.down = FusedLinears() if fused and self.k_rope_proj is not None else None
         # Values are mixed as they lie, where a product sums them in the order of whole cache lines.
-        self.up = FusedLinears(spec.heads, CACHE_LINE) if spec.fused and self.k_up_proj is not None else None
+        self.up = FusedLinears(spec.heads, CACHE_LINE) if fused and self.k_up_proj is not None else None
         # What is left to do once every head has a key and a value of its own, positions applied.
         position = spec.position if isinstance(spec.position, Biasing) else None
         sizes = {"heads": spec.heads, "kv_heads": spec.heads, "head_dim": spec.query_dim, "scale": spec.scale}

@@ -34,6 +34,7 @@ def latent_of(attention: Attention, rank: int, rope_heads: int) -> LatentAttenti
         nope_dim=_plain_dim(attention),
         value_dim=attention.head_dim,
         rope_heads=rope_heads if isinstance(attention.position, Rotary) else 0,
+        fused=False,  # which says of what other products
     )
     return found
 

@@ -11,6 +11,27 @@ from gptkit.errors import ConfigError
 
 OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
 OTHERS += ("softmax", "sigmoid", "average", "sum")
+OTHERS: tuple[Any, ...] = (
+    1,
+    2,
+    3,
+    4,
+    8,
+    12,
+    48,
+    96,
+    0.5,
+    1.0,
+    1e-3,
+    2.5,
+    True,
+    False,
+    None,
+    "relu",
+    "gelu",
+    "greedy",
+    "group_limited_greedy",
+)
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
@@ -24,6 +45,9 @@ COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 COMPARED |= {("youtu", "num_attention_heads"): "as many as num_key_value_heads"}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in ("youtu", "minicpm3")}
+LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
+COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
 """Fields that are read to be compared with what others say."""
 
 

@@ -723,7 +723,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "deepseek_v2-one": {**DEEPSEEK_V2, "first_k_dense_replace": 0, "n_shared_experts": 1, "tie_word_embeddings": True},
+    "deepseek_v2-one": {
+        **DEEPSEEK_V2,
+        "num_key_value_heads": None,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 1,
+        "tie_word_embeddings": True,
+    },
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3-plain": {
         **DEEPSEEK_V3,
@@ -745,6 +751,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 0.5,
     },
     "deepseek_v3-dense": {**YOUTU, "model_type": "deepseek_v3", "first_k_dense_replace": 2},
+    "deepseek_v3-kimi_k2": {**DEEPSEEK_V3, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": GLM4_MOE_LITE,
     "glm4_moe_lite-types": {
         **GLM4_MOE_LITE,
@@ -1097,6 +1104,8 @@ def modern(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` in words that transformers understands; its own copy, since transformers writes into nested ones."""
     config = copy.deepcopy(dict(config))
     config = config.get("text_config", config)  # of a composite model the language model alone
+    if config["model_type"] == "kimi_k2":
+        config["model_type"] = "deepseek_v3"
     if config["model_type"] in ("RefinedWeb", "RefinedWebModel"):
         config["new_decoder_architecture"] = config["model_type"] == "RefinedWeb"
         config["model_type"] = "falcon"
