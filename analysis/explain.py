@@ -29,13 +29,14 @@ MEANINGS = {
     "k": "width of all key heads",
     "c": "dimensions of a head",
     "f": "feed-forward width",
+    "a": "width of the queries' latent",
     "r": "width of the latent",
     "p": "width of the rotary keys",
     "u": "width of the keys that are made of the latent",
     "w": "width of the values that are made of the latent",
     "n": "another width",
 }
-MULTIPLES = "hkfruwp"
+MULTIPLES = "hkfaruwp"
 """Widths that are written as a multiple of d where they are one, of at most `MOST`."""
 MOST = 8
 MOST_RANGES = 3

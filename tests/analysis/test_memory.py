@@ -26,6 +26,7 @@ from gptkit.components import (
     Activation,
     ALiBi,
     GatedFeedForward,
+    LatentAttention,
     LayerNorm,
     MixtureOfExperts,
     ModelSpec,
@@ -114,7 +115,8 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scores are written out, to a few bytes. Its sdpa repeats keys and copies them in other places; BLOOM's gelu
-    has a backward pass of its own there, which makes again what the formula's steps keep.
+    has a backward pass of its own there, which makes again what the formula's steps keep. Keys of a latent are written
+    into a tensor of their own, and neighbours turn as slices.
     """
     config = REPRESENTATIVES[family].config
     if kernel not in ARCHITECTURES[family].reference(spec_of(config)):
@@ -130,7 +132,8 @@ def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch
             steps = 6 * len(ALL[family].blocks) * run.rows * 4 * ALL[family].hidden_size * run.size
             assert sum(told.values()) - steps == pytest.approx(measured, rel=0.001)
         else:
-            assert ratio == pytest.approx(1, rel=0.0001 if kernel == "eager" else 0.1)
+            latent = isinstance(ALL[family].blocks[0].attention, LatentAttention)
+            assert ratio == pytest.approx(1, rel=0.0001 if kernel == "eager" and not latent else 0.1)
 
 
 def test_korthikanti() -> None:

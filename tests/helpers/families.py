@@ -60,7 +60,7 @@ GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding
 
 LATENT = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-YOUTU = {**LATENT, "model_type": "youtu", "q_lora_rank": 28, "v_head_dim": 12}
+YOUTU = {**LATENT, "model_type": "youtu", "q_lora_rank": 28, "v_head_dim": 10}
 MINICPM3 = {**YOUTU, "model_type": "minicpm3", "dim_model_base": 16}
 
 DEEPSEEK = {
@@ -697,6 +697,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **MINICPM3,
         "num_key_value_heads": None,
         "q_lora_rank": None,
+        "qk_nope_head_dim": 6,
         "v_head_dim": None,
         "dim_model_base": None,
         "scale_depth": None,
