@@ -27,8 +27,8 @@ from .registry import computes
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: of `components.Rotary`. `complex`:
-    cos + i·sin, (1 or B, 1, T, dim / 2), where neighbours turn as complex numbers.
+    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: of `components.Rotary`.
+    `complex`: cos + i·sin, (1 or B, 1, T, dim / 2), where neighbours turn as complex numbers.
     """
 
     cos: Tensor
@@ -54,7 +54,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     if rotary.rounding == "tables":
         cos, sin = cos.to(wide), sin.to(wide)
     if rotary.direction == "backward":
-        sin = -sin
+        sin, turns = -sin, None if turns is None else turns.conj().resolve_conj()
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
         return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined, turns)
