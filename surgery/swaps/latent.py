@@ -7,6 +7,10 @@ may start from.
 "mla:R" keeps a latent of R numbers per token; where keys and values have no more than R, it is "mla:full". Values come
 out of it by the best linear map of that rank on a text; keys without rotary positions too. Rotary keys become one that
 all heads share, as `kv_fit` makes it. Lossless where R is as much as there is to hold and there is one rotary key head.
+
+"mla:deepseek" changes nothing either: it is the form in which DeepSeek-V3's own code has a latent. Several rotary keys
+become one, as wide as all of them, in which frequencies repeat (LongRoPE's divisors say any). A latent without a norm
+gets one that leaves it as it is, beside constant elements so large that they alone decide what it divides by.
 """
 
 from __future__ import annotations
@@ -15,13 +19,24 @@ import dataclasses
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
-from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
+from ...components import (
+    Attention,
+    DynamicScaling,
+    LatentAttention,
+    LongRopeScaling,
+    ModelSpec,
+    RMSNorm,
+    Rotary,
+    recast,
+)
 from ...errors import SwapRefused
-from ..base import Array, Filled, Moved, Swapped, Tensor
+from ..base import Array, Computed, Filled, Moved, Swapped, Tensor
 from ..fits.scratch import Scratch
-from ..layerwise import attentions, with_mixers
-from ..registry import Asked, Swap
+from ..layerwise import attentions, tensors_of, with_mixers
+from ..registry import Asked, Clears, Swap
+from ..rotation import NEUTRAL, Elements, amplitude, frequencies, original_context, pair_elements, reordered
 from .kv_heads import fitted_names
 
 
@@ -130,6 +145,107 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary)
 
 
+# --- as DeepSeek-V3 has it --------------------------------------------------------------------------------------------
+
+CONSTANT = 2.0**40
+"""Of a latent's elements: the square of any other vanishes beside its own, in fp64 too."""
+SHARE = 64
+"""One element in so many of a latent is constant. With the root of this, a power of two, no dtype rounds."""
+EPS = 1e-6
+"""Of DeepSeek's norms on latents."""
+
+
+def deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
+    """The record in a latent attention's place."""
+    position = attention.position
+    if not isinstance(position, Rotary):
+        hint = "First --position rope:neutral, before --attention mla:full."
+        raise SwapRefused(f"layer {layer} has no rotary positions, which DeepSeek's latents have", hint)
+    if attention.qkv_bias and attention.q_rank is None:
+        raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's have not", "--drop query.bias")
+    found = replace(attention, rope_heads=1, position=widened(layer, position, attention.rope_heads, context))
+    found = replace(found, fused=True, gathered=position.pairs == "adjacent")
+    if attention.kv_norm is not None:
+        return found
+    rank = SHARE * -(-attention.kv_rank // (SHARE - 1))
+    bias = {} if attention.qkv_bias else {"kv_bias": True, "output_bias": True}
+    return replace(found, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS), **bias)
+
+
+def widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
+    """Rotary positions of one key as wide as so many, which turn the pairs of each as before."""
+    if keys == 1:
+        return rotary
+    if isinstance(rotary.scaling, DynamicScaling):
+        raise SwapRefused(f"the rotary base of layer {layer} grows with the length, and divisors do not")
+    original = original_context(rotary.scaling)
+    by_length = isinstance(rotary.scaling, LongRopeScaling) and original is not None
+    lengths = (1, original + 1 if by_length and original is not None else 1)
+    slowest = 1 / NEUTRAL.factor  # of pairs that do not turn
+    short, long = (tuple(1 / np.maximum(frequencies(rotary, each), slowest)) for each in lengths)
+    scaling = LongRopeScaling(
+        short_factor=tuple(map(float, short)) * keys,
+        long_factor=tuple(map(float, long)) * keys,
+        original_context=original if by_length and original is not None else context or 2048,
+        attention_factor=amplitude(rotary),
+    )
+    return replace(rotary, dim=keys * rotary.dim, base=1.0, scaling=scaling)
+
+
+def key_order(rotary: Rotary, keys: int) -> Elements:
+    """Where the elements of a wide key come from: those of several, one behind the other."""
+    if rotary.pairs == "adjacent":
+        return np.arange(keys * rotary.dim)
+    starts = rotary.dim * np.arange(keys)[:, None]
+    return np.concatenate([(starts + part).ravel() for part in pair_elements(rotary.dim, rotary.pairs)])
+
+
+def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Latent attention in DeepSeek-V3's form."""
+    changed: dict[int, LatentAttention] = {}
+    tensors: dict[str, Tensor] = {}
+    for layer in asked.chosen(spec):
+        attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
+        if not isinstance(attention, LatentAttention):
+            raise SwapRefused(f"layer {layer} has keys and values by head, no latent", "First --attention mla:full.")
+        new = deepseek_form(layer, attention, spec.context_length)
+        if new != attention:
+            changed[layer] = new
+            tensors |= _in_deepseeks_form(path, attention, new)
+    if not changed:
+        raise SwapRefused("its latents have DeepSeek's form already")
+    return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
+
+
+def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) -> dict[str, Tensor]:
+    """The tensors that are otherwise."""
+    made: dict[str, Tensor] = {}
+    assert isinstance(old.position, Rotary)
+    order = key_order(old.position, old.rope_heads)
+    if old.rope_heads > 1:
+        queries = np.concatenate((np.arange(old.nope_dim), old.nope_dim + order))
+        for part, rows in ((old.queries, queries), ("k_rope_proj", order)):
+            made |= {name: Moved(name, partial(reordered, order=rows)) for name in tensors_of(path, old, part)}
+    if new.kv_rank == old.kv_rank:
+        return made
+    down, more = f"{path}.kv_down_proj", new.kv_rank - old.kv_rank
+    constants = np.zeros(new.kv_rank)
+    constants[-(new.kv_rank // SHARE) :] = CONSTANT
+    made[f"{down}.weight"] = Moved(f"{down}.weight", lambda weight: np.pad(weight, ((0, more), (0, 0))))
+    if old.qkv_bias or old.kv_bias:
+        made[f"{down}.bias"] = Computed(lambda model: np.pad(model.wide(f"{down}.bias"), (0, more)) + constants)
+    else:
+        made[f"{down}.bias"] = Filled((new.kv_rank,), lambda: constants, f"{down}.weight")
+        made[f"{path}.k_rope_proj.bias"] = Filled((new.rope_dim,), 0.0, f"{path}.k_rope_proj.weight")
+    if not old.output_bias and new.output_bias:
+        made[f"{path}.o_proj.bias"] = Filled((new.hidden_size,), 0.0, f"{path}.o_proj.weight")
+    norm = CONSTANT / SHARE**0.5
+    made[f"{path}.kv_norm.weight"] = Filled((new.kv_rank,), norm, f"{down}.weight")
+    for name in (name for part in ("k_up_proj", "v_up_proj") for name in tensors_of(path, old, part)):
+        made[name] = Moved(name, lambda weight: np.pad(weight, ((0, 0), (0, more))))
+    return made
+
+
 # --- some of it -------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +300,14 @@ SWAPS = (
         needs="no norm of queries and keys",
         reshape=_to_whole,
         examples=lambda spec: ("mla:full",),
+    ),
+    entry(
+        form="mla:deepseek",
+        takes="a latent",
+        gives="the form of DeepSeek-V3's: one wide rotary key, a norm of the latent",
+        needs="rotary positions, and no bias of queries",
+        reshape=_to_deepseek,
+        clears=(Clears("*.rope_heads", ours=int), Clears("*.kv_norm", ours=type(None))),
     ),
     entry(
         form="mla:R",
