@@ -161,15 +161,13 @@ def deepseek_form(layer: int, attention: LatentAttention, context: int | None) -
     if not isinstance(position, Rotary):
         hint = "First --position rope:neutral, before --attention mla:full."
         raise SwapRefused(f"layer {layer} has no rotary positions, which DeepSeek's latents have", hint)
-    if attention.qkv_bias and attention.q_rank is None:
-        raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's have not", "--drop query.bias")
     found = replace(attention, rope_heads=1, position=widened(layer, position, attention.rope_heads, context))
     found = replace(found, fused=True, gathered=position.pairs == "adjacent")
     if attention.kv_norm is not None:
         return found
-    rank = SHARE * -(-attention.kv_rank // (SHARE - 1))
-    bias = {} if attention.qkv_bias else {"kv_bias": True, "output_bias": True}
-    return replace(found, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS), **bias)
+    rank, low = SHARE * -(-attention.kv_rank // (SHARE - 1)), attention.q_rank is not None
+    found = replace(found, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS))
+    return replace(found, qkv_bias=low, kv_bias=not low, output_bias=True)
 
 
 def widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
@@ -208,6 +206,10 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if not isinstance(attention, LatentAttention):
             raise SwapRefused(f"layer {layer} has keys and values by head, no latent", "First --attention mla:full.")
+        biased = attention.qkv_bias and attention.q_rank is None
+        if biased and not asked.weights.zero(f"{path}.q_proj.bias"):
+            hint = "--drop query.bias, after --attention mla:full, leaves it out."
+            raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's have not", hint)
         new = deepseek_form(layer, attention, spec.context_length)
         if new != attention:
             changed[layer] = new
@@ -232,13 +234,14 @@ def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) ->
     constants = np.zeros(new.kv_rank)
     constants[-(new.kv_rank // SHARE) :] = CONSTANT
     made[f"{down}.weight"] = Moved(f"{down}.weight", lambda weight: np.pad(weight, ((0, more), (0, 0))))
-    if old.qkv_bias or old.kv_bias:
+    before = old.shapes()
+    for name, shape in new.shapes().items():
+        if name.endswith("bias") and name not in before:
+            made[f"{path}.{name}"] = Filled(shape, 0.0, f"{down}.weight")
+    if "kv_down_proj.bias" in before:
         made[f"{down}.bias"] = Computed(lambda model: np.pad(model.wide(f"{down}.bias"), (0, more)) + constants)
     else:
         made[f"{down}.bias"] = Filled((new.kv_rank,), lambda: constants, f"{down}.weight")
-        made[f"{path}.k_rope_proj.bias"] = Filled((new.rope_dim,), 0.0, f"{path}.k_rope_proj.weight")
-    if not old.output_bias and new.output_bias:
-        made[f"{path}.o_proj.bias"] = Filled((new.hidden_size,), 0.0, f"{path}.o_proj.weight")
     norm = CONSTANT / SHARE**0.5
     made[f"{path}.kv_norm.weight"] = Filled((new.kv_rank,), norm, f"{down}.weight")
     for name in (name for part in ("k_up_proj", "v_up_proj") for name in tensors_of(path, old, part)):
