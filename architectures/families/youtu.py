@@ -12,7 +12,7 @@ from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 HEADS = ("num_key_value_heads", "head_dim")
 """Fields that are about heads of keys and values, where there are none."""
-FIELDS = {name: field for name, field in USUAL.items() if name not in HEADS} | LATENT
+FIELDS = {**{name: field for name, field in USUAL.items() if name not in HEADS}, **LATENT}
 
 DECODER = LatentDecoder(
     with_defaults(
