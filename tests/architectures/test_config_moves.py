@@ -43,8 +43,6 @@ COMPARED = {
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
-COMPARED |= {("youtu", "num_attention_heads"): "as many as num_key_value_heads"}
-COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in ("youtu", "minicpm3")}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
