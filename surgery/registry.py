@@ -316,7 +316,8 @@ def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approxi
     """The steps for several options, in the order of execution. UsageError: unknown, or two ask for one thing."""
     given = [(option, value) for option, value in asked.items() if value is not None]
     found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
-    twice = [step for step in found if [each.option for each in found].count(step.option) > 1]
+    asks = [option for option, _ in {(each.option, each.written or str(each)) for each in found}]
+    twice = [step for step in found if asks.count(step.option) > 1]
     if twice:
         raise UsageError(f"{twice[0]} and {twice[1]} are asked for at once", "Leave one of them out.")
     return in_order(found)

@@ -306,6 +306,7 @@ OPTIONS = (
         words="mha = multi-head, multi-head attention; mqa = multi-query, multi-query attention; gqa = "
         "grouped-query, grouped-query attention; mla = multi-head latent, multi-head latent attention, "
         "latent",
+        two={"deepseek": (("attention", "mla:full"), ("attention", "mla:deepseek"))},
         parts={
             "gqa:": ("key-value heads", lambda spec: {getattr(b.attention, "kv_heads", None) for b in spec.blocks}),
             "mla:": (

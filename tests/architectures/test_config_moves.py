@@ -22,11 +22,6 @@ COMPARED = {
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {
-    **{(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")},
-    **{
-        (name, "num_key_value_heads"): "as many as num_attention_heads"
-        for name in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-    },
     ("gpt_bigcode", "num_key_value_heads"): "multi_query says it",
     **dict.fromkeys(
         [("gpt_neo", name) for name in ("attention_layers", "num_layers", "num_hidden_layers")],
@@ -34,6 +29,9 @@ COMPARED |= {
     ),
 }
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
+LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
+COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
 """Fields that are read to be compared with what others say."""
 
 

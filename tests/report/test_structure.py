@@ -171,8 +171,9 @@ class Following:
         best = scores + self.module(node, path).bias if node.weights else scores
         groups = best.unflatten(-1, (record.groups, -1))
         if record.groups > 1:
-            least = groups.topk(2)[0].sum(-1).topk(record.top_groups)[0][..., -1:]
-            groups = groups.masked_fill(groups.topk(2)[0].sum(-1, keepdim=True) < least[..., None], -torch.inf)
+            sums = groups.topk(record.group_best)[0].sum(-1)
+            least = sums.topk(record.top_groups)[0][..., -1:]
+            groups = groups.masked_fill((sums < least)[..., None], -torch.inf)
         self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
         weights = scores.gather(-1, self.chosen)
         return record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)

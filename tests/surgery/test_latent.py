@@ -5,15 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers.covering import few
 from helpers.exactness import Mutation, exactly, is_caught
 from helpers.families import CONFIGS, save_hf, spec_of
 
 import gptkit
-from gptkit.components import Attention, LatentAttention
+from gptkit.components import Attention, LatentAttention, RMSNorm
 from gptkit.errors import SwapRefused, UsageError
+from gptkit.modules.registry import build_module
 from gptkit.surgery.base import Filled
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import kv_heads as module
+from gptkit.surgery.swaps import latent as deepseek
 
 ALL = ["gpt2", "llama", "mistral", "qwen2", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
@@ -114,3 +118,47 @@ MUTATIONS: dict[str, Mutation] = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"attention": "mla:full"}, tmp_path)
+
+
+@few(2)
+@pytest.mark.parametrize("name", ["llama-2", "llama-3", "llama-v5", "llama-longrope", "mistral-no-window"])
+def test_a_latent_leaves_as_an_unmodified_deepseek(name: str, tmp_path: Path) -> None:
+    """Several rotary keys as one, whose frequencies repeat, and a norm that leaves a latent as it is."""
+    model = save_hf(CONFIGS[name], tmp_path / "hf")
+    steps = [Step("attention", value) for value in ("mla:full", "mla:deepseek")]
+    done = exactly(tmp_path / "hf", tmp_path / "out", *steps)
+    assert {block.attention.rope_heads for block in done.spec.blocks} == {1}  # type: ignore[union-attr]
+    gptkit.convert(tmp_path / "out", tmp_path / "deepseek", "hf:deepseek_v3")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "deepseek")
+    assert type(found) is transformers.DeepseekV3ForCausalLM
+    ids = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(ids).logits
+        assert (found(ids).logits - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def test_a_norm_beside_constants_changes_no_bit() -> None:
+    rank = deepseek.SHARE * 3
+    norm = build_module(RMSNorm(size=rank, eps=deepseek.EPS))
+    constants = torch.full((3,), deepseek.CONSTANT)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        norm.weight.data = torch.full((rank,), deepseek.CONSTANT / deepseek.SHARE**0.5, dtype=dtype)
+        latent = torch.randn(50, rank - 3, generator=torch.Generator().manual_seed(0)).to(dtype) * 30
+        with torch.inference_mode():
+            normed = norm(torch.cat((latent, constants.to(dtype).expand(50, 3)), dim=-1))
+        assert torch.equal(normed[:, : rank - 3], latent)
+
+
+def test_what_has_no_deepseek_form(tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "llama")
+    steps = [Step("attention", value) for value in ("mla:full", "mla:deepseek")]
+    with pytest.raises(SwapRefused, match="queries of layer 0 have a bias"):
+        gptkit.swap(tmp_path / "llama", tmp_path / "out", steps)
+    with pytest.raises(SwapRefused, match="keys and values by head"):
+        gptkit.swap(tmp_path / "llama", tmp_path / "out", attention="mla:deepseek")
+    save_hf(CONFIGS["llama-dynamic"], tmp_path / "dynamic")
+    with pytest.raises(SwapRefused, match="base of layer 0 grows"):
+        gptkit.swap(tmp_path / "dynamic", tmp_path / "out", steps)
+    save_hf(CONFIGS["deepseek_v3"], tmp_path / "deepseek")
+    with pytest.raises(SwapRefused, match="form already"):
+        gptkit.swap(tmp_path / "deepseek", tmp_path / "out", attention="mla:deepseek")

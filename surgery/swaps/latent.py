@@ -1,0 +1,134 @@
+"""Latent attention in the form in which DeepSeek-V3's own code has it: "mla:deepseek", which changes nothing.
+
+Several rotary keys become one, as wide as all of them, in which frequencies repeat (LongRoPE's divisors say any). A
+latent without a norm gets one that leaves it as it is, beside constant elements so large that they alone decide what it
+divides by.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from msgspec.structs import replace
+
+from ...components import DynamicScaling, LatentAttention, LongRopeScaling, ModelSpec, RMSNorm, Rotary
+from ...errors import SwapRefused
+from ..base import Computed, Filled, Moved, Swapped, Tensor
+from ..layerwise import tensors_of, with_mixers
+from ..registry import Asked, Clears
+from .kv_heads import latent
+from .rotation import NEUTRAL, Elements, amplitude, frequencies, original_context, pair_elements, reordered
+
+CONSTANT = 2.0**40
+"""Of a latent's elements: the square of any other vanishes beside its own, in fp64 too."""
+SHARE = 64
+"""One element in so many of a latent is constant. With the root of this, a power of two, no dtype rounds."""
+EPS = 1e-6
+"""Of DeepSeek's norms on latents."""
+
+
+def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
+    """The record in a latent attention's place."""
+    position = attention.position
+    if not isinstance(position, Rotary):
+        hint = "First --position rope:neutral, before --attention mla:full."
+        raise SwapRefused(f"layer {layer} has no rotary positions, which DeepSeek's latents have", hint)
+    found = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
+    found = replace(found, fused=True, gathered=position.pairs == "adjacent")
+    if attention.kv_norm is not None:
+        return found
+    rank, low = SHARE * -(-attention.kv_rank // (SHARE - 1)), attention.q_rank is not None
+    found = replace(found, kv_rank=rank, kv_norm=RMSNorm(size=rank, eps=EPS))
+    return replace(found, qkv_bias=low, kv_bias=not low, output_bias=True)
+
+
+def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rotary:
+    """Rotary positions of one key as wide as so many, which turn the pairs of each as before."""
+    if keys == 1:
+        return rotary
+    if isinstance(rotary.scaling, DynamicScaling):
+        raise SwapRefused(f"the rotary base of layer {layer} grows with the length, and divisors do not")
+    original = original_context(rotary.scaling)
+    by_length = isinstance(rotary.scaling, LongRopeScaling) and original is not None
+    lengths = (1, original + 1 if by_length and original is not None else 1)
+    slowest = 1 / NEUTRAL.factor  # of pairs that do not turn
+    short, long = (tuple(1 / np.maximum(frequencies(rotary, each), slowest)) for each in lengths)
+    scaling = LongRopeScaling(
+        short_factor=tuple(map(float, short)) * keys,
+        long_factor=tuple(map(float, long)) * keys,
+        original_context=original if by_length and original is not None else context or 2048,
+        attention_factor=amplitude(rotary),
+    )
+    return replace(rotary, dim=keys * rotary.dim, base=1.0, scaling=scaling)
+
+
+def _key_order(rotary: Rotary, keys: int) -> Elements:
+    """Where the elements of a wide key come from: those of several, one behind the other."""
+    if rotary.pairs == "adjacent":
+        return np.arange(keys * rotary.dim)
+    starts = rotary.dim * np.arange(keys)[:, None]
+    return np.concatenate([(starts + part).ravel() for part in pair_elements(rotary.dim, rotary.pairs)])
+
+
+def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Latent attention in DeepSeek-V3's form."""
+    changed: dict[int, LatentAttention] = {}
+    tensors: dict[str, Tensor] = {}
+    for layer in asked.chosen(spec):
+        attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
+        if not isinstance(attention, LatentAttention):
+            raise SwapRefused(f"layer {layer} has keys and values by head, no latent", "First --attention mla:full.")
+        biased = attention.qkv_bias and attention.q_rank is None
+        if biased and not asked.weights.zero(f"{path}.q_proj.bias"):
+            hint = "--drop query.bias, after --attention mla:full, leaves it out."
+            raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's have not", hint)
+        new = _deepseek_form(layer, attention, spec.context_length)
+        if new != attention:
+            changed[layer] = new
+            tensors |= _in_deepseeks_form(path, attention, new)
+    if not changed:
+        raise SwapRefused("its latents have DeepSeek's form already")
+    return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
+
+
+def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) -> dict[str, Tensor]:
+    """The tensors that are otherwise."""
+    made: dict[str, Tensor] = {}
+    assert isinstance(old.position, Rotary)
+    order = _key_order(old.position, old.rope_heads)
+    if old.rope_heads > 1:
+        queries = np.concatenate((np.arange(old.nope_dim), old.nope_dim + order))
+        for part, rows in ((old.queries, queries), ("k_rope_proj", order)):
+            made |= {name: Moved(name, partial(reordered, order=rows)) for name in tensors_of(path, old, part)}
+    if new.kv_rank == old.kv_rank:
+        return made
+    down, more = f"{path}.kv_down_proj", new.kv_rank - old.kv_rank
+    constants = np.zeros(new.kv_rank)
+    constants[-(new.kv_rank // SHARE) :] = CONSTANT
+    made[f"{down}.weight"] = Moved(f"{down}.weight", lambda weight: np.pad(weight, ((0, more), (0, 0))))
+    before = old.shapes()
+    for name, shape in new.shapes().items():
+        if name.endswith("bias") and name not in before:
+            made[f"{path}.{name}"] = Filled(shape, 0.0, f"{down}.weight")
+    if "kv_down_proj.bias" in before:
+        made[f"{down}.bias"] = Computed(lambda model: np.pad(model.wide(f"{down}.bias"), (0, more)) + constants)
+    else:
+        made[f"{down}.bias"] = Filled((new.kv_rank,), lambda: constants, f"{down}.weight")
+    norm = CONSTANT / SHARE**0.5
+    made[f"{path}.kv_norm.weight"] = Filled((new.kv_rank,), norm, f"{down}.weight")
+    for name in (name for part in ("k_up_proj", "v_up_proj") for name in tensors_of(path, old, part)):
+        made[name] = Moved(name, lambda weight: np.pad(weight, ((0, 0), (0, more))))
+    return made
+
+
+SWAPS = (
+    latent(
+        form="mla:deepseek",
+        takes="a latent",
+        gives="the form of DeepSeek-V3's: one wide rotary key, a norm of the latent",
+        needs="rotary positions, and no bias of queries",
+        reshape=_to_deepseek,
+        clears=(Clears("*.rope_heads", ours=int), Clears("*.kv_norm", ours=type(None))),
+    ),
+)
