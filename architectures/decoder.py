@@ -456,7 +456,7 @@ class Decoder:
         """
         first = spec.blocks[0]
         attention, inners = of_kind(first.attention, Attention), [block.feed_forward for block in spec.blocks]
-        mixture = next((each for each in inners if hasattr(each, "expert")), None)
+        mixture: Any = next((each for each in inners if hasattr(each, "expert")), None)
         dense = next((each for each in inners if not hasattr(each, "expert")), None)
         if mixture is not None and dense is None:
             apart = any("expert_size" in each.role.split() for each in self.fields.values())

@@ -231,7 +231,7 @@ class Attention(Mixer, Component, frozen=True):
         for part, heads, norm in (("q", self.heads, self.q_norm), ("k", self.kv_heads, self.k_norm), ("v", 0, None)):
             inner: Sizes = ("B", "T", heads or self.kv_heads, self.head_dim)
             found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
-            steps = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
+            steps: tuple[str, ...] = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
             steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
             for step in steps:
                 if step == "clip" and self.clip is not None:

@@ -148,7 +148,7 @@ class AttentionModule(nn.Module):
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
         linears = (self.q_proj, self.k_proj, self.v_proj)
-        projected = self.fused(linears, x) if self.fused else [each(x) for each in linears]
+        projected: Sequence[Tensor] = self.fused(linears, x) if self.fused else [each(x) for each in linears]
         if not spec.clip_normed:
             projected = self._clipped(projected)
         q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)

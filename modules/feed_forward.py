@@ -80,8 +80,8 @@ class Choice(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         return scores + self.bias
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Choice:
-        return super()._apply(kept_wide(fn) if self.wide else fn, recurse)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn) if self.wide else fn, recurse)  # type: ignore[no-untyped-call]
 
 
 @computes(MixtureOfExperts)

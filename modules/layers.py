@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +51,8 @@ class WideLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideLinear:
-        return super()._apply(kept_wide(fn), recurse)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(kept_wide(fn), recurse)  # type: ignore[no-untyped-call]
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
@@ -180,8 +181,8 @@ class LayerNormModule(nn.Module):
         # transformers has a norm for each head, and torch's kernel no two weights.
         width = spec.size // spec.groups
         none = (None,) * spec.groups
-        parts = (none if each is None else each.split(width) for each in (factor, bias))
-        rows = zip(x.split(width, dim=-1), *parts, strict=True)
+        parts = (none if each is None else torch.split(each, width) for each in (factor, bias))
+        rows = zip(torch.split(x, width, dim=-1), *parts, strict=True)
         return torch.cat([F.layer_norm(row, (width,), gain, shift, spec.eps) for row, gain, shift in rows], dim=-1)
 
     def _written_out(self, x: Tensor, factor: Tensor | None) -> Tensor:

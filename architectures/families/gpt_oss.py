@@ -7,6 +7,8 @@ and up in turns. The released files have experts in MXFP4, which is to be undone
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..base import Architecture, Leaf, by_name, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, with_defaults, write_sliding
 from ..layout import Layout
@@ -70,7 +72,7 @@ def both(suffix: str) -> tuple[str, str]:
     return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
 
 
-TURNS = {"split": "part", "parts": ("1", "1"), "each": "experts"}
+TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
 LEAVES = by_name(
     (
         *leaves_of({**EMBEDDING, **ATTENTION, **NORMS, **ENDS, T + "mlp.router": B + "feed_forward.router"}),
