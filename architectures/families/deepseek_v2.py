@@ -34,7 +34,8 @@ def read(config: ConfigReader) -> ModelSpec:
     for name, role in names.items():
         if grouped and found[role] is None:
             raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
-    return DECODER.read(config, **({**found, "mixture__group_best": 1} if grouped else {}))
+    several = grouped and found["mixture__groups"] != 1
+    return DECODER.read(config, **({**found, "mixture__group_best": 1} if several else {}))
 
 
 def written(spec: ModelSpec) -> Mapping[str, Any]:

@@ -63,6 +63,11 @@ REFUSED = {
     "falcon-alibi-parallel": "bias",
     "falcon-serial": "feed_forward_norm",
     "falcon-RefinedWebModel-rw": "bias",
+    **{
+        each.name: "LatentAttention"
+        for each in VARIANTS
+        if each.family in ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    },
 }
 """What llama.cpp computes otherwise or not at all, or is not written yet (experts), and the word that says so."""
 WRITTEN = [variant for variant in VARIANTS if variant.name not in REFUSED]
