@@ -122,6 +122,7 @@ def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) ->
     return made
 
 
+ORDER = 89  # before mla:R, which takes any word for R
 SWAPS = (
     latent(
         form="mla:deepseek",
