@@ -120,11 +120,14 @@ def test_the_other_direction_is_the_identity_too(case):
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
-        {name: st.integers(1, 5) for name in ("hidden", "kv_heads", "group", "head_dim", "intermediate")}
+        {
+            name: st.integers(1, 5)
+            for name in ("hidden", "kv_heads", "group", "head_dim", "intermediate", "experts", "shared")
+        }
     )
 )
 def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
-    check(layout, {**sizes, "heads": sizes["kv_heads"] * sizes["group"]})
+    check(layout, {**sizes, "heads": sizes["kv_heads"] * sizes["group"], "one": 1, "two": 2})
 
 
 @pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)
