@@ -121,13 +121,16 @@ def test_the_other_direction_is_the_identity_too(case):
 @settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
-        {name: st.integers(1, 5) for name in ("hidden", "kv_heads", "group", "head_dim", "intermediate")}
+        {
+            name: st.integers(1, 5)
+            for name in ("hidden", "kv_heads", "group", "head_dim", "intermediate", "experts", "shared")
+        }
     )
 )
 def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
     kv_heads, group, head_dim, width = (sizes[name] for name in ("kv_heads", "group", "head_dim", "intermediate"))
     latent = {"kv_rank": width, "rope_dim": group, "nope_dim": head_dim, "value_dim": kv_heads}
-    check(layout, {**sizes, **latent, "heads": kv_heads * group})
+    check(layout, {**sizes, **latent, "heads": kv_heads * group, "one": 1, "two": 2})
 
 
 @pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)
