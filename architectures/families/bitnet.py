@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...components import RMSNorm
+from ...components import ModelSpec, RMSNorm
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
@@ -44,6 +44,17 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    share = config.integer("hidden_size", 2560) // config.integer("num_attention_heads", 20)
+    if config.optional_integer("head_dim") not in (None, share):
+        raise config.fail(
+            "head_dim", config.raw("head_dim"), f"{share}: the norm of all heads is as wide as the stream"
+        )
+    return DECODER.read(config)
+
+
 BITNET = Architecture(
     name="bitnet",
     model_types=("bitnet",),
@@ -51,7 +62,7 @@ BITNET = Architecture(
     hf_config="BitNetConfig",
     kinds=DECODER.kinds,
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
-    read=DECODER.read,
+    read=read,
     write=DECODER.write,
     prefix="model.",
     leaves=leaves_of(

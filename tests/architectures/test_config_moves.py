@@ -15,6 +15,7 @@ SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
 COMPARED = {
     ("falcon", "head_dim"): "heads share out the width, and another value is refused",
+    ("bitnet", "head_dim"): "the norm of all heads is as wide as the stream",
     ("gpt_bigcode", "num_key_value_heads"): "multi_query says it",
     **dict.fromkeys(
         [("gpt_neo", name) for name in ("attention_layers", "num_layers", "num_hidden_layers")],
