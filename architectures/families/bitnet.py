@@ -41,7 +41,7 @@ DECODER = Decoder(
         "feed_forward.inner_norm": lambda values: norm_of(values, values["intermediate"]),
     },
     rotary=RotaryKind(500_000.0),
-    whole_heads=True,
+    square=True,
 )
 
 BITNET = DECODER.architecture(

@@ -250,6 +250,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-3,
+        "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 2e5},
     },
     "mpt": MPT,
     "mpt-clipped": {

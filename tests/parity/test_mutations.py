@@ -319,6 +319,7 @@ def test_the_command_counts_mistakes_and_names_the_cause(converted, tmp_path):
     written = sum(name == "llama" for name, _ in pairs()) + len(IN_CODE)
     fields = {"norms before sub-layers left out", "no positions in attention", "output bias of attention dropped"}
     fields |= {"biases into the feed-forward dropped", "bias out of the feed-forward dropped"}
+    fields |= {"norm of the last output left out"}
     assert len(data["score"]["caught"]) == written + len(fields)
     assert fields < set(data["score"]["caught"])
 
@@ -396,7 +397,8 @@ def test_every_component_with_a_weight_is_looked_at(variant):
     spec = architecture.spec(variant.config)
     watched = {tap.label for tap in taps(architecture, spec)}
     inside = {MIXED["attention.o_proj"], *(["feed-forward experts"] if _mixtures(spec) else MIXED.values())}
-    assert {"embedding", "attention q", "attention k", "attention v", *inside, "final norm"} <= watched
+    last = {"final norm"} if spec.final_norm is not None else set()
+    assert {"embedding", "attention q", "attention k", "attention v", *inside, *last} <= watched
     reference = randomised_reference(variant.config, torch.float32, architecture.reference(spec)[0])
     modules = dict(reference.named_modules())
     assert all(tap.theirs[0] in modules for tap in taps(architecture, spec))
