@@ -275,6 +275,11 @@ class Architecture:
         """
         return bind(self.name, self.leaves, spec)
 
+    def drafted(self, name: str, layers: int) -> bool:
+        """Whether a tensor is of a layer behind the last of so many, which drafts tokens (see `drafts`)."""
+        number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
+        return number in {str(layer) for layer in range(layers, layers + self.drafts)}
+
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
         """The declared name of a tensor found in a file: itself, without the prefix, or under an old name.
 
@@ -290,8 +295,7 @@ class Architecture:
         # Nine digits at most: int() itself refuses very long ones.
         layer = next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
         if layer is not None and int(layer) >= layers:
-            drafts = int(layer) < layers + self.drafts and any(each.startswith(LAYERS) for each in candidates)
-            return None if drafts else name
+            return None if any(self.drafted(each, layers) for each in candidates) else name
         for candidate in candidates:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:

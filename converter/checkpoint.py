@@ -143,11 +143,12 @@ def _match(
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
     info = checkpoint._weights.info
+    layers = len(checkpoint.spec.blocks)
     dropped, extra, twice, heads = [], [], [], []
     for name in info:
         known: str | None = name
         if architecture is not None:
-            known = architecture.canonical_name(name, declared, len(checkpoint.spec.blocks))
+            known = architecture.canonical_name(name, declared, layers)
         if known is None:
             dropped.append(name)
         elif known in declared:
@@ -199,8 +200,12 @@ def _match(
     if not checkpoint.fetched:
         how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
-    if dropped:
-        checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
+    behind = [] if architecture is None else [each for each in dropped if architecture.drafted(each, layers)]
+    if behind:
+        checkpoint.notes.append(f"layers that draft tokens left out: {_some(behind)}")
+    if len(dropped) > len(behind):
+        buffers = [name for name in dropped if name not in behind]
+        checkpoint.notes.append(f"buffers without weights left out: {_some(buffers)}")
     if partial:
         if missing:
             checkpoint.notes.append(lacking)
