@@ -51,7 +51,11 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
     told |= {
         "position": _positions(spec, *told.get("position", NOT_THERE)[:2]),
         "embedding norm": _end_norm(spec.embedding.norm, first),
-        "final norm": ("as in the layers", None) if alike else _end_norm(spec.final_norm, first),
+        "final norm": ("none", [])
+        if spec.final_norm is None
+        else ("as in the layers", None)
+        if alike
+        else _end_norm(spec.final_norm, first),
         "head": (head.short, head.data),
         "layers": (f"{len(spec.blocks):,}", len(spec.blocks)),
         "hidden size": (f"{spec.hidden_size:,}", spec.hidden_size),

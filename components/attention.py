@@ -240,7 +240,9 @@ class Attention(Mixer, Component, frozen=True):
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
         rotary = isinstance(self.position, Rotary)
-        return found | ({"no RoPE": msgspec.structs.replace(self, position=None)} if rotary else {})
+        return found | (
+            {"no RoPE": msgspec.structs.replace(self, position=None, norm_order="before")} if rotary else {}
+        )
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         heads, kv_heads, width, half = self.heads, self.kv_heads, range(self.head_dim), self.head_dim // 2

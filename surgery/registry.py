@@ -277,11 +277,11 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
 
 
 def swap_for(option: str, value: str) -> Swap:
-    """The swap that OPTION = VALUE asks for: the first whose form fits. Raises UsageError where there is none."""
+    """The swap that OPTION = VALUE asks for: that of the very form, or the first whose form fits; else UsageError."""
     known, own = options(), option_of(option)
     if own is None:
         raise UsageError(f"unknown swap {option!r}", f"known: {', '.join(known)}")
-    for swap in known[option]:
+    for swap in (*(each for each in known[option] if each.form == value), *known[option]):
         if swap.matches(value):
             return swap
     hint, forms = None, list(dict.fromkeys(swap.form for swap in known[option] if swap.form))

@@ -38,6 +38,7 @@ DECODER = Decoder(
         "hidden_size": Field("hidden", 2560),
         "num_hidden_layers": Field("layers", 32),
         "num_attention_heads": Field("heads", 32),
+        "head_dim": Field("head_dim"),
         "hidden_act": Field("activation", "gelu"),
         "max_position_embeddings": Field("context", 2048),
         "layer_norm_eps": Field("eps", 1e-5),
@@ -53,6 +54,7 @@ DECODER = Decoder(
         "attention.softmax": "input",
     },
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
+    square=True,
     layers=layers,
     written=written,
 )

@@ -103,6 +103,7 @@ OPENAI_GPT = DECODER.architecture(
         "predict_special_tokens": "not read by transformers",
         "resid_pdrop": "training only",
         "summary_activation": "heads other than the language model's",
+        "summary_last_dropout": "heads other than the language model's",
         "summary_first_dropout": "heads other than the language model's",
         "summary_proj_to_labels": "heads other than the language model's",
         "summary_type": "heads other than the language model's",

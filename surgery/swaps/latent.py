@@ -122,7 +122,7 @@ def _in_deepseeks_form(path: str, old: LatentAttention, new: LatentAttention) ->
     return made
 
 
-ORDER = 89  # before mla:R, which takes any word for R
+ORDER = 91
 SWAPS = (
     latent(
         form="mla:deepseek",

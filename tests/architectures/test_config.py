@@ -233,7 +233,7 @@ def test_every_switch_refuses_what_is_neither_true_nor_false(family, key, value)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_too_many_layers_are_refused_at_once(variant, layers):
     inner = variant.config.get("text_config", variant.config)
-    (key,) = inner.keys() & {"n_layer", "n_layers", "num_hidden_layers"}
+    (key,) = inner.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
     many = {**inner, key: layers}
     tracemalloc.start()
     try:
@@ -247,7 +247,7 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
 @families
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = REPRESENTATIVES[family].config
-    (key,) = config.keys() & {"n_layer", "n_layers", "num_hidden_layers"}
+    (key,) = config.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
     with at_most(5):
         spec = spec_of({**config, key: 10_000})
     assert len(spec.blocks) == 10_000

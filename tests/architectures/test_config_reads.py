@@ -89,7 +89,7 @@ def test_nothing_that_transformers_reads_is_called_unread(family: str) -> None:
                 _, unknown = architecture.spec_and_unknown({**config, name: value})
             except ConfigError:
                 continue
-            unread += unknown
+            unread += {name} & {*unknown}
     assert sorted(set(unread)) == []
 
 
@@ -111,6 +111,7 @@ def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> 
         "made of",
         "stored dtype",
         "slices",
+        "dense layers",
         "images",
     )
     assert {name: reason for name, reason in given.items() if not any(word in reason for word in known)} == {}

@@ -107,7 +107,7 @@ def spec_of(name: str):
     return architecture_of(preset.config).spec(preset.config)
 
 
-WITHOUT = {"hunyuan_v1_dense", "hyperclovax", "ministral"}
+WITHOUT = {"hunyuan_v1_dense", "hyperclovax", "ministral", "cohere2_moe", "granitemoeshared"}
 """Families whose checkpoints' configs nobody here knows for certain."""
 
 

@@ -48,7 +48,7 @@ def test_own_files_come_first_and_only_models(tmp_path: Path) -> None:
     assert names("no/such/folder/") == []
 
 
-@pytest.mark.parametrize("call", ["params qwen3-3", "params gpt2 qwen3-3", "load qwen3-3", "convert qwen3-3"])
+@pytest.mark.parametrize("call", ["params qwen3-32", "params gpt2 qwen3-32", "load qwen3-32", "convert qwen3-32"])
 def test_bash_gets_them(call: str) -> None:
     words = call.split()
     asked = {"COMP_WORDS": f"gptkit {call}", "COMP_CWORD": str(len(words)), "_GPTKIT_COMPLETE": "complete_bash"}
