@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Leaf, by_name, leaves_of
+from ..base import Leaf, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, with_defaults, write_sliding
 from ..layout import Layout
 from ..rope import RotaryKind
@@ -73,23 +73,23 @@ def both(suffix: str) -> tuple[str, str]:
 
 
 TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
-LEAVES = by_name(
-    (
-        *leaves_of({**EMBEDDING, **ATTENTION, **NORMS, **ENDS, T + "mlp.router": B + "feed_forward.router"}),
-        Leaf(T + "self_attn.sinks", B + "attention.sinks"),
-        Leaf(
-            MLP + "gate_up_proj",
-            both("weight"),
-            Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **TURNS),
-        ),
-        Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **TURNS)),
-        Leaf(
-            MLP + "down_proj",
-            EXPERT + "down_proj.weight",
-            Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
-        ),
-        Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
-    )
+LEAVES = (
+    *leaves_of(EMBEDDING),
+    Leaf(T + "self_attn.sinks", B + "attention.sinks"),
+    *leaves_of({**ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
+    Leaf(
+        MLP + "gate_up_proj",
+        both("weight"),
+        Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **TURNS),
+    ),
+    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **TURNS)),
+    Leaf(
+        MLP + "down_proj",
+        EXPERT + "down_proj.weight",
+        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+    ),
+    Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
+    *leaves_of({**NORMS, **ENDS}),
 )
 
 GPT_OSS = DECODER.architecture(

@@ -18,7 +18,8 @@ SQUARE = [
     name for name, each in ARCHITECTURES.items() if getattr(getattr(each.read, "__self__", None), "square", False)
 ]
 COMPARED = {
-    (name, "head_dim"): "heads share out the width, and another value is refused" for name in ("falcon", *SQUARE)
+    (name, "head_dim"): "heads share out the width, and another value is refused"
+    for name in ("falcon", "gpt_neox_japanese", *SQUARE)
 }
 COMPARED |= {("helium", name): "beside a head_dim" for name in ("hidden_size", "num_attention_heads")}
 COMPARED |= {
