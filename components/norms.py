@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -88,6 +88,11 @@ class LayerNorm(Norm, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.size % self.groups:
             raise ConfigError(f"a row of {self.size} cannot be cut into {self.groups} groups")
+
+    def small(self, size: int) -> Self:
+        """As many groups as are of the same width."""
+        width = self.size // self.groups
+        return msgspec.structs.replace(self, size=size, groups=1 if self.groups == 1 else size // width)
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})

@@ -290,12 +290,12 @@ def test_config_of_other_weights(layers: int, copied: Callable[[str], Folder]) -
     refused(folder)
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt3", "", "transformer\x1b[31m", "x" * 1000])
+@pytest.mark.parametrize("kind", ["mamba", "gpt3", "", "transformer\x1b[31m", "x" * 1000])
 def test_unknown_family_names_the_known_ones(kind: str, copied: Callable[[str], Folder]) -> None:
     folder = copied("gpt2")
     configure(folder, model_type=kind)
     message = refused(folder, UnknownFamily)
-    assert all(name in message for name in ARCHITECTURES)
+    assert f"gptkit families lists the {len(ARCHITECTURES)} that it knows" in message
     assert "\x1b" not in message and len(message) < 300
 
 
@@ -328,7 +328,7 @@ def test_unknown_fields_are_told(copied: Callable[[str], Folder]) -> None:
         (("spec", "final_norm", "size"), 47),
         (("spec", "surprise"), 1),
         (("origin",), None),
-        (("origin", "family"), "opt"),
+        (("origin", "family"), "mamba"),
         (("origin", "family"), 3),
         (("origin", "revision"), ["a"]),
         (("origin", "reference"), "\ud800"),

@@ -16,6 +16,7 @@ import transformers
 from helpers.families import VARIANTS, Variant, modern, save_hf
 
 import gptkit
+from gptkit.architectures.gguf import GGUF
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
 from gptkit.converter.dtypes import Quantisation, to_float64
@@ -70,7 +71,7 @@ REFUSED = {
     },
 }
 """What llama.cpp computes otherwise or not at all, or is not written yet (experts), and the word that says so."""
-WRITTEN = [variant for variant in VARIANTS if variant.name not in REFUSED]
+WRITTEN = [each for each in VARIANTS if each.name not in REFUSED and each.family in {*GGUF, "mistral"}]
 ARCH = {"mistral": "llama"}
 
 

@@ -274,12 +274,12 @@ def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
         ),
         "nested": (
             {"a": {"b": {f"net.inner.{name}": each for name, each in state.items()}}},
-            ("41 tensors in ['a']['b']: net.inner.transformer", "gpt2, behind 'net.inner.'"),
+            ("41 tensors in ['a']['b']: net.inner.transformer", "gpt2, ", "behind 'net.inner.'"),
             "removeprefix('net.inner.'): v for k, v in torch.load(FILE)['a']['b']",
         ),
         "parallel": (
             {f"module.{name}": each for name, each in state.items()},
-            ("module.transformer.wte.weight", "gpt2, behind 'module.'"),
+            ("module.transformer.wte.weight", "gpt2, ", "behind 'module.'"),
             "removeprefix('module.')" if where == "alone" else "without 'module.'",
         ),
         "with a number": (
