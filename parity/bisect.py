@@ -140,9 +140,11 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             ours, layer = name.removesuffix(".weight"), parameter.layer
             short = ours.removeprefix(f"blocks.{layer}.")
             if ".experts." in name:
-                # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum.
-                if short.endswith(".experts.0.down_proj") and stacked is not None:
-                    whole: tuple[str, Side] = (theirs.rpartition(".")[0], "output")
+                # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum,
+                # with what stands beside them.
+                if short.endswith(".experts.0.down_proj"):
+                    outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
+                    whole: tuple[str, Side] = (outer, "output")
                     told = label(short.partition(".0.")[0])
                     found.append((place, Tap(told, layer, (ours.partition(".experts.")[0], "output"), whole)))
                 continue

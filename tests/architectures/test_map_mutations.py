@@ -329,7 +329,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
                 return False
             for kv_heads, group, head_dim in itertools.product((1, 2, 3), {1, most}, (2, 4, 6)):
                 sizes = {"kv_heads": kv_heads, "group": group, "heads": kv_heads * group, "head_dim": head_dim}
-                sizes |= {"hidden": 10, "intermediate": 14, "two": 2, "half": head_dim // 2}
+                sizes |= {"hidden": 10, "intermediate": 14, "two": 2, "half": head_dim // 2, "experts": 3, "shared": 6}
                 sizes |= {"kv_rank": 5, "rope_dim": 2 * kv_heads, "nope_dim": group, "value_dim": head_dim}
                 shapes = [*own.layout.shared_shapes(sizes)] if not own.layout.is_identity else [(6, 10)]
                 shape = own.layout.checkpoint_shape(sizes, shapes)

@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from gptkit.analysis.parameters import count
+from gptkit.architectures import ARCHITECTURES
 from gptkit.components import ModelSpec, differences, without_rounding
 from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
 from gptkit.converter.convert import plan_output
@@ -49,6 +50,12 @@ SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
 """Families with heads of any width of which transformers wants the hidden size to be a multiple all the same."""
 
 
+def is_square(model_type: str) -> bool:
+    """Whether a family's heads share out the width, head_dim or not."""
+    read = ARCHITECTURES[model_type].read if model_type in ARCHITECTURES else None
+    return getattr(getattr(read, "__self__", None), "square", False)
+
+
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     """A config of any family in other sizes, under whichever names it has them."""
     if "text_config" in config:
@@ -67,6 +74,8 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         shared = config["model_type"] in SHARED_OUT
         found["head_dim"] = head_dim
         found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group if shared else choose((18, 24, 29))
+        if is_square(config["model_type"]):
+            found[name[HIDDEN]] = kv_heads * group * head_dim
     if "layer_types" not in config:
         found[name[LAYERS]] = choose((1, 2, 3))
     if "attention_types" in config:

@@ -33,13 +33,15 @@ MODELS["mistral"] = {**CONFIGS["mistral-default-window"], "vocab_size": 700, "ma
 OTHERWISE = {"gelu_new": "gelu_tanh", "gelu_tanh": "gelu_bloom", "gelu_bloom": "gelu_new"}
 EDITS: dict[str, Callable[[Any], None]] = {
     "context_length": setting(context_length=lambda length: (length or 100) + 1),
-    "cast": setting(cast=lambda cast: "after_weight" if cast == "before_weight" else "before_weight"),
+    "cast": setting(
+        cast=lambda cast: {"before_weight": "after_weight", "after_weight": "before_weight"}.get(cast, cast)
+    ),
     "activation": setting(activation=lambda name: OTHERWISE.get(name, name)),
     "kv_expansion": setting(kv_expansion=lambda how: "repeat" if how == "projection" else "projection"),
     "fused": setting(fused=lambda fused: not fused),
     "arithmetic": setting(arithmetic=lambda how: "matmul_add" if how == "linear" else "linear"),
     "softmax": setting(softmax=lambda how: "input" if how == "float32" else "float32"),
-    "rounding": setting(rounding=lambda how: "bfloat16" if how == "float32" else "float32"),
+    "rounding": setting(rounding=lambda how: {"float32": "bfloat16", "bfloat16": "float32"}.get(how, how)),
     "window": setting(window=lambda window: 5000 if window is None or window > 1000 else window),
     "base": setting(base=lambda base: base * (1 + 1e-8)),
     "eps": setting(eps=lambda eps: eps * (1 + 1e-9)),
