@@ -49,7 +49,7 @@ class Mixing:
             q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
         mixed = mixed.transpose(1, 2)
-        # Heads of one element may be a view, which a product sums in another order: with ALiBi they are (BLOOM, Falcon).
+        # Heads of one element may be a view, which a product sums in another order: so they are in BLOOM and Falcon.
         return (mixed if self.viewed else mixed.contiguous()).flatten(2)
 
     def _scaled(self, scores: Tensor) -> Tensor:
