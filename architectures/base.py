@@ -172,7 +172,7 @@ class Architecture:
     dropped: tuple[str, ...] = ()
     drafts: int = 0
     stacked: tuple[Stacked, ...] = ()
-    token_ids: Mapping[str, int] = field(default_factory=dict)
+    token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
@@ -224,7 +224,8 @@ class Architecture:
     def _config(self, spec: ModelSpec) -> dict[str, Any]:
         # transformers builds no model whose padding, if only by its class' default, is beyond the vocabulary.
         name = "pad_token_id"
-        beyond = {name: None} if self.token_ids.get(name, 0) >= spec.vocab_size else {}
+        pad = self.token_ids.get(name)
+        beyond = {name: None} if isinstance(pad, int) and pad >= spec.vocab_size else {}
         return {"model_type": self.name, "architectures": [self.hf_class], **beyond, **self.write(spec)}
 
     def back(self, spec: ModelSpec) -> ModelSpec:

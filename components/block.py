@@ -290,11 +290,13 @@ class Block(Component, frozen=True):
         """Refuse what stands between a mixer and the stream beside a norm before it, for who looks at that norm alone.
 
         Raises:
-            MissingComponent: a norm of an output or of a sum, or a multiplier.
+            MissingComponent: a norm of an output or of a sum, a multiplier, or no norm before one.
         """
-        for sublayer in self.sublayers:
+        for index, sublayer in enumerate(self.sublayers):
             for name, value in sublayer.defaults().items():
                 if name != "norm" and getattr(sublayer, name) != value:
                     raise MissingComponent(
                         f"this knows norms before a sub-layer alone, and {sublayer.mixer.slot} has {name} too"
                     )
+            if sublayer.norm is None and not (self.parallel and index):
+                raise MissingComponent(f"this knows mixers behind a norm, and {sublayer.mixer.slot} has none")

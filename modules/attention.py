@@ -31,6 +31,7 @@ class Mixing:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
         outside = isinstance(spec.position, Biasing) and not spec.position.scaled
+        self.viewed = isinstance(spec.position, Biasing) and not spec.position.apart
         # Nor has any that caps scores, or knows sinks.
         written = outside or spec.cap is not None or spec.sinks or spec.kernel == "eager"
         self.kernel: Kernel = "eager" if written else kernel
@@ -47,8 +48,9 @@ class Mixing:
         if self.early:
             q = q * self.spec.scale
         mixed = self._sdpa(q, k, v, context) if self.kernel == "sdpa" else self._eager(q, k, v, context, sinks)
-        # Heads of one element would be a view that a product sums in another order.
-        return mixed.transpose(1, 2).contiguous().flatten(2)
+        mixed = mixed.transpose(1, 2)
+        # Heads of one element may be a view, which a product sums in another order: so they are in BLOOM and Falcon.
+        return (mixed if self.viewed else mixed.contiguous()).flatten(2)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return scores / (1 / self.scale) if self.spec.scaling == "divide" else scores * self.scale

@@ -147,7 +147,7 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
         for inner, node in walk(sublayer.mixer, f"{path}.{slot}"):
             own = node.weights()
             for name, weight in own.items():
-                if weight.role in wanted:
+                if weight.role in wanted and len(weight.shape) > 1:  # a sink of a head is inside too, and no linear
                     at, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
                     flags = bias in own, weight.role != "router"
                     yield Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
@@ -161,6 +161,12 @@ def readers(block: Block, path: str) -> tuple[Linear, ...]:
 def writers(block: Block, path: str) -> tuple[Linear, ...]:
     """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
     return tuple(linears(block, path, "writes"))
+
+
+def written_biases(block: Block, path: str) -> list[str]:
+    """The biases of the norms on what a block's mixers give: added to the stream where the mixers give nothing."""
+    named = ((f"{path}.{each.mixer.slot}_output_norm.bias", each.output_norm) for each in block.sublayers)
+    return [name for name, norm in named if norm is not None and "bias" in norm.shapes()]
 
 
 class Inner(NamedTuple):
@@ -192,7 +198,8 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
     for field in ("limit", "up_shift"):
         if getattr(inner, field, None):
             raise SwapRefused(f"{whole} has {field}, and this swap knows gates without it")
-    inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in mixer.children()]
+    found = mixer.children() if hasattr(mixer, "expert") else ()  # others have norms inside
+    inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in found]
     for path, record in inside or [(whole, mixer)]:
         unnormed(path, record)
         inputs = [name.removesuffix(".weight") for name, each in record.weights().items() if each.role == "reads"]
@@ -287,6 +294,8 @@ def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
         if linear in {"q_proj", "q_up_proj", "k_up_proj", "v_up_proj", *shared}:
             heads = key_heads(attention) if linear in shared else attention.heads
             found.append(Part(f"{path}.{name}", shape[0] // heads, linear in shared))
+        elif name == "sinks":
+            found.append(Part(f"{path}.{name}", 1))
     width = attention.shapes()["o_proj.weight"][1] // attention.heads
     return (*found, Part(f"{path}.o_proj.weight", width, axis=1))
 
@@ -301,7 +310,7 @@ def slopes(attention: Grouped, heads: int) -> list[float] | None:
     from ..modules.registry import module_of
 
     bias = module_of(position).bias(position, heads, torch.ones(1, 2, dtype=torch.long), torch.float64)
-    return [float(each) for each in bias[0, :, 0, 1]]
+    return [float(each) for each in bias[0, :, 0, 1] - bias[0, :, 0, 0]]  # which may count back from the last key
 
 
 def kept(attention: Grouped, heads: Sequence[int]) -> Choice:

@@ -43,5 +43,10 @@ DECODER = Decoder(
 )
 
 CWM = DECODER.architecture(
-    "cwm", "CwmForCausalLM", LEAVES, released="2025-09", token_ids={"bos_token_id": 128000}, dropped=LLAMA_DROPPED
+    "cwm",
+    "CwmForCausalLM",
+    LEAVES,
+    released="2025-09",
+    token_ids={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+    dropped=LLAMA_DROPPED,
 )

@@ -41,5 +41,10 @@ FUSED = (
 LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED, *leaves_of({**NORMS, **ENDS}))
 
 GLM = DECODER.architecture(
-    "glm", "GlmForCausalLM", LEAVES, released="2024-06", token_ids={"pad_token_id": 151329}, dropped=LLAMA_DROPPED
+    "glm",
+    "GlmForCausalLM",
+    LEAVES,
+    released="2024-06",
+    token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+    dropped=LLAMA_DROPPED,
 )

@@ -22,5 +22,10 @@ SANDWICH = {
 LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *glm.FUSED, *leaves_of({**SANDWICH, **ENDS}))
 
 GLM4 = DECODER.architecture(
-    "glm4", "Glm4ForCausalLM", LEAVES, released="2025-04", token_ids={"pad_token_id": 151329}, dropped=LLAMA_DROPPED
+    "glm4",
+    "Glm4ForCausalLM",
+    LEAVES,
+    released="2025-04",
+    token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+    dropped=LLAMA_DROPPED,
 )

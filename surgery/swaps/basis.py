@@ -17,6 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...components import Block, LayerNorm, ModelSpec, Norm, RMSNorm
+from ...errors import SwapRefused
 from ..base import Computed, Filled, Model, Tensor, Wide
 from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, written
 
@@ -151,6 +152,8 @@ def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
     """A norm and its path; raises SwapRefused where it is of a kind that swaps do not know, or there is none."""
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
+    if isinstance(norm, LayerNorm) and norm.groups > 1:
+        raise SwapRefused(f"{path} norms a row in {norm.groups} groups, and this swap knows norms of whole rows")
     return path, norm
 
 
@@ -163,6 +166,8 @@ def stream_norms(spec: ModelSpec) -> list[tuple[str, Norm]]:
 def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
     """The norms on the stream, and the one on the token table."""
     table = spec.embedding.norm
+    if table is not None and spec.embedding.multiplier != 1:
+        raise SwapRefused("embedding has a multiplier before its norm, which this swap does not know")
     return [*([known("embedding.norm", table)] if table is not None else []), *stream_norms(spec)]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...architectures.obstacles import without_biases
-from ...components import ALiBi, Attention, ModelSpec, Norm, Rotary
+from ...components import ALiBi, Attention, ModelSpec, Norm
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
 from ..layerwise import attentions, head_weight, readers, tensors_of, unclipped, weighed, with_blocks, with_mixers
@@ -45,6 +45,8 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
         value, output = f"{path}.v_proj.bias", f"{path}.o_proj"
         if asked.weights.zero(value):
             continue
+        if attention.sinks:
+            raise SwapRefused(f"{path} has sinks, beside which attention weights do not sum to one")
 
         def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
             given = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
@@ -80,8 +82,9 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
             raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         weighed(f"{path}.q_norm", attention.q_norm)
-        normed = attention.q_norm is not None
-        names = [f"{path}.q_norm.weight"] if normed else tensors_of(path, attention, "q_proj")
+        names = tensors_of(path, attention, "q_proj")
+        if attention.q_norm is not None:
+            names = tensors_of(f"{path}.q_norm", attention.q_norm)
         tensors |= {name: rescaled(name, factor) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
@@ -180,7 +183,10 @@ def shift_of_scores(spec: ModelSpec, name: str) -> bool:
     if parts[0] != "blocks" or parts[-2] != "k_proj":
         return False
     attention = spec.blocks[int(parts[1])].attention
-    return isinstance(attention, Attention) and attention.k_norm is None and not isinstance(attention.position, Rotary)
+    if not isinstance(attention, Attention) or (attention.position is not None and attention.position.turns):
+        return False
+    # What norms, clips or caps sees where scores lie, and so does the score of a sink, which no bias shifts.
+    return attention.k_norm is None and attention.clip is None and attention.cap is None and not attention.sinks
 
 
 def drop(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, Rotary, YarnScaling
+from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, RMSNorm, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
 from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
-from ..layerwise import attentions, tensors_of, unclipped, weighed, with_mixers
+from ..layerwise import attentions, tensors_of, unclipped, unknown, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
@@ -64,6 +64,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
             continue
         path = f"blocks.{layer}.attention"
         unclipped(path, attention)
+        by_rms(path, attention)
         weighed(f"{path}.q_norm", attention.q_norm)
         weighed(f"{path}.k_norm", attention.k_norm)
         plan = choose(spec, asked, path, attention, size, how)
@@ -78,6 +79,17 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     found = [attention.head_dim for attention in old.values()]
     summary = {"from": found[0] if len(set(found)) == 1 else found, "to": size}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary, tuple(dict.fromkeys(filter(None, notes))))
+
+
+def by_rms(path: str, attention: Attention) -> None:
+    """Raise SwapRefused where queries or keys are normed otherwise than each head by its mean square, for a swap that
+    changes how wide heads are.
+    """
+    if not attention.by_head:
+        raise SwapRefused(f"{path} norms the queries or keys of all heads at once, which this swap does not know")
+    for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
+        if norm is not None and not isinstance(norm, RMSNorm):
+            raise unknown(f"{path}.{name}", norm, "RMSNorm")
 
 
 # --- which elements, which positions ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ...architectures.obstacles import ranges
 from ...components import ModelSpec
 from ...errors import SwapRefused, UsageError
 from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
-from ..layerwise import writers
+from ..layerwise import writers, written_biases
 from ..options import NORMS, Option
 from ..registry import Asked, Step, Swap, layers_in
 
@@ -44,7 +44,8 @@ def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     if block.residual == "normed" or any(each.sum_norm is not None for each in block.sublayers):
         return False
     found = writers(spec.blocks[layer], f"blocks.{layer}")
-    return asked.weights.zero(*(name for each in found for name in (each.weight, each.bias_name)))
+    names = [name for each in found for name in (each.weight, each.bias_name)]
+    return asked.weights.zero(*names, *written_biases(block, f"blocks.{layer}"))
 
 
 def kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
@@ -107,7 +108,8 @@ def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, b
     found: dict[str, Tensor] = {}
     for layer in layers:
         path, old = f"blocks.{layer}", f"blocks.{order[layer][0]}"
-        names = (name for each in writers(new.blocks[layer], path) for name in each.names)
+        names = [name for each in writers(new.blocks[layer], path) for name in each.names]
+        names += written_biases(new.blocks[layer], path)
         found |= {name: Filled(shapes[name], 0.0, old + name.removeprefix(path)) for name in names}
     return found
 

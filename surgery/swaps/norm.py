@@ -78,7 +78,7 @@ def why_not_exact(spec: ModelSpec) -> str | None:
             "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
-    kept = [path for path, norm in stream_norms(spec) if not norm.centred]
+    kept = [path for path, norm in every_norm(spec) if not norm.centred]
     if kept:
         return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
     return None
@@ -136,6 +136,9 @@ def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
         reads = {"qkv_bias": True, **({"kv_bias": False} if isinstance(attention, LatentAttention) else {})}
         attention = replace(attention, **reads, output_bias=attention.output_bias or out)
     if _inner_norm(block, path) in shifting:
+        mixture = block.feed_forward
+        if isinstance(mixture, MixtureOfExperts) and mixture.shared is not None:  # which reads that norm too
+            block = block.replaced(feed_forward=replace(mixture, shared=replace(mixture.shared, up_bias=True)))
         own = out and f"{path}.feed_forward_norm" in shifting
         dense = replace(dense, up_bias=True, down_bias=dense.down_bias or own)
     return with_dense(block.replaced(attention=attention), dense)

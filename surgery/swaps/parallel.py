@@ -20,7 +20,7 @@ from functools import partial
 from ...components import Block, ModelSpec
 from ...errors import SwapRefused
 from ..base import Moved, Swapped, Tensor
-from ..layerwise import guarantee_of, in_words, with_blocks, writers
+from ..layerwise import guarantee_of, in_words, with_blocks, writers, written_biases
 from ..options import NORMS, Option
 from ..registry import Asked, Clears, Step, Swap
 
@@ -30,6 +30,8 @@ def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     written: dict[str, list[str]] = {}
     for each in writers(spec.blocks[layer], f"blocks.{layer}"):
         written.setdefault(each.slot, []).extend((each.weight, each.bias_name))
+    for name in written_biases(spec.blocks[layer], f"blocks.{layer}"):
+        written[name.split(".")[2].removesuffix("_output_norm")].append(name)
     return any(
         asked.weights.zero(*(name for other in written if other != slot for name in written[other]))
         for slot in reversed(written)
@@ -57,6 +59,13 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
             " (apply_residual_connection_post_layernorm): a parallel block adds to the residual stream itself",
             "Nothing like it is known.",
         )
+    for layer in serial:
+        there = spec.blocks[layer].norms()
+        if "attention" in there and "feed_forward" not in there:
+            raise SwapRefused(
+                f"the feed-forward of layer {layer} reads the stream without a norm, and in a parallel block it would"
+                " read behind the attention's"
+            )
     differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:
         reason = f"the norms before attention and feed-forward differ in {in_words(differing)}: they cannot be shared"

@@ -198,7 +198,9 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
     after = replace(spec, positions=None)
 
     def joining(name: str, there: bool = True) -> Computed:
-        return Computed(lambda model: mean_row(model.wide(TABLE)) + (model.wide(name) if there else 0))
+        # Rows are multiplied before positions join them, and a norm's bias is not.
+        factor = spec.embedding.multiplier if spec.embedding.norm is None else 1.0
+        return Computed(lambda model: mean_row(model.wide(TABLE)) / factor + (model.wide(name) if there else 0))
 
     if asked.approximate or asked.weights.zero(TABLE):
         return after

@@ -26,7 +26,7 @@ from ...components import (
     YarnScaling,
 )
 from ...errors import SwapRefused, UsageError
-from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor
+from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import Grouped, tensors_of, with_mixers
 from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Step, Swap
@@ -323,15 +323,21 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
     def sizes(side: Literal["q", "k"]) -> np.ndarray:
-        """The largest weight of each pair, by key-value head."""
-        total = np.zeros(1)
-        for name in row_tensors(path, attention, side):
-            rows = np.abs(model.wide(name))
+        """The largest weight of each pair, by key-value head; a mean that a norm takes away leaves something of all."""
+        heads, norm = (attention.heads, attention.q_norm) if side == "q" else (attention.kv_heads, attention.k_norm)
+        total = np.full((heads, rotary.dim // 2), float(norm is not None and norm.centred))
+
+        def of_pairs(rows: Wide) -> np.ndarray:
             each = rows.reshape(len(rows) // attention.head_dim, attention.head_dim, -1).max(axis=2)
-            total = total * each if name.endswith("norm.weight") else total + each
-        by_group = total.reshape(attention.kv_heads, -1, attention.head_dim).max(axis=1)
-        largest: np.ndarray = np.maximum(by_group[:, first], by_group[:, second])
-        return largest
+            return np.asarray(np.maximum(each[:, first], each[:, second]))
+
+        for name in tensors_of(path, attention, f"{side}_proj"):
+            total = total + of_pairs(np.abs(model.wide(name)))
+        if norm is not None and "weight" in norm.shapes():
+            total = total * of_pairs(np.abs(norm.factor(model.wide(f"{path}.{side}_norm.weight"))))
+        if norm is not None and "bias" in norm.shapes():
+            total = total + of_pairs(np.abs(model.wide(f"{path}.{side}_norm.bias")))
+        return np.asarray(total.reshape(attention.kv_heads, -1, rotary.dim // 2).max(axis=1))
 
     dropped = np.setdiff1d(np.arange(rotary.dim // 2), kept)
     return bool((sizes("q") * sizes("k"))[:, dropped].any())

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
 from ...errors import SwapRefused
 from ..base import Array, Model, Wide
-from ..layerwise import tensors_of, weighed, with_mixers
+from ..layerwise import tensors_of, unclipped, weighed, with_mixers
 from ..registry import Asked
 
 Elements = NDArray[np.int64]
@@ -127,7 +127,8 @@ def reordered(array: Array, order: Elements) -> Array:
 def row_tensors(path: str, attention: Attention, side: Literal["q", "k"]) -> list[str]:
     """The tensors whose rows are elements of query or of key heads, a norm of each head last."""
     norm = attention.q_norm if side == "q" else attention.k_norm
-    return tensors_of(path, attention, f"{side}_proj") + ([f"{path}.{side}_norm.weight"] if norm is not None else [])
+    own = [] if norm is None else tensors_of(f"{path}.{side}_norm", norm)
+    return tensors_of(path, attention, f"{side}_proj") + own
 
 
 def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Array) -> dict[str, Callable[..., Wide]]:
@@ -137,9 +138,14 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
     weighed(path + ".q_norm", attention.q_norm)
+    unclipped(path, attention)
+    if attention.norm_order == "after":
+        raise SwapRefused(f"{path} norms queries and keys after their positions (norm_order), unknown to this swap")
     names = row_tensors(path, attention, "q")
     if attention.q_norm is not None:
-        names, factors = names[-1:], np.abs(factors)
+        names, factors = tensors_of(f"{path}.q_norm", attention.q_norm), np.abs(factors)
+    elif rotary.direction == "backward":
+        factors = factors.conj()
 
     def turned(name: str, model: Model) -> Wide:
         return turn_rows(model.wide(name), factors, rotary, attention.head_dim)

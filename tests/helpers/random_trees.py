@@ -14,7 +14,6 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from gptkit.analysis.parameters import count
-from gptkit.architectures import ARCHITECTURES
 from gptkit.components import ModelSpec, differences, without_rounding
 from gptkit.converter.checkpoint import Checkpoint, open_checkpoint
 from gptkit.converter.convert import plan_output
@@ -44,16 +43,17 @@ HEADS = ("n_head", "num_attention_heads", "num_heads", "attention_heads", "n_hea
 HIDDEN = ("n_embd", "n_embed", "hidden_size", "d_model")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "dff")
-PARTIAL = ("persimmon", "nemotron", "gpt_neox_japanese")
-"""Families of which half of each head turns, which is to be even."""
+NO_OTHER = ("helium",)
+"""Families that state how wide heads are, and know no other width than their share of the hidden size."""
 SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
 """Families with heads of any width of which transformers wants the hidden size to be a multiple all the same."""
 
 
-def is_square(model_type: str) -> bool:
-    """Whether a family's heads share out the width, head_dim or not."""
-    read = ARCHITECTURES[model_type].read if model_type in ARCHITECTURES else None
-    return getattr(getattr(read, "__self__", None), "square", False)
+def turning_part(config: Mapping[str, Any]) -> float:
+    """How much of each head turns with positions, which is to be an even number of elements; 1 where nothing does."""
+    attention: Any = spec_of(config).blocks[0].attention
+    dim = getattr(attention.position, "dim", None)
+    return 1.0 if dim is None or not hasattr(attention, "head_dim") else float(dim / attention.head_dim)
 
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
@@ -62,10 +62,15 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         return {**config, "text_config": resized(config["text_config"], choose)}
     found = dict(config)
     name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
+    part = 1.0 if "rotary_dim" in config else turning_part(config)
     own = config[name[HIDDEN]] // config[name[HEADS]]
-    dims = (8, 16) if config["model_type"] in PARTIAL else (4, 6, 8, 10)
+    dims = [each for each in (4, 6, 8, 10, 16) if each <= 10 or part < 1]
+    dims = [each for each in dims if each * part > 0 and each * part % 2 == 0]
     head_dim = own if "short_factor" in str(config) else choose(dims)
     kv_heads, group = choose((1, 2, 3)), choose((1, 2, 3))
+    kv_heads = config.get("attn_config", {}).get("kv_n_heads", kv_heads)
+    if "kv_lora_rank" in config:  # of a latent every head has a key and a value
+        kv_heads, group = kv_heads * group, 1
     if config.get(name[KV_HEADS]):
         found[name[KV_HEADS]] = kv_heads
     found[name[HEADS]] = kv_heads * group
@@ -74,10 +79,13 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         shared = config["model_type"] in SHARED_OUT
         found["head_dim"] = head_dim
         found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group if shared else choose((18, 24, 29))
-        if is_square(config["model_type"]):
-            found[name[HIDDEN]] = kv_heads * group * head_dim
-    if "layer_types" not in config:
-        found[name[LAYERS]] = choose((1, 2, 3))
+        if config["model_type"] in NO_OTHER:
+            found[name[HIDDEN]] = head_dim * kv_heads * group
+    by_layer = [
+        n for n, v in config.items() if isinstance(v, list) and n not in ("attention_layers", "attention_types")
+    ]
+    if not any(len(config[each]) == config[name[LAYERS]] for each in by_layer):
+        found[name[LAYERS]] = max(choose((1, 2, 3)), config.get("first_k_dense_replace", 0))
     if "attention_types" in config:
         found.pop("attention_layers", None)
         found["attention_types"] = [[[choose(("global", "local"))], found[name[LAYERS]]]]

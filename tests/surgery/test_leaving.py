@@ -310,7 +310,7 @@ def test_what_no_swap_clears(folder: Path, tmp_path: Path) -> None:
 
 def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     message, hint = refused("llama-2", folder, tmp_path / "out", "hf:llama", hidden="50")
-    assert message == "llama cannot express this tree: transformers' llama refuses 50 wide with 6 heads"
+    assert message == "llama cannot express this tree: transformers refuses 50 wide with 6 heads"
     assert hint == "gptkit's own format holds any tree: --as local"
 
 

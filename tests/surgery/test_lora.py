@@ -340,7 +340,7 @@ def test_weights_that_are_not_finite(copy: Path) -> None:
 
 def test_after_a_swap_that_leaves_the_family_it_is_refused(copy: Path) -> None:
     save_hf(CONFIGS["gpt2"], copy / "tree")
-    steps = [Step("norm", "rmsnorm"), Step("merge_lora", str(copy / "adapter"))]
+    steps = [Step("mlp", "gated"), Step("merge_lora", str(copy / "adapter"))]
     with pytest.raises(SwapRefused, match="an adapter goes by gpt2's names"):
         gptkit.swap(copy / "tree", copy / "out", steps)
 
