@@ -67,7 +67,6 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "averaged": "experts and shared expert not averaged",
     }
     rounds = ("routed_in", "chosen_by", "scored_in", "in_order", "rounded", "wide_router", "wide_choice", "summed")
-    rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
 
@@ -175,6 +174,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def biases(self) -> dict[str, Words]:
         return self.expert.biases() | ({"router": Words("router", True)} if self.router_bias else {})
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"E": self.experts}
 
     def share(self, devices: int) -> Self:
         return self._with_parts(lambda part: part.share(devices))

@@ -43,10 +43,12 @@ HEADS = ("n_head", "num_attention_heads", "num_heads", "attention_heads", "n_hea
 HIDDEN = ("n_embd", "n_embed", "hidden_size", "d_model")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "dff")
-PARTIAL = ("persimmon", "nemotron", "gpt_neox_japanese")
-"""Families of which half of each head turns, which is to be even."""
+PARTIAL = ("persimmon", "nemotron", "gpt_neox_japanese", "glm", "glm4", "glm4_moe", "gpt_neox", "phi", "stablelm")
+"""Families of which a part of each head turns, half or a quarter, though no field need say so; it is to be even."""
 SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
 """Families with heads of any width of which transformers wants the hidden size to be a multiple all the same."""
+EXACTLY = ("helium",)
+"""Families that name the width of a head, and of which transformers knows no other than the heads' share."""
 
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
@@ -56,19 +58,25 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     found = dict(config)
     name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
     own = config[name[HIDDEN]] // config[name[HEADS]]
-    dims = (8, 16) if config["model_type"] in PARTIAL else (4, 6, 8, 10)
+    partial = config["model_type"] in PARTIAL or "partial_rotary_factor" in str(config)
+    dims = (8, 16) if partial else (4, 6, 8, 10)
     head_dim = own if "short_factor" in str(config) else choose(dims)
     kv_heads, group = choose((1, 2, 3)), choose((1, 2, 3))
     if config.get(name[KV_HEADS]):
-        found[name[KV_HEADS]] = kv_heads
+        found[name[KV_HEADS]] = kv_heads * group if "kv_lora_rank" in config else kv_heads
+    if "kv_n_heads" in config.get("attn_config", {}):
+        found["attn_config"] = {**config["attn_config"], "kv_n_heads": kv_heads}
     found[name[HEADS]] = kv_heads * group
     found[name[HIDDEN]] = kv_heads * group * head_dim
     if config.get("head_dim"):
-        shared = config["model_type"] in SHARED_OUT
         found["head_dim"] = head_dim
-        found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group if shared else choose((18, 24, 29))
-    if "layer_types" not in config:
-        found[name[LAYERS]] = choose((1, 2, 3))
+        if config["model_type"] in SHARED_OUT:
+            found[name[HIDDEN]] = choose((3, 4, 5)) * kv_heads * group
+        elif config["model_type"] not in EXACTLY:
+            found[name[HIDDEN]] = choose((18, 24, 29))
+    by_layer = any(isinstance(each, list) and len(each) == config[name[LAYERS]] > 1 for each in config.values())
+    if "layer_types" not in config and ("attention_types" in config or not by_layer):
+        found[name[LAYERS]] = max(choose((1, 2, 3)), config.get("first_k_dense_replace") or 1)
     if "attention_types" in config:
         found.pop("attention_layers", None)
         found["attention_types"] = [[[choose(("global", "local"))], found[name[LAYERS]]]]
