@@ -114,11 +114,13 @@ def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
 
 
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
-    """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share."""
+    """Bytes of the tables of rotary positions, one of cosines and one of sines each, which all layers share; of complex
+    numbers there is one, of a number a pair.
+    """
     rotaries = {each.rotary for each in operations if isinstance(each, ops.Rotate)}
-    sizes = {"input": run.size}
+    sizes = {"input": 2 * run.size, "complex": run.wide}
     return sum(
-        2 * run.tokens * rotary.dim * sizes.get(getattr(rotary, "rounding", "input"), run.wide) for rotary in rotaries
+        run.tokens * rotary.dim * sizes.get(getattr(rotary, "rounding", "input"), 2 * run.wide) for rotary in rotaries
     )
 
 
@@ -289,7 +291,8 @@ class Keeping:
                 multiplied = run.wide if operation.lies == "float32" else run.size  # by the gain
                 if operation.gain != "none" and not inside:
                     found["norms"] += numbers * multiplied
-                if operation.gain == "1 + weight":  # which is a tensor of its own
+                copied = operation.centred and operation.gain == "weight" and run.size < run.wide
+                if operation.gain == "1 + weight" or copied:  # which is a tensor of its own
                     found["norms"] += width * multiplied
             case ops.Convolve():
                 self._keep(self._given(operation))
@@ -337,8 +340,8 @@ class Keeping:
                 found[operation.row] += run.rows * each * size + numbers * LONG
                 if operation.normalise and not (operation.of_chosen and operation.scores == "softmax"):
                     found[operation.row] += (run.rows if operation.of_chosen else numbers + run.rows) * size
-                if operation.groups > 1:  # the two best of each, the best of these, and what is left out
-                    places = (2 * operation.groups + operation.top_groups) * LONG + operation.groups
+                if operation.groups > 1:  # the best of each, the best of these, and what is left out
+                    places = (operation.group_best * operation.groups + operation.top_groups) * LONG + operation.groups
                     found[operation.row] += run.rows * places
             case ops.Gather():
                 chosen = self._given(operation, 1)

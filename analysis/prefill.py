@@ -103,7 +103,9 @@ class Following:
                 numbers = size // run.size
                 if operation.lies == "kernel":
                     return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
-                return _Step(size, numbers * run.wide * (1 if run.size == run.wide else 2) - size)
+                # Without its mean, divided, and multiplied by a gain; or divided, beside a copy of narrow rows.
+                tensors = 3 if operation.centred else 1 if run.size == run.wide else 2
+                return _Step(size, numbers * run.wide * tensors - size)
             case ops.Linear():
                 together = operation.made_together(self.program)
                 if operation.fused and operation is not together[0]:
@@ -116,8 +118,12 @@ class Following:
                 return _Step(whole, whole * (operation.joined + (rounded and (operation.fused or len(together) == 1))))
             case ops.Rotate(turned=turned):
                 part = size * turned // int(operation.shape[-1])
+                beside = part
+                if run.size < run.wide and getattr(operation.rotary, "rounding", "input") != "input":
+                    # Its tables, and what is multiplied by them, are in fp32: both products, and one factor as it was.
+                    beside = max(part, 2 * part * run.wide // run.size + part - size)
                 named = operation.start or operation.parts > 1  # parts that are taken out have a name of their own
-                return _Step(size + part if named else size, part)
+                return _Step(size + part if named else size, beside)
             case ops.Cache(repeats=repeats):
                 return _Step(repeats * size if repeats > 1 else 0, left=size)
             case ops.Scores() | ops.Alibi() | ops.Softmax():
@@ -139,8 +145,11 @@ class Following:
                 return _Step(0, run.rows * operation.experts * 2 * run.wide)
             case ops.Combine():
                 taken = self.memories[operation.inputs[1]] // run.size
+                weighted = run.wide if operation.wide else run.size
+                if operation.one_by_one:  # an expert's, weighted, and the sum without it
+                    return _Step(size, taken * weighted + size)
                 # Weighted, put back in order, and summed.
-                return _Step(size, 2 * taken * run.wide + size // run.size * run.wide - size)
+                return _Step(size, 2 * taken * weighted + size // run.size * weighted - size)
             case _:
                 raise ops.unknown(operation, "the memory of a prefill")
 

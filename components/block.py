@@ -263,11 +263,14 @@ class Block(Component, frozen=True):
                 following = "" if last or self.parallel else f"{self.sublayers[index + 1].mixer.slot}_norm"
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
             shared = read if index == 0 else shared
-            branch = run(slot, sublayer.mixer, read, "" if last else end)
+            scaled, kept = sublayer.multiplier != 1, "" if last else end  # of a branch the last result has the name
+            normed = sublayer.output_norm is not None
+            branch = run(slot, sublayer.mixer, read, "" if normed or scaled else kept)
             if sublayer.output_norm is not None:
-                branch = run(f"{slot}_output_norm", sublayer.output_norm, branch)
-            if sublayer.multiplier != 1:
-                found.append(Scale(f"{slot}_scaled", (branch,), shape, "norms", factor=sublayer.multiplier))
+                branch = run(f"{slot}_output_norm", sublayer.output_norm, branch, "" if scaled else kept)
+            if scaled:
+                factor = sublayer.multiplier
+                found.append(Scale(f"{slot}_scaled", (branch,), shape, "norms", held=kept, factor=factor))
                 branch = found[-1].id
             if self.parallel:
                 branches.append(branch)

@@ -67,7 +67,6 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "averaged": "experts and shared expert not averaged",
     }
     rounds = ("routed_in", "chosen_by", "scored_in", "in_order", "rounded", "wide_router", "wide_choice", "summed")
-    rows = "E"
     slot = "feed_forward"
     tells = ("expert",)
 
@@ -176,6 +175,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def biases(self) -> dict[str, Words]:
         return self.expert.biases() | ({"router": Words("router", True)} if self.router_bias else {})
 
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"E": self.experts}
+
     def share(self, devices: int) -> Self:
         return self._with_parts(lambda part: part.share(devices))
 
@@ -213,6 +215,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
 
+        whole = self.experts if self.summed == "by expert" else 1  # parts that what is read and given is in
+
         def copied(each: AnyOperation, **changes: object) -> AnyOperation:
             """One of many; each token is led to those that were chosen."""
             changes["copies"] = self.experts if each.weights else 1
@@ -233,9 +237,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            Gather(gathered, (source, chosen), taken, "feed-forward", held=combined),
+            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined),
             *(copied(each, apart=apart) for each in inside),
-            copied(last),
+            copied(last, apart=whole),
             Combine(combined, (chosen, last.id), shape, "feed-forward", wide=weighs_wide, one_by_one=apart_too),
             *self._beside(path, source, shape, combined),
         )

@@ -105,7 +105,9 @@ class LayerNorm(Norm, Component, frozen=True):
         kind = "LayerNorm" if self.bias else "LayerNorm, no bias"
         formula = f"(x − mean) / √(var + {self.eps:g})"
         shift = " + b" if self.bias else ""
-        fields: dict[str, Any] = {"kind": kind, "statistics": 2 * self.groups, "shift": shift}
+        written = self.cast == "float32"  # the mean's rows are tensors then, and the statistic is one number
+        statistics = (1 if written else 2) * self.groups
+        fields: dict[str, Any] = {"kind": kind, "statistics": statistics, "shift": shift, "centred": written}
         return self.normed(
             path, source, shape, formula, lies="kernel" if self.cast == "kernel" else "float32", **fields
         )

@@ -155,6 +155,10 @@ def _ways(node: Node) -> list[str]:
     return [source for source in node.inputs if source != node.choice]
 
 
+ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
+"""What may be computed of numbers one by one between two linears."""
+
+
 class _Lanes:
     """nodes by name in order; trunk: names, first to last; stage: for what is beside it, the trunk's node that it leads
     to; rank; spans: of what is beside the trunk, in lanes of its stage; lanes: how many a stage has.
@@ -172,6 +176,10 @@ class _Lanes:
             for source in node.inputs:
                 if source not in trunk:
                     self.stage[source] = node.id if node.id in trunk else self.stage[node.id]
+        for node in nodes:  # branches that begin in one box stand side by side, though they join the trunk in turn
+            if node.id in self.stage:
+                joins = [self.stage[name] for name in (node.id, *node.inputs) if name in self.stage]
+                self.stage[node.id] = min(joins, key=self.trunk.index)
         self.rank: dict[str, int] = {}
         for node in nodes:
             on = self.trunk.index(self.stage.get(node.id, node.id))
@@ -208,7 +216,7 @@ class _Lanes:
     def expert(self, name: str) -> Node:
         """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
         node = self.nodes[name]
-        while not node.weights and _ways(node) and node.op in ("activation", "product"):
+        while not node.weights and _ways(node) and node.op in ELEMENTWISE:
             node = self.nodes[_ways(node)[0]]
         return node
 

@@ -237,7 +237,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption(function)
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
-            if isinstance(gate, ops.Activation):
+            if isinstance(gate, ops.Activation) and gate.shape == up.shape:
                 return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
             return _Caption("·", formula=f"{gate.id} · {up.id}")
         case ops.Scale(factor=factor):

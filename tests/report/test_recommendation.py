@@ -71,7 +71,7 @@ def test_what_it_says_next_can_be_typed(tmp_path: Path, monkeypatch: pytest.Monk
     lines = said[said.index("Next:") :].splitlines()[1:]
     loadable = runner.invoke(app, ["recommend", "--goal", "balance", "--params", "30M", "--loadable"]).stdout
     assert "gptkit recommend --goal balance --params 30M --loadable --out balance.json" in loadable
-    assert "LlamaForCausalLM" in loadable
+    assert "ArceeForCausalLM" in loadable
     long = runner.invoke(app, ["recommend", "--goal", "quality", "--params", "1B", "--context", "10M", "--json"])
     assert json.loads(long.stdout)["context"] == 10 * 2**20
     assert lines[0] == "gptkit recommend --goal quality --params 30M --vocab 4096 --out quality.json"
