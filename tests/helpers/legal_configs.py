@@ -656,6 +656,10 @@ def legal_config(family: str, seed: int) -> Config:
     chosen = random.Random(f"{family} {seed}")
     if family in DRAWN:
         return {"model_type": family, "vocab_size": VOCAB, **DRAWN[family](chosen)}
-    ids = {name: 0 for name, value in ARCHITECTURES[family].token_ids.items() if value >= VOCAB}
+    ids = {
+        name: 0
+        for name, value in ARCHITECTURES[family].token_ids.items()
+        if max([value] if type(value) is int else value) >= VOCAB
+    }
     drawn = ({"model_type": family, **ids, **by_role(chosen, family)} for _ in range(100))
     return next(config for config in drawn if legal(config))
