@@ -404,6 +404,5 @@ class Keeping:
         sinks = queries if mixing.softmax.weights else 0
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
-        # Beside sinks the largest score is taken away, of which both are kept.
-        found["scores"] += (pairs + sinks + queries) * scored if sinks else 0
+        found["scores"] += queries * LONG if sinks else 0  # where the largest is, which is taken away beside sinks
         return _View(operation.id, _Storage(size, row), size)

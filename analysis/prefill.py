@@ -168,10 +168,8 @@ class Following:
                 # Where queries were put together of parts, head by head, so lies the output, and is copied.
                 rotate = self.operations[mixing.scores.inputs[0]]
                 parted = isinstance(rotate, ops.Rotate) and query_dim > rotate.rotary.dim and heads > 1
-                result = 2 * size if parted else size
-                return _Step(
-                    result, max(repeated + mixing.mask(run) + run.rows * heads * run.wide - (result - size), 0)
-                )
+                copied = size if parted else 0
+                return _Step(size, max(repeated + mixing.mask(run) + run.rows * heads * run.wide, copied))
             case "unfused":
                 keys = mixing.scores.kv_heads
                 numbers = query_dim * (heads + keys) + (mixing.value_dim * keys if run.size < run.wide else 0)
@@ -186,7 +184,7 @@ class Following:
                     repeated + scored + softmax + (0 if softmax == weights else weights),
                     repeated + scored + weights + 2 * size,
                 ]
-        return _Step(2 * size, max(*moments, 2 * size) - 2 * size)
+        return _Step(size, max(*moments, 2 * size) - size)
 
 
 def _in_order_of_making(program: ops.Program) -> list[ops.AnyOperation]:

@@ -287,10 +287,13 @@ class Attention(Mixer, Component, frozen=True):
                 elif step == "norm" and norm is not None:
                     wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
                     normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, wide))
-                    held = f"{path}.k_rotated" if self.norm_order == "before" else end
+                    held = f"{path}.k_rotated" if self.norm_order == "before" else ""
                     found += (msgspec.structs.replace(each, held=held) for each in normed)
                 elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
-                    found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, rotary=self.position))
+                    turned: dict[str, Any] = {"rotary": self.position}
+                    if self.norm_order == "after" and self.k_norm is not None:
+                        turned["held"] = f"{path}.k_norm"  # queries and keys are normed when both have turned
+                    found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, **turned))
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
@@ -317,6 +320,7 @@ class Attention(Mixer, Component, frozen=True):
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
         if self.mixed_norm is not None:
+            found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)
             found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))

@@ -277,7 +277,8 @@ class Block(Component, frozen=True):
                 continue
             past = read if self.residual == "normed" else total
             total = add(end if last else f"{slot}_output", past, branch, past)
-            if sublayer.sum_norm is not None:
+            if sublayer.sum_norm is not None:  # whose result has the sum's name
+                found[-1] = msgspec.structs.replace(found[-1], held="")
                 total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
         if self.parallel and self.sums == "stream first":
             for index, branch in enumerate(branches):

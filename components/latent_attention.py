@@ -219,9 +219,8 @@ class LatentAttention(Mixer, Component, frozen=True):
 
         def cache(name: str) -> None:
             seen: Sizes = ("B", "S", *found[-1].shape[2:])
-            found.append(
-                Cache(name, (found[-1].id,), seen, row, window=self.window, ours=self.rope_heads != 1, held=end)
-            )
+            kept: dict[str, Any] = {"window": self.window, "ours": self.rope_heads != 1, "as_given": True, "held": end}
+            found.append(Cache(name, (found[-1].id,), seen, row, **kept))
 
         whole: Sizes = ("B", "T", heads, self.query_dim)
         down: dict[str, Any] = {"together": f"{path}.kv_down", "fused": self.fused and self.rope_dim > 0}

@@ -66,7 +66,8 @@ class Mixing:
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
-            scores = scores - scores.amax(dim=-1, keepdim=True)  # as transformers' gpt-oss, before it is rounded
+            # As transformers' gpt-oss, before it is rounded; of `max` autograd keeps a number a row, of `amax` all.
+            scores = scores - scores.max(dim=-1, keepdim=True).values
             return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(v.dtype) @ v
         return F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
 

@@ -114,6 +114,12 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
 OF_THEIR_OWN = {"gptj", "codegen", "gpt_neo", "opt", "xglm", "ctrl", "openai-gpt", "mpt"}
 """Whose attention, masks or positions transformers writes out in steps of their own, which keep more or less."""
 
+MEASURED = {("gpt_oss", "eager"): 0.003, ("cohere2_moe", "sdpa"): 0.12}
+"""Of gpt-oss transformers also keeps numbers of the experts' rows, but tables half as wide: 0.07 and 0.24 % in all. Of
+Cohere 2 with experts it takes the mean off twice in each of five norms, and makes a mask for each sequence: 7.4 and
+10.7 %.
+"""
+
 
 @pytest.mark.parametrize("family", list(REPRESENTATIVES))
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
@@ -138,7 +144,8 @@ def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch
         else:
             latent = isinstance(ALL[family].blocks[0].attention, LatentAttention)
             close = 0.3 if family in OF_THEIR_OWN else 0.0001
-            assert ratio == pytest.approx(1, rel=close if kernel == "eager" and not latent else 0.1)
+            close = close if kernel == "eager" and not latent else 0.1
+            assert ratio == pytest.approx(1, rel=MEASURED.get((family, kernel), close))
 
 
 def test_korthikanti() -> None:
