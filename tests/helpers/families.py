@@ -5,6 +5,7 @@ included; `modern` is the same in words that transformers understands.
 """
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -1336,6 +1337,11 @@ def randomised_reference(
             if name in stored:
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def has_cache(reference: transformers.PreTrainedModel) -> bool:
+    """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
+    return "past_key_values" in inspect.signature(reference.forward).parameters
 
 
 def checkpoint_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
