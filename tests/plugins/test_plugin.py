@@ -94,7 +94,8 @@ def here(plugged: Path) -> Iterator[Path]:
             known.update(old)
         targets.FORMATS.pop("tide")
         registry.PLUGINS.clear()
-        registry.all_swaps.cache_clear()
+        for each in (registry._modules, registry.all_swaps, registry.all_options):
+            each.cache_clear()
 
 
 def run(here: Path, *words: object, ok: int = 0) -> str:
