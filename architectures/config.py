@@ -22,6 +22,18 @@ MAX_CONFIG_VALUES = 500_000
 """Of objects and lists together, and of keys, counted by their signs: each costs some hundred bytes of memory, however
 short it is written."""
 
+SUMMARIES = dict.fromkeys(
+    (
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_last_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
+    "heads other than the language model's",
+)
+"""What configs of GPT-2's kin say of a classifier's head, for a family's `irrelevant`."""
 COMMON_IRRELEVANT: dict[str, str] = {
     "_name_or_path": "where the file came from",
     "architectures": "the class to build; read where the family is told",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import Architecture, leaves_of
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 
 DECODER = Decoder(
@@ -94,11 +94,7 @@ CTRL = Architecture(
         "from_tf": "where the file came from",
         "n_ctx": "an old copy of n_positions",
         "resid_pdrop": "training only",
-        "summary_activation": "heads other than the language model's",
-        "summary_first_dropout": "heads other than the language model's",
-        "summary_proj_to_labels": "heads other than the language model's",
-        "summary_type": "heads other than the language model's",
-        "summary_use_proj": "heads other than the language model's",
+        **SUMMARIES,
         "torchscript": "output format",
     },
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 from ..layout import Layout
 from ..obstacles import of_kind
@@ -118,12 +118,7 @@ GPT2 = DECODER.architecture(
         "embd_pdrop": "training only",
         "n_ctx": "an old copy of n_positions",
         "resid_pdrop": "training only",
-        "summary_activation": "heads other than the language model's",
-        "summary_first_dropout": "heads other than the language model's",
-        "summary_last_dropout": "heads other than the language model's",
-        "summary_proj_to_labels": "heads other than the language model's",
-        "summary_type": "heads other than the language model's",
-        "summary_use_proj": "heads other than the language model's",
+        **SUMMARIES,
         "task_specific_params": "generation",
     },
 )

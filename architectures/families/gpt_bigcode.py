@@ -11,7 +11,7 @@ from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 from ..obstacles import of_kind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -102,11 +102,7 @@ GPT_BIGCODE = DECODER.architecture(
         "pre_allocate_kv_cache": "not read by transformers",
         "resid_pdrop": "training only",
         "scale_attention_softmax_in_fp32": "transformers always does",
-        "summary_activation": "heads other than the language model's",
-        "summary_first_dropout": "heads other than the language model's",
-        "summary_proj_to_labels": "heads other than the language model's",
-        "summary_type": "heads other than the language model's",
-        "summary_use_proj": "heads other than the language model's",
+        **SUMMARIES,
         "task_specific_params": "generation",
         "validate_runner_input": "not read by transformers",
     },

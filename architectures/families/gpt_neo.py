@@ -12,7 +12,7 @@ from typing import Any
 
 from ...components import FeedForward, LayerNorm, ModelSpec
 from ..base import leaves_of
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 
 GLOBAL, LOCAL = "global", "local"
@@ -106,11 +106,7 @@ GPT_NEO = DECODER.architecture(
     irrelevant={
         "embed_dropout": "training only",
         "resid_dropout": "training only",
-        "summary_activation": "heads other than the language model's",
-        "summary_first_dropout": "heads other than the language model's",
-        "summary_proj_to_labels": "heads other than the language model's",
-        "summary_type": "heads other than the language model's",
-        "summary_use_proj": "heads other than the language model's",
+        **SUMMARIES,
         "task_specific_params": "generation",
         "tokenizer_class": "tokenizer",
     },

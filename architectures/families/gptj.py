@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, leaves_of
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import PRE, Decoder, Field, Layers
 from ..obstacles import Kinds, of_kind
 
@@ -92,11 +92,7 @@ GPTJ_IRRELEVANT = {
     "resid_pdrop": "training only",
     "rotary": "not read by transformers",
     "scale_attn_weights": "not read by transformers, which always does",
-    "summary_activation": "heads other than the language model's",
-    "summary_first_dropout": "heads other than the language model's",
-    "summary_proj_to_labels": "heads other than the language model's",
-    "summary_type": "heads other than the language model's",
-    "summary_use_proj": "heads other than the language model's",
+    **SUMMARIES,
     "task_specific_params": "generation",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...components import Activation, FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of, qkv
-from ..config import ConfigReader
+from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
 from .opt import POST
@@ -102,12 +102,7 @@ OPENAI_GPT = DECODER.architecture(
         "n_special": "tokens that are counted in vocab_size",
         "predict_special_tokens": "not read by transformers",
         "resid_pdrop": "training only",
-        "summary_activation": "heads other than the language model's",
-        "summary_last_dropout": "heads other than the language model's",
-        "summary_first_dropout": "heads other than the language model's",
-        "summary_proj_to_labels": "heads other than the language model's",
-        "summary_type": "heads other than the language model's",
-        "summary_use_proj": "heads other than the language model's",
+        **SUMMARIES,
         "task_specific_params": "generation",
     },
     reference=lambda _: ("eager",),
