@@ -29,12 +29,36 @@ class LayerCount(Record):
 
 
 @dataclass(frozen=True)
-class ParameterCount(Record, Shown):
-    """A tree's parameters, in numbers (not bytes). A tied head is the embedding's weight, and not counted again.
+class TensorCount(Record):
+    """Parameters in numbers (not bytes), by where they are.
 
-    by_component: the whole tree's, in order of appearance; sums to `total`.
+    by_component: the whole model's, in order of appearance; sums to `total`.
     by_layer: one a layer.
     outside: what lies in no layer, by component. With the layers it sums to `total`.
+    """
+
+    total: int
+    by_component: Mapping[str, int]
+    by_layer: Sequence[LayerCount]
+    outside: Mapping[str, int]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{label} {number:,}" for label, number in self.by_component.items())
+        return f"<{self.total:,} parameters: {parts}>"
+
+    @property
+    def number_of_layers(self) -> int:
+        return len(self.by_layer)
+
+    @property
+    def numbered_layers(self) -> list[dict[str, Any]]:
+        return [{"layer": index, **layer.as_json()} for index, layer in enumerate(self.by_layer)]
+
+
+@dataclass(frozen=True, repr=False)
+class ParameterCount(TensorCount, Shown):
+    """A tree's parameters. A tied head is the embedding's weight, and not counted again.
+
     tied: the head shares the embedding's weight.
     active: what one token meets: of a mixture's experts, those that its router takes. Otherwise all.
     """
@@ -44,16 +68,8 @@ class ParameterCount(Record, Shown):
         " components=by_component by_layer=numbered_layers"
     )
 
-    total: int
-    by_component: Mapping[str, int]
-    by_layer: Sequence[LayerCount]
-    outside: Mapping[str, int]
     tied: bool
     active: int
-
-    def __repr__(self) -> str:
-        parts = ", ".join(f"{label} {number:,}" for label, number in self.by_component.items())
-        return f"<{self.total:,} parameters: {parts}>"
 
     @property
     def embedding(self) -> int:
@@ -64,14 +80,6 @@ class ParameterCount(Record, Shown):
     def non_embedding(self) -> int:
         """All but `embedding`: layers and norms, as Kaplan et al. (2001.08361) and Qwen's model cards count."""
         return self.total - self.embedding
-
-    @property
-    def number_of_layers(self) -> int:
-        return len(self.by_layer)
-
-    @property
-    def numbered_layers(self) -> list[dict[str, Any]]:
-        return [{"layer": index, **layer.as_json()} for index, layer in enumerate(self.by_layer)]
 
 
 def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> ParameterCount:

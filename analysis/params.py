@@ -4,71 +4,34 @@ What is stored, dtypes and bytes, is told from the headers of the weight files, 
 kilobytes.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..components import ModelSpec
+from ..architectures.config import read_config_file
+from ..components import ModelSpec, Parameter
+from ..converter.names import is_weights
 from ..converter.outline import Outline, outline
-from ..converter.resolve import Reference, identify
+from ..converter.resolve import Reference, identify, resolve
 from ..converter.tree import Quantised
-from ..display import Record, Shown, plain
-from ..errors import GptkitError
+from ..display import Shown, plain
+from ..errors import GptkitError, UnknownFamily
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
+from .named import Named, by_class, by_names
 from .parameters import ParameterCount, count
 from .sizes import check_sizes
-
-
-@dataclass(frozen=True)
-class StoredTensor(Record):
-    """A tensor as it lies in its file: its dtype by safetensors' name (a quantised one's by its format's), its shape
-    there, its bytes.
-    """
-
-    JSON = "name dtype shape bytes=nbytes"
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Stored(Record):
-    """What a checkpoint's weight files hold of the model: the names of the files, and the tensors in their order."""
-
-    JSON = "bytes=nbytes files dtypes tensors"
-
-    files: tuple[str, ...]
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def by_dtype(self) -> dict[str, tuple[int, int, int]]:
-        """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
-        found: dict[str, tuple[int, int, int]] = {}
-        for each in self.tensors:
-            tensors, parameters, nbytes = found.get(each.dtype, (0, 0, 0))
-            found[each.dtype] = (tensors + 1, parameters + math.prod(each.shape), nbytes + each.nbytes)
-        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
-
-    @property
-    def dtypes(self) -> dict[str, dict[str, int]]:
-        names = ("tensors", "parameters", "bytes")
-        return {dtype: dict(zip(names, sizes, strict=True)) for dtype, sizes in self.by_dtype().items()}
+from .stored import Stored, StoredTensor, stored_files
 
 
 @dataclass(frozen=True)
 class ModelCount(Shown):
     """A model's name as it was given, its family ("" for a tree that never had one), tree and count.
 
+    A model of a family that is not known has no tree: `named` has its tensors, and what needs a tree raises UsageError.
     `revision` is the hub's commit, where it came from there; `stored` what its files hold and `figures` what it costs,
     where these were asked for; `swap` how a tree that is only thought of came about, as JSON values; `folder` the local
     folder that it lies in, where it was named by it.
@@ -76,20 +39,35 @@ class ModelCount(Shown):
 
     name: str
     family: str
-    spec: ModelSpec
+    tree: ModelSpec | None
     revision: str | None = None
     notes: tuple[str, ...] = ()
     stored: Stored | None = None
     figures: Figures | None = None
     swap: Mapping[str, Any] | None = None
     folder: Path | None = None
+    named: Named | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The tree. Raises UsageError: the family is unknown."""
+        if self.tree is None:
+            assert self.named is not None
+            raise self.named.refusal(self.name)
+        return self.tree
+
+    @property
+    def parameters(self) -> Iterable[Parameter]:
+        """Every tensor: by its shared name, or by its own where the family is unknown."""
+        return self.spec.parameters() if self.named is None else self.named.parameters
 
     @cached_property
     def count(self) -> ParameterCount:
+        """Raises UsageError: the family is unknown, and `named` has what there is to count."""
         return count(self.spec)
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {repr(self.count)[1:]}"
+        return f"<{self.name}: {repr(self.count if self.named is None else self.named.count)[1:]}"
 
     def as_json(self, tensors: bool = False) -> dict[str, Any]:
         """Plain JSON values; every figure is an integer, of parameters where nothing else is said, or of bytes.
@@ -104,13 +82,13 @@ class ModelCount(Shown):
         parallel as `Split`. In place of what a table of positions is too short for stands {"context": …, "impossible":
         why}.
         """
-        data = {"model": self.name, "family": self.family, **self.count.as_json()}
+        counted = self.count if self.named is None else self.named
+        data = {"model": self.name, "family": self.family, **counted.as_json()}
         data |= {"revision": self.revision, "notes": list(self.notes)}
         if tensors:
             names = {**dict.fromkeys(("name", "component", "layer", "shape")), "parameters": "count"}
             data["tensors"] = [
-                {name: plain(getattr(each, of or name)) for name, of in names.items()}
-                for each in self.spec.parameters()
+                {name: plain(getattr(each, of or name)) for name, of in names.items()} for each in self.parameters
             ]
         if self.swap is not None:
             data["swap"] = dict(self.swap)
@@ -130,7 +108,7 @@ def params(
     asked: Asked | None = None,
     allow_pickle: bool = False,
 ) -> Counts:
-    """Count the parameters of each model, tied weights once.
+    """Count the parameters of each model, tied weights once; of one whose family is unknown by its tensors' names.
 
     Args:
         models: presets (`qwen3-8b`), samples, folders, config.json files, hub repositories.
@@ -149,10 +127,14 @@ def params(
     for model in models:
         with _naming(str(model), len(models) > 1):
             found, files = identify(model), None
-            if stored:
-                tree, files = _stored(found, offline, allow_pickle)
-            else:
-                tree = outline(found, offline=offline, allow_pickle=allow_pickle)
+            try:
+                if stored:
+                    tree, files = _stored(found, offline, allow_pickle)
+                else:
+                    tree = outline(found, offline=offline, allow_pickle=allow_pickle)
+            except UnknownFamily as error:
+                counts.append(_named(found, error, offline, allow_pickle, stored))
+                continue
         notes = (*tree.notes, *tree.assumed)
         folder = found.path if found.kind == "path" and found.names is not None else None
         counts.append(ModelCount(found.text, tree.family, tree.spec, tree.revision, notes, files, folder=folder))
@@ -170,6 +152,32 @@ def _naming(model: str, one_of_several: bool) -> Iterator[None]:
         raise
 
 
+def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: bool, stored: bool) -> ModelCount:
+    """A model of an unknown family, by the headers of its weights where there are any, else by transformers' class."""
+    from ..converter.checkpoint import weight_headers_of  # here, because it imports numpy
+
+    if found.other is not None or found.format != "hf":  # which say in their own words what they hold
+        raise error
+    here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
+    assert here.path is not None and here.source is not None
+    config = read_config_file(here.source)[0] if here.source.is_file() else {}
+    kind, files = config.get("model_type", ""), None
+    if here.repository is not None or any(map(is_weights, here.names or [here.path.name])):
+        files = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+        parameters = by_names((name, each.shape) for name, each in files.tensors.items())
+        source = "the headers of its weight files"
+    elif config and not stored:
+        name, parameters = by_class(config, error)
+        source = f"transformers' {name}, without weights"
+    else:
+        raise error
+    held = stored_files(files) if stored and files is not None else None
+    told = Named(kind if isinstance(kind, str) else "", source, parameters)
+    folder = here.path if here.kind == "path" and here.names is not None else None
+    notes = (*here.notes, error.message)
+    return ModelCount(found.text, "", None, here.revision, notes, held, folder=folder, named=told)
+
+
 def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]:
     """Counts with what they cost, all at one context.
 
@@ -177,6 +185,8 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
         UsageError: none of them has positions for the context; heads or layers that GPUs cannot share.
         CannotExpress: a format of GGUF, and llama.cpp has no type for a tensor of one of them.
     """
+    if not (asked.more or asked.dtype) and any(each.named for each in counts):
+        return list(counts)
     specs = [each.spec for each in counts]
     context = asked.context or common_context(specs)
     longest = [*asked.kv, *([context] if asked.at_context else [])]
@@ -198,8 +208,7 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
         checkpoint = open_checkpoint(found, headers_only=True, **options)
     except Quantised:
         files = weight_headers_of(found, **options)
-        raw = tuple(StoredTensor(name, t.dtype, t.shape, t.nbytes) for name, t in files.tensors.items())
-        return outline(found, **options), Stored(tuple(path.name for path in files.files), raw)
+        return outline(found, **options), stored_files(files)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
         for leaf in checkpoint.leaves

@@ -67,12 +67,12 @@ def _place(parameter: Parameter) -> tuple[str, bool]:
 
 def _named(place: str, layers: list[int], experts: int) -> str:
     if experts:
-        place = place.replace(".experts.*.", f".experts.{_braces(range(experts))}.", 1)
-    return f"blocks.{_braces(sorted(layers))}.{place}" if layers else place
+        place = place.replace(".experts.*.", f".experts.{braces(range(experts))}.", 1)
+    return f"blocks.{braces(sorted(layers))}.{place}" if layers else place
 
 
-def _braces(indices: Iterable[int]) -> str:
-    """Indices in order: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
+def braces(indices: Iterable[int]) -> str:
+    """Numbers in order, as a folded name has them: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
     listed = list(indices)
     ranges = [range_label(*run) for run in number_runs(listed)]
     if len(ranges) > MOST_RANGES:

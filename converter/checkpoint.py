@@ -80,7 +80,7 @@ def open_checkpoint(
 
 def weight_headers_of(reference: str | Reference, *, offline: bool = False, allow_pickle: bool = False) -> WeightFiles:
     """The tensors in a reference's weight files by their own names, whatever they hold; raises as `open_checkpoint`."""
-    found, remote = _find(reference, offline, allow_pickle, True, read_spec)
+    found, remote = _find(reference, offline, allow_pickle, True, None)
     assert found.path is not None
     return remote or weight_files(found.path, allow_pickle, found.names)
 
@@ -102,7 +102,7 @@ def _find(
     offline: bool,
     allow_pickle: bool,
     headers_only: bool,
-    check: Callable[[Reference], object],
+    check: Callable[[Reference], object] | None,
 ) -> tuple[Reference, WeightFiles | None]:
     """What a reference is, with its files here, and with `headers_only` the headers of weights left on the hub."""
     find = partial(resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check)

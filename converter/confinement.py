@@ -72,6 +72,11 @@ class Confined:
         return answer
 
 
+def libraries() -> list[str]:
+    """Where the parent imports from, for a worker that needs one of its libraries."""
+    return [str(Path(each).absolute()) for each in sys.path if each]
+
+
 def _end(process: Any, timer: Any) -> None:
     timer.cancel()
     process.kill()

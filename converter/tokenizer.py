@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,7 +20,7 @@ from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError
-from .confinement import Confined
+from .confinement import Confined, libraries
 from .tokenizer_process import MAX_BYTES
 
 TOKEN_FILES = (
@@ -55,8 +54,7 @@ class Tokenizer:
         if nbytes > MAX_BYTES:
             raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
         self._process = Confined("tokenizer_process")
-        libraries = [str(Path(each).absolute()) for each in sys.path if each]
-        asked: dict[str, Any] = {"libraries": libraries, "bytes": nbytes, "file": str(path.absolute())}
+        asked: dict[str, Any] = {"libraries": libraries(), "bytes": nbytes, "file": str(path.absolute())}
         if folder is not None:
             asked["older"] = str(folder.absolute())
         elif text is not None:

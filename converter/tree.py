@@ -21,7 +21,7 @@ import msgspec
 from ..architectures import architecture_of, named
 from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
-from ..errors import ConfigError, InvalidInput, UsageError
+from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
@@ -57,7 +57,8 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
         hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
-        raise InvalidInput(f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it", hint)
+        message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it"
+        raise UnknownFamily(message, hint)
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)

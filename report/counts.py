@@ -39,7 +39,7 @@ def parameter_table(
     adds the bytes that the weights take in it; `compared` what the second model has more or less than the first.
     """
     if len(models) == 1:
-        yield from _one(page, models[0], dtype)
+        yield from _by_names(page, models[0], dtype) if models[0].named else _one(page, models[0], dtype)
     elif models:
         sheet = _side_by_side(models, dtype, compared)
         yield sheet if compared or sheet.width() <= page.width else _one_below_the_other(page, models, dtype)
@@ -52,6 +52,10 @@ def parameter_table(
 
 def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> Iterator[RenderableType | list[str]]:
     """All that `params` prints, of all models or of each beside what swaps make of it; lists are plain lines."""
+    if any(model.named for model in counts) and len(counts) > 1 and not pairs:
+        for number, model in enumerate(counts):  # names of their own stand in no common table
+            yield from ([""] if number else [], *tables([model], asked, by, pairs))
+        return
     size = 2 if pairs else len(counts)
     for first in range(0, len(counts), size):
         some = counts[first : first + size]
@@ -152,6 +156,25 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     yield page.table(titles[: 1 + with_words], titles[1 + with_words :], rows)
 
 
+def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
+    """What the names of tensors tell of a model whose family is unknown."""
+    assert model.named is not None
+    if dtype is not None:
+        raise model.named.refusal(model.name)
+    count = model.named.count
+    yield Text.assemble((page.clean(model.name), "bold"), "  ", (page.clean(model.named.model_type), "dim"))
+    yield page.note(f"by names; no family that gptkit knows · from {model.named.source}")
+    yield ""
+    parts = count.by_component.items()
+    rows = [Row(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
+    rows.append(Row("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
+    runs = layer_ranges(count.by_layer)
+    for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
+        label = f"layers {range_label(first, last)}, each" if first < last else f"layer {first}"
+        rows.append(Row(label, (f"{layer.total:,}", ""), "dim"))
+    yield page.table(["by names"], ["parameters", "share"], rows)
+
+
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     spec = model.spec
     ends = spec.embedding if label == "embedding" else spec.head
@@ -225,8 +248,9 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
 
 def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     """One row a run of layers alike: a column a component where they fit, else a line a component."""
-    weights = _weights(model, dtype) or model.count
-    runs = layer_ranges(zip(model.count.by_layer, weights.by_layer, strict=True))
+    count = model.count if model.named is None else model.named.count
+    weights = _weights(model, dtype) or count
+    runs = layer_ranges(zip(count.by_layer, weights.by_layer, strict=True))
     labels = list(dict.fromkeys(label for _, _, (layer, _) in runs for label in layer.by_component))
     in_dtype = [dtype] if dtype else []
     rows, lines = [], []
@@ -246,11 +270,13 @@ def _layers(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
 
 def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     """A row a tensor, those of layers alike folded; shapes below the names where there is no room beside."""
-    weights, spec = _weights(model, dtype), model.spec
-    groups = tensor_groups(spec, None if dtype is None else sizer(spec, dtype, model.family))
+    weights, named = _weights(model, dtype), model.named
+    size = None if dtype is None else sizer(model.spec, dtype, model.family)
+    groups = tensor_groups(model.spec, size) if named is None else named.groups()
     shapes = [" × ".join(f"{size:,}" for size in group.shape) for group in groups]
     names = max(len(group.name) for group in groups)
-    figures = [f"{model.count.total:,}", *([] if weights is None else [nbytes(weights.total)])]
+    total = (model.count if named is None else named.count).total
+    figures = [f"{total:,}", *([] if weights is None else [nbytes(weights.total)])]
     room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
     if dtype and room < NARROWEST_WORDS:
         return _tensors(page, model, None)

@@ -57,10 +57,11 @@ def _parts(
     model: ModelCount, by: By, dtype: str | None, weights: ParameterCount | None
 ) -> Iterator[tuple[Row, int, int]]:
     """Cells, parameters and bytes; 0 of these where no dtype is asked for."""
-    count, sizes = model.count, weights or model.count
+    count = model.count if model.named is None else model.named.count
+    sizes = weights or count
     if by == "tensor":
-        size = sizer(model.spec, dtype or "float32", model.family)
-        for each in model.spec.parameters():
+        size = (lambda each: 0) if dtype is None else sizer(model.spec, dtype, model.family)
+        for each in model.parameters:
             place: Row = {"tensor": each.name, "layer": "" if each.layer is None else each.layer}
             shape = "x".join(map(str, each.shape))
             yield {**place, "component": each.component, "shape": shape}, each.count, size(each)
