@@ -104,7 +104,7 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
             layer, parts = at[place["stack"], int(place["index"])], place["inside"].split(".")
         else:
             layer, parts = None, name.split(".")
-            parts = parts[len(root) :] if parts[: len(root)] == root else parts
+            parts = (parts[len(root) :] if parts[: len(root)] == root else None) or parts
         following = [*parts[1:], ""]
         pairs = zip(parts, following, strict=True)
         words = [one for one, after in pairs if not one.isdecimal() and not after.isdecimal()]

@@ -39,6 +39,13 @@ WHY: Mapping[str, str] = {
 """Why model types are not read yet, where the reason is one of many types'."""
 
 
+UNCOUNTED = frozenset({
+    "cohere_compass_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "lfm2_moe", "qwen4_exp",
+    "qwen4_exp_text",
+})  # fmt: skip
+"""Model types of which transformers makes no model from the sizes that its own config class begins with."""
+
+
 def reason(kind: str) -> str:
     """Why a model type is not read."""
     return next((why for why, kinds in WHY.items() if kind in kinds.split()), "other components")
@@ -67,7 +74,8 @@ def causal_types() -> dict[str, str]:
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
     """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
     transformers' class and how many presets they have; how many of the installed transformers' causal language models
-    they are; and with `everything` those that they are not, and why.
+    they are, and how many can be counted, by the names of their tensors at the least; and with `everything` those that
+    they are not, and why.
     """
 
     def wanted(*names: str) -> bool:
@@ -88,9 +96,14 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
             for each in ARCHITECTURES.values()
             if wanted(each.name, *each.model_types)
         ],
-        "counts": {"families": len(ARCHITECTURES), "types": len(kinds), "exact": len(exact)},
+        "counts": {
+            "families": len(ARCHITECTURES),
+            "types": len(kinds),
+            "exact": len(exact),
+            "counted": len(kinds.keys() - UNCOUNTED),
+        },
         "others": [
-            {"model_type": kind, "transformers": name, "why": reason(kind)}
+            {"model_type": kind, "transformers": name, "why": reason(kind), "counted": kind not in UNCOUNTED}
             for kind, name in kinds.items()
             if everything and kind not in BY_MODEL_TYPE and wanted(kind)
         ],
@@ -112,15 +125,16 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     if found["others"]:
         yield ""
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for title in ("not yet", "what they have"):
+        for title in ("not yet", "counted", "what they have"):
             table.add_column(page.text(title), overflow="fold")
         for each in found["others"]:
-            table.add_row(*map(page.text, (each["model_type"], each["why"])))
+            told = "by names" if each["counted"] else "no"
+            table.add_row(*map(page.text, (each["model_type"], told, each["why"])))
         yield table
         yield ""
     counts = found["counts"]
     if counts["types"]:
         yield page.text(
             f"{counts['families']} families; {counts['exact']} of the {counts['types']} causal language models of the "
-            "installed transformers."
+            f"installed transformers. Parameters are counted of {counts['counted']} of these."
         )

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE
 from gptkit.architectures.presets import presets
 from gptkit.cli import app
-from gptkit.report.families import causal_types
+from gptkit.report.families import UNCOUNTED, causal_types
 
 
 def listed(*arguments: str) -> dict:
@@ -42,7 +42,10 @@ def test_what_is_counted_is_what_there_is() -> None:
         "families": len(ARCHITECTURES),
         "types": len(kinds),
         "exact": len(kinds & set(BY_MODEL_TYPE)),
+        "counted": len(kinds - UNCOUNTED),
     }
+    assert found["counts"]["exact"] >= 60
+    assert found["counts"]["counted"] >= 150
     assert {each["model_type"] for each in found["others"]} == kinds - set(BY_MODEL_TYPE)
 
 
