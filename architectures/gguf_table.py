@@ -450,8 +450,9 @@ ROWS = (
     GgufArchitecture(
         "stablelm",
         (*NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {GATED}", QKV)),
-        {**SIZES, **layer_norm("layer_norm_eps"), "use_parallel_residual": "use_parallel_residual"},
-        absent={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
+        {**SIZES, **layer_norm("layer_norm_eps")},
+        # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
+        assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
         biases={"use_qkv_bias": "attn_q"},
         rotary=PARTIAL,
         tied=False,
@@ -585,6 +586,11 @@ ROWS = (
         "minicpm3",
         (*LATENT_BLOCK, Leaf(T + "attn_kv_b.weight", (KEYS, VALUES), UP)),
         {**LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
+        absent={
+            "attention.value_length": lambda facts: (
+                facts.integer("embedding_length") // facts.integer("attention.head_count")
+            )
+        },
         always={
             "attention.head_count_kv": field_of("num_attention_heads"),
             "attention.key_length": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],

@@ -120,8 +120,8 @@ def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
     from ..dtypes import cast
     from ..safetensors import DTYPES
 
-    plain = kind.block == 1
-    values = cast(data.view(DTYPES[kind.name].carrier), kind.name, "F32") if plain else dequantised(data, kind)
+    carrier = DTYPES[kind.name].carrier if kind.block == 1 else None
+    values = dequantised(data, kind) if carrier is None else cast(data.view(carrier), kind.name, "F32")
     found: np.ndarray = values - np.float32(1)
     return found
 

@@ -100,7 +100,15 @@ REFUSED = {
 """What llama.cpp computes otherwise or not at all, and the word that says so."""
 FAMILIES = {family: row.name for row in GGUF.values() for family in row.written}
 WRITTEN = [each for each in (*VARIANTS, *COMPUTED) if each.name not in REFUSED and each.family in FAMILIES]
-GELUS = "BloomGelu FastGELUActivation GELU GELUActivation GELUTanh NewGELUActivation PytorchGELUTanh".split()
+GELUS = [
+    "BloomGelu",
+    "FastGELUActivation",
+    "GELU",
+    "GELUActivation",
+    "GELUTanh",
+    "NewGELUActivation",
+    "PytorchGELUTanh",
+]
 
 
 def test_every_family_of_the_table_has_a_variant_that_is_written() -> None:
