@@ -12,7 +12,8 @@ from ..errors import ConfigError
 from .config import MAX_LAYERS, shown
 from .layout import Shape
 
-Value = str | int | float | bool
+Value = str | int | float | bool | list[bool]
+DRAFTS = "nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,19 @@ class Facts:
             raise self.fail(key, value, "a finite number above zero")
         return shortest(float(value))
 
+    def value(self, key: str, *default: Any) -> Any:
+        """What a key says, of whatever type it is; required when there is no default."""
+        value = self.raw(key)
+        if value is None and default:
+            return default[0]
+        if isinstance(value, bool | str):
+            return value
+        if isinstance(value, float):
+            return self.number(key)
+        if isinstance(value, int) and 0 <= value < 2**31:
+            return value
+        raise self.fail(key, value, "a number from 0, a boolean or a string")
+
     def string(self, key: str, default: str) -> str:
         value = self.raw(key)
         if value is not None and not isinstance(value, str):
@@ -71,8 +85,16 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """block_count: no more layers than there are tensors."""
-        return self.integer("block_count", most=min(MAX_LAYERS, max(1, len(self.shapes))))
+        """block_count, less those that draft tokens: no more layers than there are tensors."""
+        count, drafts = self.integer("block_count", most=min(MAX_LAYERS, max(1, len(self.shapes)))), self.drafts
+        if drafts >= count:
+            raise self.fail(DRAFTS, drafts, f"fewer than block_count ({count})")
+        return count - drafts
+
+    @property
+    def drafts(self) -> int:
+        """How many layers behind the last draft tokens."""
+        return 0 if self.raw(DRAFTS) in (None, 0) else self.integer(DRAFTS)
 
     @property
     def vocab_size(self) -> int:
@@ -88,10 +110,8 @@ class Facts:
         """Whether the head is the token table."""
         return "output.weight" not in self.shapes
 
-    def widths(self, *, only: bool = False) -> tuple[int, int, int]:
-        """The model's width, its heads, and the width of one, which is hidden / heads where it is not said; `only`: it
-        can be nothing else.
-        """
+    def head_dim(self, *, only: bool = False) -> int:
+        """The width of a head, which is hidden / heads where it is not said; `only`: it can be nothing else."""
         hidden, heads = self.integer("embedding_length"), self.integer("attention.head_count")
         key = "attention.key_length"
         stated = self.integer(key) if self.raw(key) is not None else None
@@ -100,12 +120,9 @@ class Facts:
         head_dim = hidden // heads if stated is None else stated
         if only:
             self.require(key, head_dim, hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            self.require(key, self.integer(key, head_dim), head_dim)
-        experts = self.raw("expert_count")
-        if experts not in (None, 0):
-            raise self.fail("expert_count", experts, "none: mixtures of experts are not read yet")
-        return hidden, heads, head_dim
+        key = "attention.value_length"
+        self.require(key, self.integer(key, head_dim), head_dim)
+        return head_dim
 
 
 def fp32(value: float) -> float:

@@ -9,6 +9,7 @@ factors and the original context alike changes nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -18,45 +19,58 @@ from ..errors import ConfigError
 from .gguf_facts import Facts, Value, fp32, shortest
 from .rope import write_rotary
 
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 MAX_PAIRS = 2**16
 
 
-def read_rope(facts: Facts, head_dim: int, context: int) -> dict[str, Any]:
-    """config.json's rope_theta and rope_scaling. Raises ConfigError: a scaling that is not known, or a tensor that is
-    none.
+def read_scaling(
+    facts: Facts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
+) -> dict[str, Any] | None:
+    """config.json's rope_scaling of positions of this width and base. `divisors` are the scalings of which llama.cpp
+    reads a tensor in such files, "llama3" or "longrope"; of `latent` attention see `scaled_scores`. Raises
+    ConfigError: a scaling that is not known, or a tensor that is none.
     """
-    base = facts.number("rope.freq_base", 10_000.0)
-    return {"rope_theta": base, "rope_scaling": _read_scaling(facts, head_dim, base, context)}
-
-
-def _read_scaling(facts: Facts, head_dim: int, base: float, context: int) -> dict[str, Any] | None:
     kind = facts.string("rope.scaling.type", "linear")
     key = "rope.scaling.factor" if facts.raw("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = 1.0 if facts.raw(key) in (None, 0) else facts.number(key)
-    original = facts.integer("rope.scaling.original_context_length", context)
+    original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
+    for name, scaling in ((LONG, "longrope"), (SHORT, "longrope"), (FREQS, "llama3")):
+        if name in facts.shapes and scaling not in divisors:
+            raise ConfigError(f"GGUF: llama.cpp reads no {name} of {facts.name}")
     if LONG in facts.shapes or SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
-            "long_factor": _values(facts, LONG, head_dim),
-            "short_factor": _values(facts, SHORT, head_dim),
+            "long_factor": _values(facts, LONG, dim),
+            "short_factor": _values(facts, SHORT, dim),
             "original_max_position_embeddings": original,
             "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
         }
     if kind == "longrope":
         raise ConfigError(f"GGUF: rope.scaling.type is longrope, and there is no {LONG}")
     if FREQS in facts.shapes:
-        divisors = _values(facts, FREQS, head_dim)
+        found = _values(facts, FREQS, dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
             raise ConfigError(f"GGUF: {FREQS} beside a rope.scaling.type of {kind} is not understood")
-        return _said(Rotary(dim=head_dim, base=base, scaling=fit_llama3(divisors, base))) or None
+        return _said(Rotary(dim=dim, base=base, scaling=fit_llama3(found, base))) or None
     if kind == "yarn":
-        return _read_yarn(facts, factor, original)
+        yarn = _read_yarn(facts, factor, original)
+        return {**yarn, **scaled_scores(facts)} if latent else yarn
     if kind == "none" or factor == 1.0:
         return None
     return {"rope_type": "linear", "factor": factor}
+
+
+def scaled_scores(facts: Facts) -> dict[str, float]:
+    """What DeepSeek's rope_scaling says beside YaRN: `mscale_all_dim`, by which scores are multiplied, and then cos and
+    sin are not. Raises ConfigError: a file without it, of which llama.cpp multiplies both.
+
+    Source: llama-context.cpp and models/deepseek2.cpp, [TAG_DEEPSEEK2_YARN_LOG_MUL_FIX].
+    """
+    weight = shortest(fp32(facts.number(LOG_MULTIPLIER) / 0.1))
+    return {"mscale_all_dim": weight, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
 
 
 def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
@@ -85,9 +99,11 @@ def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
     return values
 
 
-def write_rope(rotary: Rotary) -> dict[str, Value]:
-    """The metadata of a rotary component; what it cannot say, reading it back will show."""
-    found: dict[str, Value] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
+def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[str, Value | None]:
+    """The metadata of a rotary component; what it cannot say, reading it back will show. `latent` is config.json's
+    rope_scaling where attention is latent.
+    """
+    found: dict[str, Value | None] = {"rope.dimension_count": rotary.dim, "rope.freq_base": rotary.base}
     said = _said(rotary)
     kind = said.get("rope_type")
     if kind in ("linear", "yarn", "longrope"):
@@ -96,9 +112,11 @@ def write_rope(rotary: Rotary) -> dict[str, Value]:
         found["rope.scaling.factor"] = said["factor"]
     if kind in ("yarn", "longrope"):
         found["rope.scaling.original_context_length"] = said["original_max_position_embeddings"]
-        usual = _yarn_mscale(said["factor"]) if kind == "yarn" else 1.0
+        usual = _yarn_mscale(said["factor"]) if kind == "yarn" and latent is None else 1.0
         if kind == "longrope" or said["attention_factor"] != usual:
             found["rope.scaling.attn_factor"] = said["attention_factor"] / usual
+    if kind == "yarn" and latent is not None and latent.get("mscale_all_dim"):
+        found[LOG_MULTIPLIER] = 0.1 * latent["mscale_all_dim"]
     return found
 
 
@@ -111,14 +129,14 @@ def _said(position: Any) -> dict[str, Any]:
     )
 
 
-def rope_tensors(position: Any) -> dict[str, tuple[float, ...]]:
-    """The tensors that positions need beside their metadata, their values in fp64."""
+def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope")) -> dict[str, tuple[float, ...]]:
+    """The tensors that positions need beside their metadata, their values in fp64; see `read_scaling`."""
     said = _said(position)
-    if said.get("rope_type") == "llama3":
+    if said.get("rope_type") not in divisors:
+        return {}
+    if said["rope_type"] == "llama3":
         return {FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
-    if said.get("rope_type") == "longrope":
-        return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
-    return {}
+    return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
 
 
 def _yarn_mscale(factor: float) -> float:

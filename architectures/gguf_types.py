@@ -10,13 +10,16 @@ from __future__ import annotations
 from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress
 from .ggml import TYPES
-from .gguf import GGUF
+from .gguf_table import GGUF
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 """llama-quantize's names, each with the type that most of its tensors have."""
 
 BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
 """Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them."""
+
+KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
+"""The architectures whose types were compared with what llama-quantize makes."""
 
 NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What stands in where rows are no multiple of 256: types whose blocks have 32 weights."""
@@ -27,9 +30,9 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     a file may hold in one tensor, of one type and as many bytes. Raises CannotExpress: llama.cpp has no architecture
     for the family, or gives a tensor of such a shape no type.
     """
-    name = next((each.name for each in GGUF.values() if family in each.written), "llama" if family == "mixtral" else "")
+    name = next((each.name for each in GGUF.values() if family in each.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
-    if not name or latent:
+    if name not in KNOWN or latent:
         what = "latent attention" if latent else family or "a tree of no family"
         raise CannotExpress(
             f"no type of llama.cpp's is known for {what}", "nf4, int8 and int4 are counted of any tree."

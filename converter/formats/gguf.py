@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...architectures.ggml import TYPES
-from ...architectures.gguf import GgufArchitecture, gguf_architecture, spec_of
+from ...architectures.ggml import TYPES, Quant
+from ...architectures.gguf import gguf_architecture, gguf_rows
+from ...architectures.gguf_architecture import shifted
 from ...architectures.gguf_facts import Facts
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
@@ -27,6 +28,8 @@ from . import Opened, Request
 from .gguf_header import Array, Header, dequantised, open_header
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..write import Plan
 
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
@@ -97,13 +100,30 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     texts = Texts(found.header, found.spec.vocab_size, found.spec.context_length, special_ids(found.header))
     if isinstance(found.header.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         found.header.buffer.madvise(mmap.MADV_DONTNEED)  # two tables may have been compared in it
+    factors = shifted(found.spec)
+    ones = {leaf.checkpoint for leaf in bound if leaf.shared[0] in factors}
     stored = {}
     for name, tensor in kept.items():
         kind, at = tensor.type, (tensor.shape, tensor.start, tensor.end - tensor.start)
         stored[name] = Stored(path, kind.name, *at)
-        if kind.block > 1:
+        if name in ones:
+            stored[name] = Stored(path, "F32", *at, decode=partial(_one_less, kind=kind))
+        elif kind.block > 1:
             stored[name] = Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
     return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
+
+
+def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:
+    """The weight of a norm that adds 1 to it, of what it multiplies by."""
+    import numpy as np
+
+    from ..dtypes import cast
+    from ..safetensors import DTYPES
+
+    carrier = DTYPES[kind.name].carrier if kind.block == 1 else None
+    values = dequantised(data, kind) if carrier is None else cast(data.view(carrier), kind.name, "F32")
+    found: np.ndarray = values - np.float32(1)
+    return found
 
 
 def plan(request: Request) -> Plan:
@@ -118,26 +138,34 @@ class _Model:
 
     def __init__(self, path: Path | str, header: Header) -> None:
         self.header = header
-        self.kind = _kind(path, header)
+        name = _name(path, header)
         self.notes: list[str] = []
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-        dropped = self.kind.dropped
-        self.dropped = {name for name in header.tensors if re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) in dropped}
+        facts = Facts(name, header.metadata, shapes, partial(_floats, header))
+        self.kind = gguf_architecture(facts)
+        self.dropped = {each for each in header.tensors if self._is_dropped(each, facts)}
         if _repeats(header, "output.weight", "token_embd.weight"):
             self.notes.append("output.weight repeats token_embd.weight: the head is tied to it, kept once")
             self.dropped.add("output.weight")
             del shapes["output.weight"]
         try:
-            self.spec, config = spec_of(Facts(self.kind.name, header.metadata, shapes, partial(_floats, header)))
+            self.spec, config = self.kind.spec_of(facts)
         except InvalidInput as error:
             raise type(error)(f"{path}: {error.message}", error.hint) from error
         for name, ids in special_ids(header).items():
             config[f"{name}_token_id"] = ids[0] if len(ids) == 1 else ids
-        self.origin = Origin(family=self.kind.name, config_text=json.dumps(config, indent=2) + "\n")
+        self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
+
+    def _is_dropped(self, name: str, facts: Facts) -> bool:
+        """Whether a tensor holds nothing the tree needs, or is of a layer that drafts tokens."""
+        found = re.match(r"blk\.(\d{1,9})\.", name)
+        if found is not None and facts.drafts and int(found[1]) >= facts.layers:
+            return True
+        return re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) in self.kind.dropped
 
 
-def _kind(path: Path | str, header: Header) -> GgufArchitecture:
-    """The architecture of a file that holds a whole model."""
+def _name(path: Path | str, header: Header) -> str:
+    """The architecture's name of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise InvalidInput(f"{path} holds a GGUF of type {kind!r:.40}, not a model", "Name the model's own file.")
@@ -151,7 +179,7 @@ def _kind(path: Path | str, header: Header) -> GgufArchitecture:
         hint = "Join them with llama.cpp's llama-gguf-split --merge."
         raise InvalidInput(f"{path} is one of {parts!r:.20} parts of a model", hint)
     try:
-        return gguf_architecture(header.metadata.get("general.architecture"))
+        return gguf_rows(header.metadata.get("general.architecture"))[0].name
     except InvalidInput as error:
         raise type(error)(f"{path}: {error.message}", error.hint) from error
 

@@ -37,7 +37,7 @@ from .gguf_tokenizer import (
     splits,
 )
 
-Value = str | bool | int | float | bytes | list[str] | list[int] | list[float]
+Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] | list[bool]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
 ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into

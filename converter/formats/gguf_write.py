@@ -12,7 +12,7 @@ import importlib.util
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 from ...architectures import BoundLeaf
 from ...architectures.config import parse_config_text
 from ...architectures.ggml import TYPES
-from ...architectures.gguf import ALWAYS_FP32, expressed
+from ...architectures.gguf import expressed
+from ...architectures.gguf_architecture import ALWAYS_FP32, shifted
 from ...architectures.gguf_rope import LONG
 from ...architectures.layout import Shape
 from ...errors import CheckpointError, InvalidInput, UsageError
@@ -51,6 +52,9 @@ def plan(request: Request) -> Plan:
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
         notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
+    factors = shifted(request.source.spec)
+    if factors:
+        notes.append(f"{len(factors)} norms' weights are stored as 1 + weight, what llama.cpp multiplies by")
     if LONG in tree.extras:
         notes.append("llama.cpp chooses LongRoPE's divisors by the context it is given, not by how long the text is")
     vocab = vocabulary(_token_files(request), request.source.spec.vocab_size, _numbered(request))
@@ -67,7 +71,7 @@ def plan(request: Request) -> Plan:
     }
     known = request.source.notes
     known += [note for note in (*notes, *vocab.notes) if note not in known]
-    return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors),), {}, request.companions)
+    return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors, factors),), {}, request.companions)
 
 
 def _parse(asked: str | None) -> str | None:
@@ -91,7 +95,7 @@ def _parse(asked: str | None) -> str | None:
 
 def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> str:
     """A tensor's type in the file: as asked, else as it is stored, where the file can hold that."""
-    if len(leaf.shape) < 2 or leaf.checkpoint in ALWAYS_FP32:
+    if len(leaf.shape) < 2 or leaf.checkpoint.endswith(ALWAYS_FP32):
         return "F32"
     if asked == "Q8_0":
         return "Q8_0" if leaf.shape[-1] % BLOCK == 0 else "F16"
@@ -105,7 +109,7 @@ def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
     """The type that most values of the matrices have: what the file is called."""
     values: dict[str, int] = {}
     for leaf, kind in types:
-        if len(leaf.shape) > 1 and leaf.checkpoint not in ALWAYS_FP32:
+        if len(leaf.shape) > 1 and not leaf.checkpoint.endswith(ALWAYS_FP32):
             values[kind] = values.get(kind, 0) + math.prod(leaf.shape)
     return max(values, key=lambda kind: (values[kind], -CODES[kind]))
 
@@ -136,11 +140,18 @@ def q8_0(name: str) -> Encode:
     return encode
 
 
+def one_more(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """What a norm multiplies by, of the weight to which it adds 1, in fp32."""
+    found: np.ndarray = cast(rows, dtype, "F32") + np.float32(1)
+    return found
+
+
 def _lay_out(
     name: str,
     metadata: Mapping[str, Value],
     extras: Mapping[str, tuple[float, ...]],
     tensors: Sequence[tuple[BoundLeaf, str]],
+    factors: Collection[str],
 ) -> Shard:
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
     sizes = [len(values) for values in data.values()]
@@ -161,7 +172,9 @@ def _lay_out(
     header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data.values()))
     outputs = []
     for (leaf, kind), place, nbytes in zip(tensors, places[len(data) :], sizes[len(data) :], strict=False):
-        coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]])) if kind == "Q8_0" else ()
+        coders: tuple[Any, ...] = (one_more,) if leaf.shared[0] in factors else ()
+        if kind == "Q8_0":
+            coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]]))
         outputs.append(Output(leaf, kind, start + place, nbytes, *coders))
     return Shard(name, header, tuple(outputs), start + places[-1])
 
@@ -188,7 +201,7 @@ def _value(value: Value) -> bytes:
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, bytes):
         return struct.pack("<IIQ", 9, 0, len(value)) + value
-    for kind, letter, code in ((int, "i", 5), (float, "f", 6)):
+    for kind, letter, code in ((bool, "?", 7), (int, "i", 5), (float, "f", 6)):
         if value and isinstance(value[0], kind):
             return struct.pack(f"<IIQ{len(value)}{letter}", 9, code, len(value), *value)
     return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(_string(str(text)) for text in value)

@@ -1,0 +1,825 @@
+"""llama.cpp's architectures as data: which tensors a file has, and which metadata say which field of config.json.
+
+Source: llama.cpp, conversion/*.py (what is written), src/models/*.cpp and llama-model.cpp (what is read, and what is
+assumed where nothing is said). What a row does not say of biases, windows or divisors llama.cpp does not compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Leaf, qkv
+from .families.falcon import other_norms, two_parallel_norms
+from .gguf_architecture import WIDTH, GgufArchitecture, Made
+from .gguf_facts import Facts
+from .latent import DOWN, UP
+from .layout import Layout
+from .rope import ORIGINAL, PART, RotaryKind
+
+B, T = "blocks.{layer}.", "blk.{layer}."
+
+# --- tensors ---
+
+NAMES = {
+    "attn_norm": "attention_norm",
+    "attn_q": "attention.q_proj",
+    "attn_k": "attention.k_proj",
+    "attn_v": "attention.v_proj",
+    "attn_output": "attention.o_proj",
+    "attn_q_norm": "attention.q_norm",
+    "attn_k_norm": "attention.k_norm",
+    "attn_q_a": "attention.q_down_proj",
+    "attn_q_a_norm": "attention.q_norm",
+    "attn_q_b": "attention.q_up_proj",
+    "attn_kv_a_norm": "attention.kv_norm",
+    "post_attention_norm": "attention_output_norm",
+    "ffn_norm": "feed_forward_norm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_shexp": "feed_forward.shared.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared.up_proj",
+    "ffn_down_shexp": "feed_forward.shared.down_proj",
+    "post_ffw_norm": "feed_forward_output_norm",
+}
+"""llama.cpp's modules of a layer -> ours."""
+
+
+def of(modules: str, biased: str = "", **other: str) -> tuple[Leaf, ...]:
+    """The tensors of modules that lie as ours do, and the biases of those that llama.cpp reads any of; `other` are
+    modules that are something else here than in `NAMES`.
+    """
+    names = {each: other.get(each, NAMES[each]) for each in modules.split()}
+    biases = modules.split() if biased == "all" else biased.split()
+    return tuple(
+        Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}")
+        for there, here in names.items()
+        for suffix in ("weight", "bias")
+        if suffix == "weight" or there in biases
+    )
+
+
+def ends(*modules: str) -> tuple[Leaf, ...]:
+    """The token table, the last norm and the head, and the biases of `modules` among them."""
+    names = {"token_embd": "embedding", "output_norm": "final_norm", "output": "head"}
+    return tuple(
+        Leaf(f"{there}.{suffix}", f"{here}.{suffix}")
+        for there, here in names.items()
+        for suffix in ("weight", "bias")
+        if suffix == "weight" or there in modules
+    )
+
+
+QKV, GATED, PLAIN, NORMS = "attn_q attn_k attn_v", "ffn_gate ffn_up ffn_down", "ffn_up ffn_down", "attn_norm ffn_norm"
+HEADS, POST = "attn_q_norm attn_k_norm", "post_attention_norm post_ffw_norm"
+SHARED = of("ffn_gate_shexp ffn_up_shexp ffn_down_shexp")
+
+# llama.cpp rotates neighbouring rows of some models, transformers row i with row i + half.
+PERMUTED = tuple(
+    Leaf(
+        f"{T}attn_{x}.{suffix}",
+        f"{B}attention.{x}_proj.{suffix}",
+        Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
+    )
+    for x, heads in (("q", "heads"), ("k", "kv_heads"))
+    for suffix, rest in (("weight", " hidden"), ("bias", ""))
+)
+# All queries, then all keys, then all values, whatever the family's own order.
+FUSED = tuple(
+    Leaf(f"{T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
+    for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
+)
+GATE_UP = Leaf(
+    T + "ffn_up.weight",
+    (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
+    Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
+)
+# A norm of every head's own: one tensor, of two dimensions.
+BY_HEAD = tuple(
+    Leaf(f"{T}attn_{x}_norm.weight", f"{B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
+    for x, n in (("q", "heads"), ("k", "kv_heads"))
+)
+
+
+def stacked(suffix: str) -> tuple[Leaf, ...]:
+    """The weights or biases of all experts, one tensor for each of their three."""
+    shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
+    return tuple(
+        Leaf(
+            f"{T}ffn_{name}_exps.{suffix}",
+            f"{B}feed_forward.experts.{{expert}}.{name}_proj.{suffix}",
+            Layout(f"experts {shape if suffix == 'weight' else shape.split()[0]}", each="experts"),
+        )
+        for name, shape in shapes.items()
+    )
+
+
+MIXTURE = (*of("ffn_gate_inp"), *stacked("weight"))
+CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
+GATE_OF_SHARED = Leaf(
+    T + "ffn_gate_inp_shexp.weight", B + "feed_forward.shared_gate.weight", Layout("(one hidden)", "one hidden")
+)
+LATENT = (
+    *of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
+    Leaf(T + "attn_kv_a_mqa.weight", (B + "attention.kv_down_proj.weight", B + "attention.k_rope_proj.weight"), DOWN),
+    *of("attn_kv_a_norm attn_output"),
+)
+KEYS, VALUES = B + "attention.k_up_proj.weight", B + "attention.v_up_proj.weight"
+# Keys are turned, so that queries can be multiplied by them.
+ABSORBED = (
+    Leaf(T + "attn_k_b.weight", KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
+    Leaf(T + "attn_v_b.weight", VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
+)
+FALCON_NORMS = tuple(
+    Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
+    for there, here, when in (
+        ("attn_norm", "attention_norm", other_norms),
+        ("attn_norm", "feed_forward_norm", two_parallel_norms),
+        ("attn_norm_2", "attention_norm", two_parallel_norms),
+    )
+    for suffix in ("weight", "bias")
+)
+POSITIONS = Leaf("position_embd.weight", "positions.weight")
+
+PRE = of(f"{NORMS} attn_v attn_output {GATED}", "attn_v")
+LLAMA = (*ends(), *PRE, *PERMUTED)
+ADJACENT = (*ends(), *of(f"{NORMS} {QKV} attn_output {GATED}"))
+ALONE = (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV))
+NORMED = ends("output_norm")
+LATENT_BLOCK = (*ends(), *of(f"{NORMS} {GATED}"), *LATENT)
+
+# --- metadata ---
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+GIVEN = {WIDTH: "head_dim"}
+USUAL = {**SIZES, **RMS, **GIVEN}
+
+
+def layer_norm(name: str) -> dict[str, str]:
+    """The key of layer norms' eps."""
+    return {"attention.layer_norm_epsilon": name}
+
+
+def experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", width: str = "") -> dict[str, str]:
+    """The keys of a mixture's numbers, and of its experts' width where that is not a dense layer's."""
+    found = {"expert_count": count, "expert_used_count": chosen}
+    return {**found, "expert_feed_forward_length": width} if width else found
+
+
+def layers_without(step: int) -> Made:
+    """SmolLM3's `no_rope_layers`: 0 for one layer of so many, which has no positions."""
+    return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
+
+
+def every(number: int) -> Any:
+    """That one layer of so many has no window, whatever the number of layers."""
+    return lambda _: number
+
+
+def field_of(name: str, factor: str = "") -> Any:
+    """What makes a key's value of a config.json: a field of it, or the product of two; nothing where it lacks one."""
+
+    def made(config: Mapping[str, Any]) -> Any:
+        found = [config.get(each) for each in (name, factor) if each]
+        return None if None in found else math.prod(found)
+
+    return made
+
+
+def whole(key: str, *default: Any) -> Made:
+    """What makes a field of a file: a key's value."""
+    return lambda facts: facts.value(key, *default)
+
+
+def _grouped(facts: Facts) -> bool:
+    """40b and 11b share keys out over groups; 7b has one for all, and models of the old kind may have one a head."""
+    heads = facts.integer("attention.head_count")
+    return _two_norms(facts) or facts.integer("attention.head_count_kv", heads) not in (1, heads)
+
+
+def _two_norms(facts: Facts) -> bool:
+    return "blk.0.attn_norm_2.weight" in facts.shapes
+
+
+def _query_scale(layers: int) -> Made:
+    """Gemma's largest, known by its layers, scales by the width over the heads; the others by a head's."""
+
+    def scalar(facts: Facts) -> int:
+        large = facts.layers == layers
+        return facts.integer("embedding_length") // facts.integer("attention.head_count") if large else facts.head_dim()
+
+    return scalar
+
+
+def _is_lite(facts: Facts) -> bool:
+    """By the number of its layers llama.cpp takes a file for one without a latent of queries."""
+    return facts.layers in (26, 27) or (facts.layers == 48 and facts.vocab_size == 128_256)
+
+
+LATENT_FIELDS = {
+    **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
+    **RMS,
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+DEEPSEEK_FIELDS = {
+    **LATENT_FIELDS,
+    "attention.value_length_mla": "v_head_dim",
+    "leading_dense_block_count": "first_k_dense_replace",
+    **experts("n_routed_experts"),
+    "expert_weights_scale": "routed_scaling_factor",
+}
+DEEPSEEK: dict[str, Any] = {
+    "latent": True,
+    "absent": {"expert_count": None, "expert_used_count": None, "expert_weights_scale": 1.0},
+    "assumed": {
+        "num_key_value_heads": whole("attention.head_count"),
+        "qk_nope_head_dim": lambda facts: (
+            facts.integer("attention.key_length_mla") - facts.integer("rope.dimension_count")
+        ),
+        "q_lora_rank": lambda facts: None if _is_lite(facts) else facts.value("attention.q_lora_rank", 0) or None,
+        "moe_intermediate_size": whole("expert_feed_forward_length"),
+        "n_shared_experts": lambda facts: facts.value("expert_shared_count", 0) or 1,
+    },
+    "always": {
+        "attention.head_count_kv": 1,
+        "attention.key_length": lambda config: config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        "attention.value_length": field_of("kv_lora_rank"),
+        "attention.q_lora_rank": lambda config: config["q_lora_rank"] or 0,
+        "attention.key_length_mla": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "expert_feed_forward_length": lambda c: c.get("moe_intermediate_size", c["intermediate_size"]),
+        "expert_shared_count": lambda config: config["n_shared_experts"] if config.get("n_routed_experts") else 0,
+    },
+}
+
+GRANITE_FIELDS = {
+    **USUAL,
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+GRANITE: dict[str, Any] = {"divisors": ("llama3", "longrope")}
+GEMMA_LEAVES = (*ends()[:2], *of(f"{NORMS} {QKV} attn_output {GATED}"))
+SANDWICH = of(f"{NORMS} {POST} {QKV} attn_output {GATED}")
+PARTIAL = RotaryKind(part=PART)
+SCALED_EXPERTS = {
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+ROWS = (
+    GgufArchitecture(
+        "llama",
+        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE),
+        {**USUAL, **experts("num_local_experts")},
+        "mixtral",
+        told=("expert_count",),
+        assumed={"sliding_window": None},
+        divisors=("llama3", "longrope"),
+    ),
+    GgufArchitecture(
+        "llama",
+        (*ends(), *of(f"{NORMS} {HEADS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED),
+        USUAL,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        divisors=("llama3", "longrope"),
+        also=("mistral", "internlm3"),
+    ),
+    GgufArchitecture("qwen2", (*ALONE, *of(GATED)), USUAL, assumed={"use_sliding_window": False}, square=True),
+    GgufArchitecture(
+        "qwen3",
+        (*ALONE, *of(f"{HEADS} {GATED}")),
+        USUAL,
+        assumed={"use_sliding_window": False},
+        biases={"attention_bias": "attn_q"},
+    ),
+    GgufArchitecture(
+        "gpt2",
+        (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
+        {
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "feed_forward_length": "n_inner",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            **layer_norm("layer_norm_epsilon"),
+        },
+        always={"attention.head_count_kv": field_of("n_head")},
+        assumed={"activation_function": "gelu_new"},
+        rotary=None,
+        square=True,
+    ),
+    GgufArchitecture(
+        "bloom",
+        (
+            *NORMED,
+            Leaf("token_embd_norm.weight", "embedding.norm.weight"),
+            Leaf("token_embd_norm.bias", "embedding.norm.bias"),
+            *of(NORMS, "all"),
+            *FUSED,
+            *of(f"attn_output {PLAIN}", "all"),
+        ),
+        {
+            "embedding_length": "hidden_size",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            **layer_norm("layer_norm_epsilon"),
+        },
+        always={
+            "context_length": lambda config: config.get("seq_length") or config["hidden_size"],
+            "feed_forward_length": lambda config: 4 * config["hidden_size"],
+            "attention.head_count_kv": field_of("n_head"),
+        },
+        assumed={"seq_length": whole("context_length")},
+        rotary=None,
+        square=True,
+    ),
+    GgufArchitecture(
+        "falcon",
+        # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
+        (*NORMED, *FALCON_NORMS, FUSED[0], *of(f"attn_output {PLAIN}")),
+        {
+            **{key: name for key, name in SIZES.items() if not key.endswith(("kv", "forward_length"))},
+            "attention.head_count_kv": "num_kv_heads",
+            "feed_forward_length": "ffn_hidden_size",
+            **layer_norm("layer_norm_epsilon"),
+        },
+        always={"tensor_data_layout": "jploski"},
+        assumed={
+            "new_decoder_architecture": _grouped,
+            "multi_query": lambda facts: not _grouped(facts) and facts.raw("attention.head_count_kv") == 1,
+            "num_ln_in_parallel_attn": lambda facts: (2 if _two_norms(facts) else 1) if _grouped(facts) else None,
+            "parallel_attn": True,
+            "alibi": False,
+            "bias": False,
+            "activation": "gelu",
+        },
+        square=True,
+    ),
+    GgufArchitecture("gemma", GEMMA_LEAVES, USUAL, tied=True),
+    GgufArchitecture(
+        "gemma2",
+        (*ends()[:2], *SANDWICH),
+        {
+            **USUAL,
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        assumed={"query_pre_attn_scalar": _query_scale(46)},
+        windows=every(2),
+        tied=True,
+    ),
+    GgufArchitecture(
+        "gemma3",
+        (*ends(), *SANDWICH, *of(HEADS)),
+        {**USUAL, "final_logit_softcapping": "final_logit_softcapping"},
+        "gemma3_text",
+        absent={"final_logit_softcapping": None, "rope.freq_base_swa": 10_000.0},
+        assumed={"query_pre_attn_scalar": _query_scale(62)},
+        windows=every(6),
+        unwindowed=True,
+        by_kind=True,
+    ),
+    GgufArchitecture(
+        "phi3",
+        (*ends(), *of(f"{NORMS} attn_output"), FUSED[0], GATE_UP, *of("ffn_down")),
+        {**USUAL, "rope.scaling.original_context_length": ORIGINAL},
+        absent={"rope.scaling.original_context_length": None},
+        assumed={"sliding_window": None},
+        rotary=PARTIAL,
+        divisors=("longrope",),
+        square=True,
+    ),
+    GgufArchitecture(
+        "qwen3moe",
+        (*ALONE, *of(HEADS), *MIXTURE),
+        {**USUAL, **experts(width="moe_intermediate_size")},
+        "qwen3_moe",
+        assumed={"norm_topk_prob": True, "use_sliding_window": False},
+        biases={"attention_bias": "attn_q"},
+    ),
+    GgufArchitecture(
+        "qwen2moe",
+        (*ALONE, *MIXTURE, GATE_OF_SHARED, *SHARED),
+        {
+            **USUAL,
+            **experts(width="moe_intermediate_size"),
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        "qwen2_moe",
+        assumed={"norm_topk_prob": False, "use_sliding_window": False},
+        biases={"qkv_bias": "attn_q"},
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "gptneox",
+        (*NORMED, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
+        {
+            **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
+            **layer_norm("layer_norm_eps"),
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        "gpt_neox",
+        always={"attention.head_count_kv": field_of("num_attention_heads")},
+        rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "starcoder2",
+        (*NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **GIVEN, **layer_norm("norm_epsilon")},
+        assumed={"use_bias": True, "sliding_window": None},
+        square=True,
+    ),
+    GgufArchitecture(
+        "stablelm",
+        (*NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {GATED}", QKV)),
+        {**SIZES, **layer_norm("layer_norm_eps")},
+        # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
+        assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
+        biases={"use_qkv_bias": "attn_q"},
+        rotary=PARTIAL,
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "olmo2",
+        (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")),
+        USUAL,
+        "olmo3",
+        told=("attention.sliding_window",),
+        windows=every(4),
+        by_kind=True,
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "olmo2", (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")), USUAL, tied=False, square=True
+    ),
+    GgufArchitecture(
+        "olmo",
+        (ends()[0], ends()[2], *of(f"attn_v attn_output {GATED}"), *PERMUTED),
+        {**SIZES, **GIVEN, "attention.clamp_kqv": "clip_qkv"},
+        always={"attention.layer_norm_epsilon": 1e-5},
+        absent={"attention.clamp_kqv": None},
+        square=True,
+    ),
+    GgufArchitecture(
+        "phi2",
+        (*ends("output_norm", "output"), *of(f"attn_norm {QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **layer_norm("layer_norm_eps")},
+        "phi",
+        rotary=PARTIAL,
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "command-r",
+        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}"), *BY_HEAD),
+        {**SIZES, **GIVEN, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
+        "cohere",
+        assumed={"use_qk_norm": lambda facts: facts.layers >= 64},
+        tied=True,
+        square=True,
+    ),
+    GgufArchitecture(
+        "cohere2",
+        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}")),
+        {**SIZES, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
+        windows=every(4),
+        tied=True,
+        square=True,
+    ),
+    GgufArchitecture(
+        "granite",
+        (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED),
+        GRANITE_FIELDS,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        **GRANITE,
+    ),
+    GgufArchitecture(
+        "granitemoe",
+        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE, *SHARED),
+        {
+            **GRANITE_FIELDS,
+            **experts("num_local_experts"),
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        "granitemoeshared",
+        told=("expert_shared_feed_forward_length",),
+        biases={"attention_bias": "attn_q"},
+        **GRANITE,
+    ),
+    GgufArchitecture(
+        "granitemoe",
+        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE),
+        {**GRANITE_FIELDS, **experts("num_local_experts")},
+        biases={"attention_bias": "attn_q"},
+        **GRANITE,
+    ),
+    GgufArchitecture(
+        "gpt-oss",
+        (
+            *ends(),
+            *of(f"attn_norm {QKV} attn_output", f"{QKV} attn_output"),
+            Leaf(T + "attn_sinks.weight", B + "attention.sinks"),
+            *of("post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *of("ffn_gate_inp", "all"),
+            *stacked("weight"),
+            *stacked("bias"),
+        ),
+        {**USUAL, **experts("num_local_experts")},
+        "gpt_oss",
+        always={"expert_feed_forward_length": field_of("intermediate_size")},
+        absent={"feed_forward_length": whole("expert_feed_forward_length")},
+        rotary=RotaryKind(usual={}),
+        windows=every(2),
+        tied=False,
+    ),
+    GgufArchitecture(
+        "deepseek2",
+        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, CHOICE, *SHARED),
+        {
+            **DEEPSEEK_FIELDS,
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        "deepseek_v3",
+        also=("glm4_moe_lite", "youtu"),
+        told=("expert_gating_func",),
+        **{
+            **DEEPSEEK,
+            "absent": {
+                **DEEPSEEK["absent"],
+                "expert_group_count": 1,
+                "expert_group_used_count": 1,
+                "expert_weights_norm": False,
+            },
+            "always": {**DEEPSEEK["always"], "expert_gating_func": 2},
+        },
+    ),
+    GgufArchitecture(
+        "deepseek2",
+        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, *SHARED),
+        DEEPSEEK_FIELDS,
+        "deepseek_v2",
+        **{**DEEPSEEK, "always": {**DEEPSEEK["always"], "expert_gating_func": 1}},
+    ),
+    GgufArchitecture(
+        "minicpm3",
+        (*LATENT_BLOCK, Leaf(T + "attn_kv_b.weight", (KEYS, VALUES), UP)),
+        {**LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
+        absent={
+            "attention.value_length": lambda facts: (
+                facts.integer("embedding_length") // facts.integer("attention.head_count")
+            )
+        },
+        always={
+            "attention.head_count_kv": field_of("num_attention_heads"),
+            "attention.key_length": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        },
+        assumed={
+            "num_key_value_heads": whole("attention.head_count"),
+            "qk_nope_head_dim": lambda facts: facts.integer(WIDTH) - facts.integer("rope.dimension_count"),
+            "scale_emb": 12.0,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        latent=True,
+        divisors=("longrope",),
+    ),
+    GgufArchitecture(
+        "chatglm",
+        (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV), GATE_UP, *of("ffn_down")),
+        USUAL,
+        "glm",
+        biases={"attention_bias": "attn_q"},
+        rotary=PARTIAL,
+        square=True,
+    ),
+    GgufArchitecture(
+        "glm4",
+        (*ends(), *of(f"{NORMS} {POST} {QKV} attn_output", QKV), GATE_UP, *of("ffn_down")),
+        USUAL,
+        biases={"attention_bias": "attn_q"},
+        rotary=PARTIAL,
+    ),
+    GgufArchitecture(
+        "exaone4",
+        (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")),
+        USUAL,
+        windows=lambda layers: 4 if layers == 64 else 0,
+        divisors=("llama3",),
+        square=True,
+    ),
+    GgufArchitecture(
+        "exaone-moe",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, CHOICE, *SHARED),
+        {
+            **USUAL,
+            **experts(width="moe_intermediate_size"),
+            **{key: name for key, name in SCALED_EXPERTS.items() if name != "first_k_dense_replace"},
+            "expert_shared_count": "num_shared_experts",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        "exaone_moe",
+        absent={"expert_group_count": 1, "expert_group_used_count": 1},
+        always={
+            "expert_gating_func": 2,
+            "expert_shared_feed_forward_length": field_of("num_shared_experts", "moe_intermediate_size"),
+            "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
+        },
+        assumed={
+            "mlp_layer_types": lambda facts: [
+                "dense" if layer < facts.value("leading_dense_block_count", 0) else "sparse"
+                for layer in range(facts.layers)
+            ]
+        },
+        windows=every(4),
+        divisors=("llama3",),
+        tied=False,
+    ),
+    GgufArchitecture(
+        "nemotron",
+        (*NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **GIVEN, **layer_norm("norm_eps")},
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        rotary=PARTIAL,
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "olmoe",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE),
+        {**USUAL, **experts()},
+        # llama.cpp wants as many heads of keys and values as of queries.
+        always={"attention.head_count_kv": field_of("num_attention_heads")},
+        assumed={"norm_topk_prob": False, "clip_qkv": None},
+        tied=False,
+        square=True,
+    ),
+    GgufArchitecture(
+        "smollm3",
+        (*ends(), *PRE, *PERMUTED),
+        USUAL,
+        assumed={"no_rope_layers": layers_without(4), "use_sliding_window": False},
+    ),
+    GgufArchitecture(
+        "mpt",
+        (*ends(), *of(NORMS), FUSED[0], *of(f"attn_output {PLAIN}")),
+        {
+            "context_length": "max_seq_len",
+            "embedding_length": "d_model",
+            "block_count": "n_layers",
+            "attention.head_count": "n_heads",
+            **layer_norm("layer_norm_epsilon"),
+            "attention.clamp_kqv": "attn_config.clip_qkv",
+        },
+        absent={"attention.clamp_kqv": None},
+        always={
+            "feed_forward_length": lambda config: 4 * config["d_model"],
+            "attention.head_count_kv": field_of("n_heads"),
+            "attention.max_alibi_bias": 8.0,
+        },
+        rotary=None,
+        square=True,
+    ),
+    GgufArchitecture(
+        "ernie4_5-moe",
+        (*ADJACENT, *MIXTURE, CHOICE, *SHARED),
+        {
+            **USUAL,
+            **experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
+            "expert_shared_count": "moe_num_shared_experts",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        "ernie4_5_moe",
+        absent={"leading_dense_block_count": 0},
+        always={
+            "expert_shared_feed_forward_length": field_of("moe_num_shared_experts", "moe_intermediate_size"),
+            "interleave_moe_layer_step": 1,
+        },
+        assumed={"moe_layer_end_index": lambda facts: facts.layers - 1, "moe_layer_interval": 1, "use_bias": False},
+    ),
+    GgufArchitecture("ernie4_5", ADJACENT, USUAL, assumed={"use_bias": False}),
+    GgufArchitecture(
+        "hunyuan-moe",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, *SHARED),
+        {**USUAL, **experts(chosen="moe_topk")},
+        "hunyuan_v1_moe",
+        always={
+            "expert_feed_forward_length": field_of("intermediate_size"),
+            "expert_shared_feed_forward_length": field_of("intermediate_size"),
+        },
+    ),
+    GgufArchitecture(
+        "hunyuan-dense", (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}")), USUAL, "hunyuan_v1_dense"
+    ),
+    GgufArchitecture(
+        "seed_oss",
+        (
+            *ends(),
+            *of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *of(f"{QKV} attn_output {GATED}", QKV),
+        ),
+        USUAL,
+        assumed={"attention_out_bias": False},
+        biases={"attention_bias": "attn_q"},
+    ),
+    GgufArchitecture(
+        "dots1",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, CHOICE, *SHARED),
+        {**USUAL, **experts("n_routed_experts", width="moe_intermediate_size"), **SCALED_EXPERTS},
+        absent={"expert_weights_scale": 1.0, "expert_weights_norm": False, "leading_dense_block_count": 0},
+        # llama.cpp wants as many heads of keys and values as of queries.
+        always={"expert_gating_func": 2, "attention.head_count_kv": field_of("num_attention_heads")},
+        assumed={"use_sliding_window": False, "n_group": 1, "topk_group": 1},
+        tied=False,
+    ),
+    GgufArchitecture(
+        "glm4moe",
+        (
+            *ends(),
+            *of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *of(f"{QKV} {HEADS} attn_output {GATED}", QKV),
+            *MIXTURE,
+            CHOICE,
+            *SHARED,
+        ),
+        {
+            **USUAL,
+            **experts("n_routed_experts", width="moe_intermediate_size"),
+            **SCALED_EXPERTS,
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
+        "glm4_moe",
+        also=("solar_open",),
+        absent={
+            "expert_weights_scale": 1.0,
+            "expert_weights_norm": False,
+            "leading_dense_block_count": 0,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+        always={"expert_gating_func": 2},
+        assumed={"use_qk_norm": lambda facts: "blk.0.attn_q_norm.weight" in facts.shapes},
+        biases={"attention_bias": "attn_q"},
+        rotary=PARTIAL,
+    ),
+    GgufArchitecture(
+        "minimax-m2",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, CHOICE),
+        {**USUAL, **experts("num_local_experts")},
+        "minimax_m2",
+        always={"expert_gating_func": 2, "expert_feed_forward_length": field_of("intermediate_size")},
+        rotary=PARTIAL,
+        tied=False,
+    ),
+    GgufArchitecture(
+        "arcee", (*ends(), *of(f"{NORMS} attn_v attn_output {PLAIN}", "attn_v"), *PERMUTED), USUAL, divisors=("llama3",)
+    ),
+    GgufArchitecture(
+        "starcoder",
+        (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
+        {
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "feed_forward_length": "n_inner",
+            "block_count": "n_layer",
+            "attention.head_count": "n_head",
+            **layer_norm("layer_norm_epsilon"),
+        },
+        "gpt_bigcode",
+        always={"attention.head_count_kv": lambda config: 1 if config["multi_query"] else config["n_head"]},
+        assumed={"multi_query": lambda facts: facts.integer("attention.head_count_kv") == 1},
+        rotary=None,
+        square=True,
+    ),
+    GgufArchitecture(
+        "jais2",
+        (*NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **GIVEN, **layer_norm("layer_norm_eps")},
+    ),
+)
+
+GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in ROWS}
+"""By the family that a file is read as; of one architecture those that a key tells come first."""
