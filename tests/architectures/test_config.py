@@ -300,6 +300,8 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
         ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),
+        *((family, {"partial_rotary_factor": 0.5}, "whole heads") for family in ("solar_open", "glm4_moe_lite")),
+        ("olmoe", {"head_dim": 16}, "no other for this family"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "from 0 to 1"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": None}}, "from 0 to 1"),
         ("llama", {"rope_scaling": {"rope_type": "mrope"}}, "expected default, linear"),
