@@ -97,9 +97,9 @@ class Field(NamedTuple):
 Fields = Mapping[str, Field]
 
 
-def number_of_experts(config: ConfigReader, name: str, default: int) -> int:
-    """As many as a tree may have."""
-    return config.integer(name, default, most=MOST_EXPERTS)
+def number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
+    """As many as a tree may have; None where it is null or absent, which is wrong where there is a mixture."""
+    return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
 
 
 def none_or_more(config: ConfigReader, name: str, default: int) -> int:
@@ -113,7 +113,7 @@ def none_or_more(config: ConfigReader, name: str, default: int) -> int:
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
     "mixture.experts": number_of_experts,
-    "mixture.top_k": ConfigReader.integer,
+    "mixture.top_k": ConfigReader.optional_integer,
     "eps": ConfigReader.number,
     "activation": activation_named,
 }
@@ -412,6 +412,9 @@ class Decoder:
     ) -> MixtureOfExperts:
         """The mixture that the values of roles say, beside a dense feed-forward of theirs; `own` are its own fields."""
         assert self.mixtures is not None
+        for role in ("experts", "top_k"):
+            if own[role] is None:
+                raise config.fail(names[f"mixture.{role}"], None, "a positive integer")
         experts, top_k = own["experts"], own["top_k"]
         if top_k > experts:
             told = names["mixture.experts"]

@@ -16,7 +16,7 @@ from .config import ConfigReader
 from .decoder import Decoder, Field
 from .layout import Layout
 from .obstacles import of_kind
-from .rope import PART, USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
+from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
 
 EPS = 1e-6
 """Of the norms on latents, whatever the config says of the others."""
@@ -71,8 +71,6 @@ class LatentDecoder(Decoder):
         turning = self.turning._replace(pairs="adjacent" if together else "halves")
         scale, mscale = (fields["nope_dim"] + rope_dim) ** -0.5, read_mscale(config)
         position = read_rotary(config, rope_dim, values["context"], turning)
-        if position.dim != rope_dim:
-            raise config.fail(PART, position.dim / rope_dim, "1: all of a rotary key turns")
         attention = LatentAttention(
             hidden_size=values["hidden"],
             heads=heads,

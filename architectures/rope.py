@@ -40,10 +40,11 @@ class RotaryKind(NamedTuple):
     base: where none is given. theta: the field that has it in configs before transformers 5, if any. scaled: whether
     their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
     families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
-    dimensions turn, where none says which part. pairs, rounding, direction: of the component. usual: the parameters
-    where none are given, with the base where no other may stand beside them. alpha: whether "dynamic" parameters that
-    have an `alpha` stand for a base times alpha ^ (d / (d - 2)). original: the original context where none is given,
-    None for the model's. types: what the config class calls each type that it knows, None for all by their names.
+    dimensions turn, where none says which part. entire: whether transformers fails where a part is said. pairs,
+    rounding, direction: of the component. usual: the parameters where none are given, with the base where no other may
+    stand beside them. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times alpha ^ (d / (d -
+    2)). original: the original context where none is given, None for the model's. types: what the config class calls
+    each type that it knows, None for all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -52,6 +53,7 @@ class RotaryKind(NamedTuple):
     part: str = ""
     whole: float = 1.0
     dims: str = ""
+    entire: bool = False
     pairs: Literal["halves", "adjacent"] = "halves"
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
     usual: Mapping[str, Any] | None = None
@@ -165,10 +167,8 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
         if dim < 2 or dim % 2:
             raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    elif scaling != "default" and (not _is_number(part) or not dim <= part * dim < dim + 1):
-        raise rope.fail(
-            "partial_rotary_factor", part, f"1: with rope_type {shown(scaling)} this family rotates whole heads"
-        )
+    elif (kind.entire or scaling != "default") and (not _is_number(part) or not dim <= part * dim < dim + 1):
+        raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
     return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length), **rest)
 
 

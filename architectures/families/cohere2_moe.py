@@ -121,7 +121,9 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    return (RMS if isinstance(spec.final_norm, RMSNorm) else DECODER).write(spec)
+    fields = (RMS if isinstance(spec.final_norm, RMSNorm) else DECODER).write(spec)
+    scaling = fields.pop("rope_scaling")
+    return {**fields, **({"rope_parameters": scaling} if scaling else {})}
 
 
 COHERE2_MOE = Architecture(
@@ -139,4 +141,5 @@ COHERE2_MOE = Architecture(
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,
+    refused={"rope_scaling": ((None,), "transformers does not look at it in this family: rope_parameters says it")},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..decoder import Mixtures, by_type, with_defaults
 from ..latent import KNOWN, LatentDecoder
-from ..rope import PART, RotaryKind
+from ..rope import RotaryKind
 from .deepseek_v3 import DRAFTS, FIELDS, LEAVES
 from .glm4_moe import ROUTER
 from .llama import LLAMA_DROPPED
@@ -36,7 +36,7 @@ DECODER = LatentDecoder(
     ),
     fixed=ROUTER,
     kv_heads=20,
-    turning=RotaryKind(part=PART),
+    turning=RotaryKind(entire=True),
     mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
 )
 

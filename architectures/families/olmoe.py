@@ -1,7 +1,7 @@
 """OLMoE (2409.02060): OLMo with norms on all query heads, and on all key heads, at once, and a mixture in every layer.
 
 Source: transformers models/olmoe/{configuration,modeling}_olmoe.py. Queries, keys and values are clipped behind their
-norms.
+norms, which are as wide as the hidden size says: it has no heads of another width.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ DECODER = Decoder(
     head_norms="whole",
     fixed={**ROUTER, "attention.clip_normed": lambda values: values["attention.clip"] is not None},
     mixtures=Mixtures(),
+    square=True,
 )
 
 OLMOE = DECODER.architecture(

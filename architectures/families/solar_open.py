@@ -32,7 +32,7 @@ DECODER = Decoder(
         **GROUPED,
     },
     fixed=ROUTER,
-    rotary=RotaryKind(1e6),
+    rotary=RotaryKind(1e6, entire=True),
     mixtures=Mixtures(),
 )
 

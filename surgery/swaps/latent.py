@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from ...components import DynamicScaling, LatentAttention, LongRopeScaling, ModelSpec, RMSNorm, Rotary
+from ...components import Block, DynamicScaling, LatentAttention, LongRopeScaling, ModelSpec, RMSNorm, Rotary
 from ...errors import SwapRefused
 from ..base import Computed, Filled, Moved, Swapped, Tensor
 from ..layerwise import tensors_of, with_mixers
@@ -26,6 +26,10 @@ SHARE = 64
 """One element in so many of a latent is constant. With the root of this, a power of two, no dtype rounds."""
 EPS = 1e-6
 """Of DeepSeek's norms on latents."""
+
+
+def _is_latent(block: Block) -> bool:
+    return isinstance(block.mixer("attention"), LatentAttention)
 
 
 def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) -> LatentAttention:
@@ -130,6 +134,7 @@ SWAPS = (
         gives="the form of DeepSeek-V3's: one wide rotary key, a norm of the latent",
         needs="rotary positions, and no bias of queries",
         reshape=_to_deepseek,
+        examples=lambda spec: ("mla:deepseek",) if any(map(_is_latent, spec.blocks)) else (),
         clears=(Clears("*.rope_heads", ours=int), Clears("*.kv_norm", ours=type(None))),
     ),
 )

@@ -50,6 +50,15 @@ def test_a_family_refuses_by_the_component_or_expresses(name, family):
         ARCHITECTURES[family].bind(spec)
 
 
+@pytest.mark.parametrize("family", ["dots1", "deepseek_v2"])
+def test_numbers_of_experts_that_no_class_has_are_not_wanted_where_all_layers_are_dense(family: str) -> None:
+    config = CONFIGS[family]
+    dense = {**config, "first_k_dense_replace": config["num_hidden_layers"], "num_experts_per_tok": None}
+    spec = ARCHITECTURES[family].spec(dense)
+    assert not any(hasattr(block.feed_forward, "experts") for block in spec.blocks)
+    assert ARCHITECTURES[family].back(spec) == spec
+
+
 def test_mixtral_expresses_a_mixture_that_is_one_of_its_own():
     assert ARCHITECTURES["mixtral"].config_for(TREES["experts-gated-fused"])["num_local_experts"] == 5
 

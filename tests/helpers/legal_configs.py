@@ -5,6 +5,7 @@ What is drawn may be small, odd or useless; nothing of it is wrong, so gptkit co
 
 import random
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from gptkit.architectures import ARCHITECTURES
@@ -363,7 +364,7 @@ def mixture(chosen: random.Random) -> Config:
 
 def by_role(chosen: random.Random, family: str) -> Config:
     """A config drawn from the fields that a family reads, by what each of them says; not all of it need be legal."""
-    decoder = ARCHITECTURES[family].read.__self__  # type: ignore[attr-defined]
+    decoder = import_module(f"gptkit.architectures.families.{family}").DECODER
     fields = decoder.fields
     kv_heads, group, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 1, 2, 3)), chosen.choice(EVEN)
     heads = kv_heads * group

@@ -309,7 +309,7 @@ def possible(
             swapped = apply(model, step, **given)
         except (SwapRefused, UsageError):
             continue
-        if wanted(swapped) and count(swapped.spec).total <= LARGEST:
+        if wanted(swapped) and count(swapped.spec).total <= max(LARGEST, count(model.spec).total):
             yield step, swapped
 
 

@@ -20,6 +20,7 @@ import torch
 from helpers.covering import examples, exhaustive
 from helpers.families import CONFIGS, spec_of
 from helpers.random_trees import Chain, alike, drawn_chain, write
+from helpers.trees import TREES
 from helpers.weights import Weights
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
@@ -167,7 +168,7 @@ def test_every_exact_swap_is_drawn_on_some_tree(tmp_path: Path) -> None:
         times[repr(chosen)] += 1
         return chosen
 
-    for _ in range(150):
+    for _ in range(len({*CONFIGS, *TREES})):
         with TemporaryDirectory(dir=tmp_path) as folder:
             reached |= {(swap.option, swap.form) for swap in drawn_chain(choose, Path(folder)).reached}
         if wanted <= reached:

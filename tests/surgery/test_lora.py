@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, Offline, SwapRefused, UntrustedInput
 from gptkit.report.surgery import swap_lines
+from gptkit.surgery.guarantee import EXACT_FP64
 from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import lora as module
 from gptkit.surgery.swaps.adapter import Adapter
@@ -130,13 +131,15 @@ def test_the_merged_files_compute_what_peft_computes(kind: str, tmp_path: Path) 
 @few(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("tied")])
 def test_the_merged_tensors_are_those_that_peft_merges(kind: str, tmp_path: Path) -> None:
-    """Sharper than logits: what peft's own merge makes of the weights in fp64."""
+    """Sharper than logits, which such adapters let round by 2e-14 to 2e-13 as it happens: what peft's own merge makes
+    of the weights in fp64.
+    """
     model, settings = KINDS[kind]
     trained(model, tmp_path, **settings)
     adapter = str(tmp_path / "adapter")
     result = gptkit.swap(tmp_path / "base", tmp_path / "out", merge_lora=adapter, dtype="float64")
     assert result.guarantee == "exact"
-    assert result.measured is not None and result.measured.relative["float64"] < 1e-13
+    assert result.measured is not None and result.measured.relative["float64"] <= EXACT_FP64
     expected = shared_weights(with_peft(tmp_path).merge_and_unload(), CONFIGS[model])
     found = {name: array for name, array, _ in gptkit.open_checkpoint(tmp_path / "out").tensors()}
     assert set(found) == set(expected)
