@@ -14,7 +14,7 @@ Any other is missed; what that costs is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ...architectures.obstacles import without_biases
 from ...components import ALiBi, Attention, ModelSpec, Norm
-from ...errors import SwapRefused, UsageError
+from ...errors import MissingComponent, SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
 from ..layerwise import attentions, head_weight, readers, tensors_of, unclipped, weighed, with_blocks, with_mixers
 from ..options import WEIGHTS, Option
@@ -213,11 +213,22 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
     tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
     notes: tuple[str, ...] = ()
     if missed:
-        folded = {"value.bias": "--fold value-bias", "norm.bias": "--fold norm"}.get(what)
-        keeps = f"; {folded} moves them elsewhere, exactly" if folded else ""
+        way, fold = {"value.bias": ("value-bias", _fold_value_bias), "norm.bias": ("norm", _fold_norm)}.get(
+            what, ("", drop)
+        )
+        keeps = f"; --fold {way} moves them elsewhere, exactly" if way and _possible(fold, spec, asked) else ""
         notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
     summary = {"dropped": len(gone), "nonzero": len(missed)}
     return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
+
+
+def _possible(fold: Callable[[ModelSpec, Asked], Swapped], spec: ModelSpec, asked: Asked) -> bool:
+    """Whether a fold does not refuse."""
+    try:
+        fold(spec, asked)
+    except (MissingComponent, SwapRefused):
+        return False
+    return True
 
 
 ORDER = 180
