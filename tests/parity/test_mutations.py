@@ -280,6 +280,65 @@ def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_
     assert causes.index("restores parity") < causes.find(" leaves ") % len(said)
 
 
+TRAITS = (
+    ("cohere", "RoPE in the other pairs"),
+    ("cohere", "logits not scaled"),
+    ("cohere-normed", "heads normed all at once"),
+    ("deepseek_v2-grouped", "experts chosen from all groups"),
+    ("deepseek_v3", "RoPE pairs of latent attention confused"),
+    ("deepseek_v3", "a sigmoid router taken for softmax"),
+    ("deepseek_v3", "an expert a token too many"),
+    ("deepseek_v3", "bias of the experts' choice dropped"),
+    ("deepseek_v3", "experts chosen from all groups"),
+    ("deepseek_v3", "latent not normed"),
+    ("deepseek_v3", "latent of queries not normed"),
+    ("deepseek_v3", "shared expert left out"),
+    ("deepseek_v3", "weights of experts not scaled"),
+    ("deepseek_v3-yarn", "scores scaled by their width alone"),
+    ("gemma2", "cap on logits dropped"),
+    ("gemma2", "cap on scores dropped"),
+    ("gemma2", "embedding not scaled"),
+    ("gemma2", "norms of sub-layers' outputs left out"),
+    ("gemma2", "weight of norms taken for their factor"),
+    ("gemma3_text", "kinds of layers shifted by one"),
+    ("gemma3_text", "norm of keys left out"),
+    ("gemma3_text", "norm of queries left out"),
+    ("glm4", "RoPE on whole heads, not on a part"),
+    ("gpt_neox", "RoPE on whole heads, not on a part"),
+    ("gpt_neox", "bias of norms dropped"),
+    ("gpt_oss", "YaRN's ramp truncated"),
+    ("gpt_oss", "router bias dropped"),
+    ("gpt_oss", "sinks left out"),
+    ("gpt_oss", "up taken as it is, not one more"),
+    ("gpt_oss-b", "gate and up not limited"),
+    ("granite", "branches not scaled"),
+    ("granite", "embedding not scaled"),
+    ("granite", "logits not scaled"),
+    ("olmo", "q, k and v not clipped"),
+    ("olmo2", "norms of sub-layers' outputs left out"),
+    ("opt", "rows before the first position not skipped"),
+    ("opt-350m", "norms of sums left out"),
+    ("phi", "head bias dropped"),
+    ("phi3-long", "rope scaling dropped"),
+    ("qwen3_moe", "weights of experts normalised or not"),
+    ("smollm3", "kinds of layers shifted by one"),
+    ("stablelm", "RoPE on whole heads, not on a part"),
+)
+"""What sets families apart from the first eleven, and the mistake that it invites."""
+
+
+@few(5)
+@pytest.mark.parametrize(("name", "mistake"), TRAITS)
+def test_the_mistake_of_a_trait_is_made_seen_and_repaired(name, mistake, converted, tmp_path):
+    reference, right = converted(name)
+    spec, weights = read_local(right)
+    found = {mutation.name: mutant for mutation, mutant in applicable(spec, weights)}
+    write_wrong(right, found[mistake], tmp_path / "wrong")
+    run = call("verify", reference, str(tmp_path / "wrong"), "--no-mutations")
+    assert run.exit_code == 3, run.output
+    assert "restores parity" in " ".join(run.stdout.split())
+
+
 @exhaustive
 def test_no_mistake_drops_out(converted):
     """What is made above is what `applicable` makes in the converted checkpoints, and of every kind there is."""
