@@ -7,6 +7,7 @@ fp32 and rounded once, as every sum of two numbers is.
 
 from __future__ import annotations
 
+from ..base import BEHIND
 from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
 from ..rope import RotaryKind
 from .glm4_moe import ROUTER
@@ -56,5 +57,6 @@ HY_V3 = DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
+    drafts=BEHIND,
     irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 import transformers
 from helpers.covering import covered, few
-from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from safetensors.torch import load_file, save_file, save_model
 
-from gptkit.architectures import architecture_of
+from gptkit import params, verify
+from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, default_output
 from gptkit.converter.manifest import check_manifest
@@ -645,3 +647,59 @@ def test_a_base_model_whose_head_is_its_own_lacks_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lm_head") as caught:
         convert(tmp_path / "hf", tmp_path / "local")
     assert "A base model alone has no head" in str(caught.value)
+
+
+# --- what drafts tokens -----------------------------------------------------------------------------------------------
+
+DRAFTS = {family.name: family.drafts for family in ARCHITECTURES.values() if family.drafts}
+
+
+def test_what_drafts_tokens_is_what_transformers_drops() -> None:
+    """Its classes name the layer behind the last of released models by its number (`layers.61`), or what is in it."""
+    dropping = set()
+    for family in ARCHITECTURES.values():
+        module = sys.modules[getattr(transformers, family.hf_class).__module__]
+        classes = [each for name, each in vars(module).items() if name.endswith("PreTrainedModel")]
+        dropped = [each for kind in classes for each in kind._keys_to_ignore_on_load_unexpected or ()]
+        dropping |= {family.name for each in dropped if "mtp" in each or "layers" in each}
+    assert dropping == set(DRAFTS)
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["whole", "base model"])
+@pytest.mark.parametrize("family", DRAFTS)
+def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base: bool, tmp_path: Path) -> None:
+    """As `layers.61` of DeepSeek-V3; what is further behind has no place."""
+    config = CONFIGS[family] | {"tie_word_embeddings": base}
+    model = save_hf(config, tmp_path / "hf")
+    if base:
+        model.base_model.save_pretrained(tmp_path / "hf")
+    layers = len(architecture_of(config).spec(config).blocks)
+    name = DRAFTS[family][0].format(layer=layers) + "eh_proj.weight"
+    name = name.removeprefix("model.") if base else name
+    edited(tmp_path / "hf", lambda weights: weights.update({name: torch.randn(48, 96).bfloat16()}))
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert contents(tmp_path / "hf").items() <= contents(tmp_path / "back").items()
+    for folder in ("hf", "local"):
+        checkpoint = open_checkpoint(tmp_path / folder)
+        (note,) = checkpoint.notes
+        assert note.startswith("4,608 parameters beside these draft tokens (multi-token prediction)")
+        assert not any("eh_proj" in parameter.name for parameter in checkpoint.spec.parameters())
+        (counted,) = params(tmp_path / folder, stored=True)
+        assert note in counted.notes and counted.stored is not None
+        assert counted.stored.dtypes["BF16"]["parameters"] == 4608
+    assert note in params(tmp_path / "hf")[0].notes
+    assert verify(tmp_path / "hf", tmp_path / "local", mutations=False).passed
+    if "{layer}" in DRAFTS[family][0]:
+        further = name.replace(f".{layers}.", f".{layers + 1}.").replace(f"layers.{layers}.", f"layers.{layers + 1}.")
+        edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
+        with pytest.raises(CheckpointError, match="no place in the model"):
+            open_checkpoint(tmp_path / "hf")
+
+
+def test_another_family_has_no_place_for_what_drafts_tokens(tmp_path: Path) -> None:
+    save_hf(CONFIGS["deepseek_v3-dense"], tmp_path / "hf")
+    edited(tmp_path / "hf", lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.ones(48, 96)}))
+    done = convert(tmp_path / "hf", tmp_path / "youtu", "hf:youtu")
+    assert done.source.notes[-1] == "hf:youtu has no place for what drafts tokens: left out"
+    assert open_checkpoint(tmp_path / "youtu").drafts == ()

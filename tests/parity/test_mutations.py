@@ -127,6 +127,10 @@ DOES_NOT_APPLY: dict[str, tuple[str, Callable[[ModelSpec], bool]]] = {
     "rope permute done twice": ("positions are not rotary", lambda spec: not _rotaries(spec)),
     "RoPE turned the other way": ("positions are not rotary", lambda spec: not _rotaries(spec)),
     **{name: ("positions are not rotary", lambda spec: not _rotaries(spec)) for name in IN_CODE},
+    "bias of the choice in the weights of experts": (
+        "no choice has a bias",
+        lambda spec: not any(each.choice_bias for each in _mixtures(spec)),
+    ),
     "wrong rope base": ("positions are not rotary", lambda spec: not _rotaries(spec)),
     "rope scaling dropped": ("there is none", lambda spec: not any(each.scaling for each in _rotaries(spec))),
     **{
