@@ -9,7 +9,7 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -105,6 +105,17 @@ class Stacked:
     def of_experts(self) -> bool:
         """Whether experts are stacked."""
         return "{expert}" in self.checkpoint[0]
+
+    def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
+        """The parameter as a leaf; `parts` as the names in `bound`."""
+        if not self.of_experts:
+            return replace(parts[0][0], checkpoint=name)
+        (rows, columns), count = parts[0][0].shape, len(parts[0])
+        layout = Layout("experts (part rows) columns", split="part", parts=("1",) * count, each="experts")
+        sizes = {"experts": len(parts), "rows": rows, "columns": columns}
+        leaves = [leaf for each in parts for leaf in each]
+        shared, shapes = (tuple(x for leaf in leaves for x in getattr(leaf, of)) for of in ("shared", "shared_shapes"))
+        return BoundLeaf(name, (len(parts), count * rows, columns), shared, shapes, layout, sizes)
 
     def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
         """The parameter, of the checkpoint tensors that `read` gives."""
@@ -276,6 +287,20 @@ class Architecture:
             CannotExpress: a shared tensor has no leaf here.
         """
         return bind(self.name, self.leaves, spec)
+
+    def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
+        """The weight map of files with tensors of these names."""
+        found = {each for name in names for each in self._spellings(name)} if self.stacked else set()
+        return self.bind(spec) if found.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
+
+    def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
+        """The weight map where files hold what transformers' modules do (`stacked`), as transformers reads them too."""
+        leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
+        for name, (stacked, groups) in self.parameters(spec).items():
+            own = [[leaves.pop(part) for part in parts if part in leaves] for parts in groups]
+            if own[0]:
+                leaves[name] = stacked.leaf(name, own)
+        return list(leaves.values())
 
     def drafted(self, name: str, layers: int) -> str | None:
         """A tensor's name, with its prefix, where it is of what drafts tokens behind so many layers; else None."""

@@ -130,7 +130,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
         )
     architecture = None if found.is_own or origin.family is None else named(origin.family)
-    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+    leaves = identity_leaves(spec) if architecture is None else architecture.bind_files(spec, weights.info)
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
     notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []

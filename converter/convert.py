@@ -99,13 +99,15 @@ def plan_output(
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
     leaves = [*architecture.bind(spec), *drafts]
+    merged = [*architecture.bind_modules(spec), *drafts] if architecture.stacked else leaves
 
     def canonical(name: str, known: Mapping[str, Any]) -> str | None:
         return architecture.canonical_name(name, known, len(spec.blocks))
 
-    again = as_it_was(leaves, dtypes, origin.files, canonical) if max_shard_bytes is None else None
-    if again is not None:
-        return Plan(again[0], {**small, **again[1]}, tuple(beside))
+    for each in (leaves, merged) if max_shard_bytes is None else ():
+        again = as_it_was(each, dtypes, origin.files, canonical)
+        if again is not None:
+            return Plan(again[0], {**small, **again[1]}, tuple(beside))
     return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 

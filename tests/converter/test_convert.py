@@ -232,24 +232,49 @@ def test_gamma_and_beta(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
     assert raw_tensors(tmp_path / "back") == raw_tensors(source)
 
 
-@pytest.mark.parametrize(
-    ("config", "buffers"),
-    [
-        ("gpt2", {"transformer.h.0.attn.bias": (1, 1, 8, 8), "h.1.attn.masked_bias": ()}),
-        ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": (10,)}),
-        ("falcon-7b", {"transformer.h.2.self_attention.maybe_rotary.inv_freq": (4,)}),
-    ],
-)
-def test_buffers_are_left_out_and_told(config: str, buffers: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
-    model = save_hf(CONFIGS[config], tmp_path / "source")
+@few(4)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_what_older_files_hold_beside_the_weights_is_left_out_and_told(family: str, tmp_path: Path) -> None:
+    """Buffers, what composite models have beside the language model, and a head that is tied all the same."""
+    config = REPRESENTATIVES[family].config
+    architecture = architecture_of(config)
+    save_hf(config, tmp_path / "source")
     expected = raw_tensors(tmp_path / "source")
-    weights = {n: t for n, t in model.state_dict().items() if n in expected}
-    masks = {name: torch.ones(shape, dtype=torch.uint8) for name, shape in buffers.items()}
-    rewrite(tmp_path / "source", {**weights, **masks})
-    conversion = convert(tmp_path / "source", tmp_path / "back", "hf")
+    names = [template.format(layer=1) for template in architecture.dropped]
+    names += [f"{prefix}layers.0.weight" for prefix in architecture.outside]
+    more = {name: torch.ones(5, dtype=torch.uint8) for name in names}
+    if architecture.spec(config).head.tied:
+        table = next(
+            leaf.checkpoint
+            for leaf in architecture.bind(architecture.spec(config))
+            if leaf.shared[0] == "embedding.weight"
+        )
+        more[architecture.head] = load_file(tmp_path / "source" / "model.safetensors")[table]
+    edited(tmp_path / "source", lambda weights: weights.update({name: each.clone() for name, each in more.items()}))
+    conversion = convert(tmp_path / "source", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
     assert raw_tensors(tmp_path / "back") == expected
-    (note,) = conversion.source.notes
-    assert all(name in note for name in buffers)
+    told = " ".join(conversion.source.notes)
+    assert told.count("…") or all(name in told for name in more)
+
+
+@few(2)
+@pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
+@pytest.mark.parametrize("family", [each.name for each in ARCHITECTURES.values() if each.stacked or each.aliases])
+def test_tensors_as_transformers_modules_hold_them_come_back_file_for_file(
+    family: str, size: str | int, tmp_path: Path
+) -> None:
+    """Experts in one tensor, and today's names where files have older ones: what transformers reads beside its own."""
+    config = REPRESENTATIVES[family].config
+    attention = architecture_of(config).reference(architecture_of(config).spec(config))[0]
+    model = randomised_reference(config, attention=attention)
+    model.save_pretrained(tmp_path / "hf", max_shard_size=size, save_original_format=False)
+    assert raw_tensors(tmp_path / "hf").keys() <= model.state_dict().keys()
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert contents(tmp_path / "hf").items() <= contents(tmp_path / "back").items()
+    verified = verify(tmp_path / "hf", tmp_path / "local", mutations=False)
+    assert verified.passed
 
 
 def test_a_buffer_of_a_layer_that_is_not_there_is_no_buffer(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
