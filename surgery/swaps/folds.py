@@ -24,7 +24,17 @@ from ...architectures.obstacles import without_biases
 from ...components import ALiBi, Attention, ModelSpec, Norm
 from ...errors import MissingComponent, SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..layerwise import attentions, head_weight, readers, tensors_of, unclipped, weighed, with_blocks, with_mixers
+from ..layerwise import (
+    attentions,
+    head_weight,
+    readers,
+    regained,
+    tensors_of,
+    unclipped,
+    weighed,
+    with_blocks,
+    with_mixers,
+)
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap, nearest
 from .basis import Compute, known, norms, require_weights, with_norms
@@ -81,11 +91,13 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
             hint = "Possible here: the layers without (--blocks), or other positions first (--position)."
             raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
-        weighed(f"{path}.q_norm", attention.q_norm)
-        names = tensors_of(path, attention, "q_proj")
-        if attention.q_norm is not None:
-            names = tensors_of(f"{path}.q_norm", attention.q_norm)
-        tensors |= {name: rescaled(name, factor) for name in names}
+        norm = attention.q_norm
+        weighed(f"{path}.q_norm", norm, "1 + weight")
+        if norm is None:
+            tensors |= {name: rescaled(name, factor) for name in tensors_of(path, attention, "q_proj")}
+        else:
+            times, names = partial(np.multiply, factor), tensors_of(f"{path}.q_norm", norm)
+            tensors |= {name: Computed(regained(norm, name, times)) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
         raise SwapRefused("every layer's scale is that already")
