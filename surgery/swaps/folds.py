@@ -71,8 +71,10 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
-def rescaled(name: str, factor: float) -> Computed:
-    """A tensor times a factor."""
+def rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
+    """A tensor times a factor; of a norm's what it multiplies by, and its bias."""
+    if norm is not None:
+        return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)
 
 
@@ -93,11 +95,8 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         norm = attention.q_norm
         weighed(f"{path}.q_norm", norm, "1 + weight")
-        if norm is None:
-            tensors |= {name: rescaled(name, factor) for name in tensors_of(path, attention, "q_proj")}
-        else:
-            times, names = partial(np.multiply, factor), tensors_of(f"{path}.q_norm", norm)
-            tensors |= {name: Computed(regained(norm, name, times)) for name in names}
+        names = tensors_of(path, attention, "q_proj") if norm is None else tensors_of(f"{path}.q_norm", norm)
+        tensors |= {name: rescaled(name, factor, norm) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
         raise SwapRefused("every layer's scale is that already")
