@@ -9,7 +9,7 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -106,14 +106,25 @@ class Stacked:
         """Whether experts are stacked."""
         return "{expert}" in self.checkpoint[0]
 
+    def leaf(self, name: str, parts: Sequence[Sequence[BoundLeaf]]) -> BoundLeaf:
+        """The parameter as a leaf; `parts` as the names in `bound`."""
+        if not self.of_experts:
+            return replace(parts[0][0], checkpoint=name)
+        (rows, columns), count = parts[0][0].shape, len(parts[0])
+        layout = Layout("experts (part rows) columns", split="part", parts=("1",) * count, each="experts")
+        sizes = {"experts": len(parts), "rows": rows, "columns": columns}
+        leaves = [leaf for each in parts for leaf in each]
+        shared, shapes = (tuple(x for leaf in leaves for x in getattr(leaf, of)) for of in ("shared", "shared_shapes"))
+        return BoundLeaf(name, (len(parts), count * rows, columns), shared, shapes, layout, sizes)
+
     def gather(self, names: Sequence[Sequence[str]], read: Callable[[str], Any]) -> Any:
         """The parameter, of the checkpoint tensors that `read` gives."""
         parts = [concatenate([read(name) for name in each], 0) for each in names]
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
 
-LAYERS = "model.layers."
-"""How names of tensors in layers begin, where files have layers that draft tokens behind the last."""
+BEHIND = ("model.layers.{layer}.",)
+"""How names begin where a layer behind the last drafts tokens: `drafts` of most families that have such."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
@@ -141,7 +152,8 @@ class Architecture:
     outside: name prefixes of what composite models have beside the language model.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
-    drafts: how many layers files may have behind the last, which draft tokens (multi-token prediction): left out.
+    drafts: how names begin of tensors that draft tokens (multi-token prediction), `{layer}` the number of layers:
+        they have no place in a tree, and conversions carry them along.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
@@ -170,7 +182,7 @@ class Architecture:
     outside: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
-    drafts: int = 0
+    drafts: tuple[str, ...] = ()
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
@@ -276,10 +288,29 @@ class Architecture:
         """
         return bind(self.name, self.leaves, spec)
 
-    def drafted(self, name: str, layers: int) -> bool:
-        """Whether a tensor is of a layer behind the last of so many, which drafts tokens (see `drafts`)."""
-        number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
-        return number in {str(layer) for layer in range(layers, layers + self.drafts)}
+    def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
+        """The weight map of files with tensors of these names."""
+        found = {each for name in names for each in self._spellings(name)} if self.stacked else set()
+        return self.bind(spec) if found.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
+
+    def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
+        """The weight map where files hold what transformers' modules do (`stacked`), as transformers reads them too."""
+        leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
+        for name, (stacked, groups) in self.parameters(spec).items():
+            own = [[leaves.pop(part) for part in parts if part in leaves] for parts in groups]
+            if own[0]:
+                leaves[name] = stacked.leaf(name, own)
+        return list(leaves.values())
+
+    def drafted(self, name: str, layers: int) -> str | None:
+        """A tensor's name, with its prefix, where it is of what drafts tokens behind so many layers; else None."""
+        begins = tuple(each.format(layer=layers) for each in self.drafts)
+        return next((each for each in self._spellings(name) if each.startswith(begins)), None)
+
+    def _spellings(self, name: str) -> list[str]:
+        """What a tensor in a file may be called here."""
+        found = [name, self.prefix + name] if self.prefix else [name]
+        return found + [ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)]
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
         """The declared name of a tensor found in a file: itself, without the prefix, or under an old name.
@@ -288,15 +319,14 @@ class Architecture:
         """
         if name.startswith(self.outside):
             return None
-        candidates = [name, self.prefix + name] if self.prefix else [name]
-        candidates += [ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)]
+        candidates = self._spellings(name)
         for candidate in candidates:
             if candidate in known or candidate == self.head:
                 return candidate
         # Nine digits at most: int() itself refuses very long ones.
         layer = next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
         if layer is not None and int(layer) >= layers:
-            return None if any(self.drafted(each, layers) for each in candidates) else name
+            return name
         for candidate in candidates:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:

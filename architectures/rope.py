@@ -43,8 +43,8 @@ class RotaryKind(NamedTuple):
     dimensions turn, where none says which part. entire: whether transformers fails where a part is said. pairs,
     rounding, direction: of the component. usual: the parameters where none are given, with the base where no other may
     stand beside them. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times alpha ^ (d / (d -
-    2)). original: the original context where none is given, None for the model's. types: what the config class calls
-    each type that it knows, None for all by their names.
+    2)). original: the original context where none is given, None for the model's. renewed: of LongRoPE. types: what the
+    config class calls each type that it knows, None for all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -60,6 +60,7 @@ class RotaryKind(NamedTuple):
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
     original: int | None = None
+    renewed: bool = False
     types: Mapping[str, str] | None = None
 
 
@@ -169,7 +170,7 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
     elif (kind.entire or scaling != "default") and (not _is_number(part) or not dim <= part * dim < dim + 1):
         raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
-    return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length), **rest)
+    return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length, kind.renewed), **rest)
 
 
 PART = "partial_rotary_factor"
@@ -189,7 +190,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_length: int) -> RopeScaling | None:
+def _read_scaling(
+    kind: str, rope: ConfigReader, dim: int, base: float, context_length: int, renewed: bool
+) -> RopeScaling | None:
     original = rope.integer(ORIGINAL, context_length)
     if kind == "default":
         return None
@@ -228,6 +231,7 @@ def _read_scaling(kind: str, rope: ConfigReader, dim: int, base: float, context_
             long_factor=_numbers(rope, "long_factor", dim // 2),
             original_context=original,
             attention_factor=_number_or(rope, "attention_factor", inferred),
+            renewed=renewed,
         )
     raise rope.fail("rope_type", kind, "default, linear, dynamic, yarn, longrope, llama3 or proportional")
 

@@ -12,7 +12,7 @@ from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import AnyOperation, Cache, Cap, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, ALiBi, Biasing, Position, Rotary, Turning
+from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -239,10 +239,13 @@ class Attention(Mixer, Component, frozen=True):
 
     def slips(self) -> dict[str, Self]:
         found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
-        rotary = isinstance(self.position, Rotary)
-        return found | (
-            {"no RoPE": msgspec.structs.replace(self, position=None, norm_order="before")} if rotary else {}
-        )
+        if isinstance(self.position, Rotary):
+            found["no RoPE"] = msgspec.structs.replace(self, position=None, norm_order="before")
+            longer, by_pair = self.head_dim - self.position.dim, isinstance(self.position.scaling, LongRopeScaling)
+            if longer > 0 and longer % 2 == 0 and not by_pair:
+                whole = msgspec.structs.replace(self.position, dim=self.head_dim)
+                found["RoPE on whole heads, not on a part"] = msgspec.structs.replace(self, position=whole)
+        return found
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         heads, kv_heads, width, half = self.heads, self.kv_heads, range(self.head_dim), self.head_dim // 2

@@ -293,12 +293,15 @@ class Block(Component, frozen=True):
     def plain(self) -> None:
         """Refuse what stands between a mixer and the stream beside a norm before it, for who looks at that norm alone.
 
+        What multiplies all of a result alike changes nothing there, unless it is added to a norm's output.
+
         Raises:
-            MissingComponent: a norm of an output or of a sum, a multiplier, or no norm before one.
+            MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
         """
+        looked = (*NORMS[1:], *(("multiplier",) if self.residual == "normed" else ()))
         for index, sublayer in enumerate(self.sublayers):
-            for name, value in sublayer.defaults().items():
-                if name != "norm" and getattr(sublayer, name) != value:
+            for name in looked:
+                if getattr(sublayer, name) != sublayer.defaults()[name]:
                     raise MissingComponent(
                         f"this knows norms before a sub-layer alone, and {sublayer.mixer.slot} has {name} too"
                     )

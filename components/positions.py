@@ -128,12 +128,18 @@ class YarnScaling(Component, frozen=True):
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled."""
+    """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled.
 
+    `renewed`: whether a text that grows past `original_context` has the keys of all its tokens made anew, as if it had
+    been read at once (Phi-3), or goes on with those that were turned by the other set (llama).
+    """
+
+    rounds = ("renewed",)
     short_factor: tuple[Positive, ...]
     long_factor: tuple[Positive, ...]
     original_context: Size
     attention_factor: Positive
+    renewed: bool = False
 
     def words(self) -> dict[str, Words]:
         return _scaling(self, "LongRoPE", f" from {self.original_context:,}")

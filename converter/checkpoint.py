@@ -130,7 +130,7 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
         )
     architecture = None if found.is_own or origin.family is None else named(origin.family)
-    leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
+    leaves = identity_leaves(spec) if architecture is None else architecture.bind_files(spec, weights.info)
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
     notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
@@ -144,8 +144,13 @@ def _match(
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
     info = checkpoint._weights.info
     layers = len(checkpoint.spec.blocks)
+    family, drafts = architecture or checkpoint.architecture, dict[str, str]()
     dropped, extra, twice, heads = [], [], [], []
     for name in info:
+        draft = None if family is None else family.drafted(name, layers)
+        if draft is not None and info[name][0] in FLOATS:
+            drafts[draft] = name
+            continue
         known: str | None = name
         if architecture is not None:
             known = architecture.canonical_name(name, declared, layers)
@@ -200,12 +205,14 @@ def _match(
     if not checkpoint.fetched:
         how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
-    behind = [] if architecture is None else [each for each in dropped if architecture.drafted(each, layers)]
-    if behind:
-        checkpoint.notes.append(f"layers that draft tokens left out: {_some(behind)}")
-    if len(dropped) > len(behind):
-        buffers = [name for name in dropped if name not in behind]
-        checkpoint.notes.append(f"buffers without weights left out: {_some(buffers)}")
+    if drafts:
+        checkpoint.drafts = tuple(
+            BoundLeaf(x, info[y][1], (x,), (info[y][1],), IDENTITY, {}) for x, y in drafts.items()
+        )
+        checkpoint._found |= drafts
+        checkpoint.notes.append(checkpoint.drafted)
+    if dropped:
+        checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
     if partial:
         if missing:
             checkpoint.notes.append(lacking)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -77,10 +77,11 @@ def plan_output(
     max_shard_bytes: int | None = None,
     texts: Mapping[str, bytes] | None = None,
     homes: Mapping[str, Path] | None = None,
+    drafts: Sequence[BoundLeaf] = (),
 ) -> Plan:
     """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
     tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
-    GB. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
+    GB; `drafts` are carried along. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
     """
     to = parsed(to)
     beside = token_files(folder) if folder is not None else []
@@ -88,7 +89,8 @@ def plan_output(
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
-        return plan(identity_leaves(spec), dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
+        leaves = [*identity_leaves(spec), *drafts]
+        return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
         hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
@@ -96,14 +98,16 @@ def plan_output(
     architecture = named(family)
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
     small = {**(texts or {}), CONFIG: config}
-    leaves = architecture.bind(spec)
+    leaves = [*architecture.bind(spec), *drafts]
+    merged = [*architecture.bind_modules(spec), *drafts] if architecture.stacked else leaves
 
     def canonical(name: str, known: Mapping[str, Any]) -> str | None:
         return architecture.canonical_name(name, known, len(spec.blocks))
 
-    again = as_it_was(leaves, dtypes, origin.files, canonical) if max_shard_bytes is None else None
-    if again is not None:
-        return Plan(again[0], {**small, **again[1]}, tuple(beside))
+    for each in (leaves, merged) if max_shard_bytes is None else ():
+        again = as_it_was(each, dtypes, origin.files, canonical)
+        if again is not None:
+            return Plan(again[0], {**small, **again[1]}, tuple(beside))
     return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 
@@ -153,7 +157,9 @@ def plan_conversion(
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
     if len(set(homes.values())) < 2 or not all(span for _, span in spans):
         homes = {}
-    return plan_output(source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes)
+    drafts = [leaf for leaf in source.drafts if leaf in source.leaves]
+    given = source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, drafts
+    return plan_output(*given)
 
 
 def companions(source: Checkpoint) -> Path | None:
@@ -220,6 +226,7 @@ def convert(
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, **opening)
         source, form = adapted(source, form)
+        source = _with_drafts(source, form)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
             planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
@@ -236,6 +243,15 @@ def convert(
             origin = {"reference": source.origin.reference, "revision": source.revision}
             staging.commit({"gptkit": __version__, "format": str(form), "source": origin}, files=done.files)
     return replace(conversion, transferred=done)
+
+
+def _with_drafts(source: Checkpoint, to: Target) -> Checkpoint:
+    """The checkpoint with what drafts tokens among its tensors, where what is written has names for it."""
+    if not source.drafts:
+        return source
+    if to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family)):
+        return replace(source, leaves=[*source.leaves, *source.drafts])
+    return replace(source, notes=[*source.notes, f"{to} has no place for what drafts tokens: left out"])
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:

@@ -159,6 +159,7 @@ class Checkpoint(Shown):
         texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
         missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
         extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
+        drafts: the tensors of layers behind the last, which draft tokens and are not computed: not in `leaves`.
     """
 
     reference: str
@@ -174,12 +175,21 @@ class Checkpoint(Shown):
     texts: Mapping[str, bytes] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     extra: tuple[BoundLeaf, ...] = ()
+    drafts: tuple[BoundLeaf, ...] = ()
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
 
     def __repr__(self) -> str:
         layers = f"{len(self.spec.blocks):,} layers"
         return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
+
+    @property
+    def drafted(self) -> str:
+        """How much drafts tokens, in words; "" for nothing."""
+        number = sum(math.prod(leaf.shape) for leaf in self.drafts)
+        names = ", ".join(leaf.checkpoint for leaf in self.drafts[:3]) + (", …" if len(self.drafts) > 3 else "")
+        told = "parameters beside these draft tokens (multi-token prediction) and are not computed"
+        return f"{number:,} {told}: {names}" if self.drafts else ""
 
     @property
     def folder(self) -> Path:

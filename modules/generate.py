@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import DynamicScaling, Rotary
+from ..components import DynamicScaling, LongRopeScaling, Rotary
 from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
@@ -181,7 +181,9 @@ def _stream(
     rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
     grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
     table, context = spec.positions, spec.context_length if rotaries and not grows else None
-    ids = prompt
+    scalings = [each.scaling for each in rotaries if isinstance(each.scaling, LongRopeScaling)]
+    renewing = {each.original_context for each in scalings if each.renewed}
+    ids, text = prompt, prompt[0].tolist()
     for step in range(max_new_tokens):
         read = prompt.shape[1] + step
         if table is not None and read > table.length:
@@ -189,6 +191,8 @@ def _stream(
             return
         if context is not None and read > context and (step == 0 or read == context + 1):
             tell(f"the text is longer than the model's context of {context:,} tokens: expect nonsense from there on")
+        if step and read - 1 in renewing:  # what earlier tokens left was turned by other angles
+            cache, ids = Cache(spec), prompt.new_tensor([text])
         ids = _next(model, ids, cache, sampling, generator)
         token = int(ids)
         if token < 0:
@@ -196,6 +200,7 @@ def _stream(
                 f"the model's logits for new token {step + 1} are NaN",
                 "its weights may be damaged, or its activations too large for float16: try float32",
             )
+        text.append(token)
         yield token
         if token in stop:
             return

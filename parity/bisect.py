@@ -38,7 +38,8 @@ Key = tuple[int, int]
 class Tap:
     """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
     layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
-    output's features are ours, where they fuse several.
+    output's features are ours, where they fuse several; factor: what the rows of a plain table are multiplied by
+    behind it, as our module multiplies them itself.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Tap:
     ours: tuple[str, Side]
     theirs: tuple[str, Side]
     rows: Tensor | None = None
+    factor: float = 1.0
 
     def part(self, relative: float, noise: float) -> Part:
         """What was found here."""
@@ -131,7 +133,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     }
     found: list[tuple[float, Tap]] = []
     for leaf in architecture.bind(spec):
-        if not leaf.shared[0].endswith(".weight"):
+        if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # whose logits are looked at
             continue
         stacked = moved.get(leaf.checkpoint)
         theirs = leaf.checkpoint.rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
@@ -155,7 +157,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             normed = short == "embedding" and spec.embedding.norm is not None
             here: tuple[str, Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
-            found.append((place, Tap(label(short), layer, here, (theirs, "output"), rows)))
+            factor = spec.embedding.multiplier if here == ("embedding", "output") else 1.0
+            found.append((place, Tap(label(short), layer, here, (theirs, "output"), rows, factor)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -172,9 +175,10 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
     modules = dict(model.named_modules())
 
     def tell(index: int, tap: Tap) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             value = inputs[0] if (tap.ours if ours else tap.theirs)[1] == "input" else output
             value = (value[0] if isinstance(value, tuple) else value).detach()
+            value = value * tap.factor if type(module) is nn.Embedding else value
             see(index, value if tap.rows is None or ours else value[..., tap.rows])
 
         return hook
@@ -215,7 +219,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
     assert architecture is not None
     watched = taps(architecture, spec)
     head = len(watched)
-    """The key of the logits, which a tied head's module is not asked for by name."""
+    """The key of the logits, behind all that a head multiplies, limits or adds."""
 
     def run(dtype: torch.dtype, ours: bool, see: See, inputs: Sequence[Batch]) -> list[Tensor]:
         def told(index: int, value: Tensor) -> None:
@@ -250,12 +254,11 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
         run(torch.float64, True, both_ways, good)
         run(torch.float32, True, against(ours, ours_noise), good)
     last = Tap("head", None, ("head", "output"), ("head", "output"))
-    places = [
+    return [
         tap.part(worst[i], theirs_noise[i] + ours_noise[i])
         for i, tap in enumerate([*watched, last])
         if i in worst and i in theirs_noise and i in ours_noise
     ]
-    return places[:-1] if any(place.label == "head" for place in places[:-1]) else places
 
 
 def valid_rows(value: Tensor, batch: Batch) -> Tensor:

@@ -179,7 +179,7 @@ def _other_kinds(back: bool) -> Apply:
         mixers: list[Any] = [block.mixer("attention") for block in spec.blocks]
         if not all(hasattr(each, "window") and hasattr(each, "position") for each in mixers):
             return None
-        if len({(type(each), each.position is None) for each in mixers}) != 1:
+        if len({type(each) for each in mixers}) != 1:
             return None
         others = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
         blocks = tuple(
@@ -196,13 +196,14 @@ Fields = dict[type[Component], tuple[str, Any]]
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, Fields]:
-    """For every field of every kind that changes what it computes, the mistake that it is as by default; of `usual`
-    ones, that others' models' numbers and activations stand in the place of this one's.
+    """For every field of every kind that changes what it computes, the mistake that it is as by default, of a bias that
+    there is none; of `usual` ones, that others' models' numbers and activations stand in the place of this one's.
     """
     found: dict[str, Fields] = {}
     for kind in KINDS.values():
         told = {name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()}
-        mistakes = [(told[name], name, value) for name, value in kind.choices().items()]
+        without = {name: False if name == "bias" else value for name, value in kind.choices().items()}
+        mistakes = [(told[name], name, value) for name, value in without.items()]
         if usual:
             mistakes = [(words.format(v), name, v) for name, (words, values) in kind.usual.items() for v in values]
         for words, name, value in mistakes:

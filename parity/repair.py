@@ -297,11 +297,15 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
             yield Repair(mutation.repair, mutation.mend)
     if spec.head.tied and not own.head.tied and not own.head.bias:
         yield Repair("tying the head to the embedding", tie)
-    if [(p.name, p.shape) for p in spec.parameters()] != [(p.name, p.shape) for p in own.parameters()]:
+    shapes = {parameter.name: parameter.shape for parameter in own.parameters()}
+    lost = frozenset(each.name for each in spec.parameters() if shapes.get(each.name) != each.shape)
+    if len(lost) > len(shapes) / 2:
         return
-    if spec != own:
+    if spec != own:  # what the candidate has no tensors for comes with the reference's
         fields = sorted({path.split(".")[-1] for path, _, _ in differences(spec, own)})
-        yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)))
+        yield Repair(f"the reference's {', '.join(fields)}", lambda tree, weights: (spec, dict(weights)), lost)
+    if lost or len(shapes) != sum(1 for _ in spec.parameters()):
+        return
     wrong = []
     for name in (parameter.name for parameter in spec.parameters()):
         a, b = source.tensor(name), target.tensor(name)

@@ -83,10 +83,19 @@ def unclipped(path: str, attention: Attention) -> None:
         raise SwapRefused(f"{path} has a clip of queries, keys and values at {attention.clip:g}, unknown to this swap")
 
 
-def weighed(path: str, norm: Norm | None) -> None:
-    """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight."""
-    if norm is not None and norm.gain != "weight":
+def weighed(path: str, norm: Norm | None, *more: str) -> None:
+    """Raise SwapRefused where a norm does not multiply by its weight as it is, for a swap that changes that weight;
+    `more` are other gains that the swap knows.
+    """
+    if norm is not None and norm.gain not in ("weight", *more):
         raise SwapRefused(f"{path} multiplies by {norm.gain}, and this swap knows norms that multiply by their weight")
+
+
+def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[[Model], Wide]:
+    """A norm's tensor after a change of what it multiplies by, or of its bias."""
+    if name.endswith(".bias"):
+        return lambda model: change(model.wide(name))
+    return lambda model: np.asarray(norm.weight_of(change(norm.factor(model.wide(name)))))
 
 
 def attentions(spec: ModelSpec, layers: Iterable[int], latent: str, hint: str | None = None) -> dict[int, Attention]:

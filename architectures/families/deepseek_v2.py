@@ -17,7 +17,8 @@ from ..decoder import Field, Mixtures, after, with_defaults
 from ..latent import KNOWN, LatentDecoder
 from ..rope import RotaryKind
 from . import youtu
-from .deepseek_v3 import DRAFTS, FIELDS, TRAINING
+from .deepseek_v3 import FIELDS, TRAINING
+from .glm4_moe import DRAFTS
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 

@@ -2,15 +2,16 @@
 has a bias and goes by groups of experts; the first layers are dense.
 
 Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py. The layer behind the last, which drafts
-tokens (`layers.61`), is left out there too.
+tokens (`layers.61`), is left out there, and carried along here.
 """
 
 from __future__ import annotations
 
+from ..base import BEHIND
 from ..decoder import USUAL, Field, Mixtures, after, with_defaults
 from ..latent import KNOWN, LATENT, LatentDecoder
 from . import youtu
-from .glm4_moe import CORRECTION, GROUPED, ROUTER
+from .glm4_moe import CORRECTION, DRAFTS, GROUPED, ROUTER
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 from .youtu import HEADS
@@ -40,7 +41,6 @@ DECODER = LatentDecoder(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
 
-DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers behind the last, which draft tokens")
 TRAINING = {"aux_loss_alpha": "training only", "ep_size": "how a server shares out experts", "seq_aux": "training only"}
 """What files say beside, that transformers does not read."""
 
@@ -53,7 +53,7 @@ DEEPSEEK_V3 = DECODER.architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
-    drafts=1,
+    drafts=BEHIND,
     stacked=STACKED,
     irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
     refused={

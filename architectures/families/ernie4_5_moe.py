@@ -81,6 +81,7 @@ ERNIE4_5_MOE = DECODER.architecture(
         *STACKED,
         Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (T + "mlp.moe_statics.e_score_correction_bias",)),
     ),
+    drafts=("model.mtp_",),
     irrelevant=OF_ROUTERS,
     refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},
 )

@@ -44,5 +44,6 @@ EXAONE_MOE = DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stacked=(*STACKED, Stacked(CORRECTION, (STORED,))),
+    drafts=("mtp.",),
     irrelevant=OF_ROUTERS,
 )

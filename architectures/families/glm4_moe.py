@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base import BEHIND
 from ..decoder import USUAL, Decoder, Field, Fields, Mixtures, after, with_defaults
 from ..rope import PART, RotaryKind
 from .llama import LLAMA_DROPPED, T
@@ -57,6 +58,8 @@ DECODER = Decoder(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 
+DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers behind the last, which draft tokens")
+
 GLM4_MOE = DECODER.architecture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -66,9 +69,6 @@ GLM4_MOE = DECODER.architecture(
     stated={"head_dim": 128},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
-    irrelevant={
-        **OF_ROUTERS,
-        "num_nextn_predict_layers": "layers behind the last, which draft tokens",
-        "num_mtp_layers": "layers behind the last, which draft tokens",
-    },
+    drafts=BEHIND,
+    irrelevant={**OF_ROUTERS, **DRAFTS},
 )

@@ -6,11 +6,12 @@ drafts tokens (`layers.47`), is left out there too.
 
 from __future__ import annotations
 
+from ..base import BEHIND
 from ..decoder import Mixtures, by_type, with_defaults
 from ..latent import KNOWN, LatentDecoder
 from ..rope import RotaryKind
-from .deepseek_v3 import DRAFTS, FIELDS, LEAVES
-from .glm4_moe import ROUTER
+from .deepseek_v3 import FIELDS, LEAVES
+from .glm4_moe import DRAFTS, ROUTER
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, STACKED
 
@@ -48,7 +49,7 @@ GLM4_MOE_LITE = DECODER.architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
     dropped=LLAMA_DROPPED,
-    drafts=1,
+    drafts=BEHIND,
     stacked=STACKED,
     irrelevant={"qk_head_dim": KNOWN["qk_head_dim"], **OF_ROUTERS, **DRAFTS},
 )

@@ -7,7 +7,7 @@ Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 from __future__ import annotations
 
 from ...components import FeedForward, LayerNorm
-from ..base import Leaf, leaves_of, qkv
+from ..base import Leaf, by_name, leaves_of, qkv
 from ..decoder import Decoder, Field
 from ..rope import RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -35,25 +35,26 @@ DECODER = Decoder(
 )
 
 B, T = "blocks.{layer}.", "gpt_neox.layers.{layer}."
+HEAD = "embed_out.weight"
 LEAVES = (
-    *leaves_of(
-        {
-            "gpt_neox.embed_in": "embedding",
-            T + "input_layernorm": B + "attention_norm",
-            T + "post_attention_layernorm": B + "feed_forward_norm",
-        }
+    *by_name(
+        (
+            *leaves_of(
+                {
+                    "gpt_neox.embed_in": "embedding",
+                    T + "input_layernorm": B + "attention_norm",
+                    T + "post_attention_layernorm": B + "feed_forward_norm",
+                    T + "attention.dense": B + "attention.o_proj",
+                    T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
+                    T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                    "gpt_neox.final_layer_norm": "final_norm",
+                }
+            ),
+            Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+            Leaf(T + "attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+        )
     ),
-    Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
-    Leaf(T + "attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
-    *leaves_of(
-        {
-            T + "attention.dense": B + "attention.o_proj",
-            T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
-            T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
-            "gpt_neox.final_layer_norm": "final_norm",
-            "embed_out": "head",
-        }
-    ),
+    Leaf(HEAD, "head.weight"),
 )
 
 GPT_NEOX = DECODER.architecture(
@@ -64,6 +65,7 @@ GPT_NEOX = DECODER.architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 2},
     prefix="gpt_neox.",
     dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
-    head="embed_out.weight",
+    aliases=(("lm_head.weight", HEAD),),
+    head=HEAD,
     irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it always is"},
 )

@@ -7,6 +7,7 @@ fp32 and rounded once, as every sum of two numbers is.
 
 from __future__ import annotations
 
+from ..base import BEHIND, Stacked
 from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
 from ..rope import RotaryKind
 from .glm4_moe import ROUTER
@@ -48,6 +49,16 @@ DECODER = Decoder(
     mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
+RENAMED = (
+    Stacked(T + "mlp.gate.weight", (T + "mlp.router.gate.weight",)),
+    Stacked(T + "mlp.e_score_correction_bias", (T + "mlp.expert_bias",)),
+    *(
+        Stacked(f"{T}mlp.shared_experts.{name}", (f"{T}mlp.shared_mlp.{name}",))
+        for name in (f"{part}_proj.{kind}" for part in ("down", "gate", "up") for kind in ("weight", "bias"))
+    ),
+)
+"""What transformers' modules call otherwise than files do."""
+
 HY_V3 = DECODER.architecture(
     "hy_v3",
     "HYV3ForCausalLM",
@@ -55,6 +66,7 @@ HY_V3 = DECODER.architecture(
     released="2026-03",
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=STACKED,
+    stacked=(*STACKED, *RENAMED),
+    drafts=BEHIND,
     irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

@@ -41,7 +41,10 @@ DECODER = Decoder(
     },
     fixed={"attention.fused": True, "attention.fused_rows": "by part", "feed_forward.fused": True},
     rotary=RotaryKind(
-        part=PART, original=4096, types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}
+        part=PART,
+        original=4096,
+        renewed=True,
+        types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
     ),
     written=written,
 )

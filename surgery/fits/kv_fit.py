@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...components import Attention, Block
+from ...components import Attention, Block, SubLayer
 from ...modules.attention import AttentionModule
 from ...modules.context import Context
 from ...modules.decoder import BlockModule
@@ -184,7 +184,9 @@ class _LayerFit:
         self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
         self.heads = Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
-        self.before, after = block.attention_norm(teacher), block.attention_norm(student)
+        self.sublayer = sublayer_of(record, "attention")
+        norm = nn.Identity() if self.sublayer.norm is None else block.attention_norm
+        self.before, after = norm(teacher), norm(student)
         ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
         self.inputs = torch.cat((after, *ones), dim=-1)  # (B, T, e)
         self.covariance = Moment.of(self.inputs).covariance
@@ -257,8 +259,9 @@ class _LayerFit:
         """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
         made: Tensor = self.attention(self.before, self.context)
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
-        wanted = made - bias + (self.teacher - self.student)
-        return _refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + made)
+        missing = (self.teacher - self.student) / self.sublayer.multiplier
+        wanted = made - bias + (missing if added(self.sublayer) else 0)
+        return _refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + self.sublayer.multiplier * made)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
@@ -277,14 +280,21 @@ class _LayerFit:
             biased = scores + (bias * spec.scale if position.scaled else bias)
         biased = capped(biased, spec.cap)
         mask = context.additive_mask(spec.window, spec.window)
-        return scores, torch.softmax(biased if mask is None else biased + mask, dim=-1)
+        biased = biased if mask is None else biased + mask
+        if attention.sinks is None:
+            return scores, torch.softmax(biased, dim=-1)
+        sinks = attention.sinks if readers is None else attention.sinks[list(readers)]
+        column = sinks[:, None, None].to(biased).expand(*biased.shape[:3], 1)
+        return scores, torch.softmax(torch.cat((biased, column), dim=-1), dim=-1)[..., :-1]
 
     def _groups(self, new: int) -> Groups:
-        """Which old heads become one: neighbours where a slope belongs to its place, or the search is too long."""
+        """Which old heads become one: neighbours where a slope or a sink belongs to its place, or the search is too
+        long.
+        """
         heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
         old = len(heads.keys)
         work = old * (old - 1) // 2 * self.covariance.shape[0] ** 3
-        if _biased(spec) or new == 1 or spec.q_norm is not None or work > GROUPING_WORK:
+        if _biased(spec) or spec.sinks or new == 1 or spec.q_norm is not None or work > GROUPING_WORK:
             return contiguous_groups(old, new)
         own = heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs
         return group_similar(head_similarity(*own, self.covariance, dim), new)
@@ -298,17 +308,32 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
     return ridge(start, Moment.of(inputs, wanted, weight), RIDGE)
 
 
+def sublayer_of(block: Block, slot: str) -> SubLayer:
+    """A block's sub-layer of this slot."""
+    return next(each for each in block.sublayers if each.mixer.slot == slot)
+
+
+def added(sublayer: SubLayer) -> bool:
+    """Whether what a mixer gives is added to the stream, multiplied at most, and no norm looks at it there."""
+    return sublayer.output_norm is None and sublayer.sum_norm is None
+
+
 def _refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The stream after a new block, and the down projection fitted to the original stream; none of experts."""
+    """The stream after a new block, and the down projection fitted to the original stream; none of experts, and as it
+    was where a norm stands between the two.
+    """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
     output, seen = run_block(block, student, context, DOWN)
     inner, made = seen[DOWN]
-    linear: Any = block.feed_forward.down_proj
+    linear, sublayer = block.feed_forward.down_proj, sublayer_of(block.spec, "feed_forward")
+    if not added(sublayer):
+        return output, linear.weight.detach().double()
     bias = 0 if linear.bias is None else linear.bias.detach()
-    wanted = teacher_output - (output - made) - bias
+    factor = sublayer.multiplier
+    wanted = (teacher_output - (output - factor * made)) / factor - bias
     fitted = _refit(linear.weight.detach().double(), inner, wanted, teacher_output)
     with torch.no_grad():
         linear.weight.copy_(fitted)

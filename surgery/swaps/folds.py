@@ -14,7 +14,7 @@ Any other is missed; what that costs is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -22,9 +22,19 @@ from msgspec.structs import replace
 
 from ...architectures.obstacles import without_biases
 from ...components import ALiBi, Attention, ModelSpec, Norm
-from ...errors import SwapRefused, UsageError
+from ...errors import MissingComponent, SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Swapped, Tensor, Wide
-from ..layerwise import attentions, head_weight, readers, tensors_of, unclipped, weighed, with_blocks, with_mixers
+from ..layerwise import (
+    attentions,
+    head_weight,
+    readers,
+    regained,
+    tensors_of,
+    unclipped,
+    weighed,
+    with_blocks,
+    with_mixers,
+)
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Clears, Step, Swap, nearest
 from .basis import Compute, known, norms, require_weights, with_norms
@@ -61,8 +71,10 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
-def rescaled(name: str, factor: float) -> Computed:
-    """A tensor times a factor."""
+def rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
+    """A tensor times a factor; of a norm's what it multiplies by, and its bias."""
+    if norm is not None:
+        return Computed(regained(norm, name, partial(np.multiply, factor)))
     return Computed(lambda model: model.wide(name) * factor)
 
 
@@ -81,11 +93,10 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
             hint = "Possible here: the layers without (--blocks), or other positions first (--position)."
             raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
-        weighed(f"{path}.q_norm", attention.q_norm)
-        names = tensors_of(path, attention, "q_proj")
-        if attention.q_norm is not None:
-            names = tensors_of(f"{path}.q_norm", attention.q_norm)
-        tensors |= {name: rescaled(name, factor) for name in names}
+        norm = attention.q_norm
+        weighed(f"{path}.q_norm", norm, "1 + weight")
+        names = tensors_of(path, attention, "q_proj") if norm is None else tensors_of(f"{path}.q_norm", norm)
+        tensors |= {name: rescaled(name, factor, norm) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
         raise SwapRefused("every layer's scale is that already")
@@ -213,11 +224,22 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
     tensors: dict[str, Tensor] = {name: Filled(shapes[name], 0.0, name) for name in gone if name in left}
     notes: tuple[str, ...] = ()
     if missed:
-        folded = {"value.bias": "--fold value-bias", "norm.bias": "--fold norm"}.get(what)
-        keeps = f"; {folded} moves them elsewhere, exactly" if folded else ""
+        way, fold = {"value.bias": ("value-bias", _fold_value_bias), "norm.bias": ("norm", _fold_norm)}.get(
+            what, ("", drop)
+        )
+        keeps = f"; --fold {way} moves them elsewhere, exactly" if way and _possible(fold, spec, asked) else ""
         notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
     summary = {"dropped": len(gone), "nonzero": len(missed)}
     return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
+
+
+def _possible(fold: Callable[[ModelSpec, Asked], Swapped], spec: ModelSpec, asked: Asked) -> bool:
+    """Whether a fold does not refuse."""
+    try:
+        fold(spec, asked)
+    except (MissingComponent, SwapRefused):
+        return False
+    return True
 
 
 ORDER = 180

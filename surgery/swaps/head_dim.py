@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from ...components import ALiBi, Attention, DynamicScaling, LongRopeScaling, ModelSpec, RMSNorm, Rotary, YarnScaling
 from ...errors import SwapRefused, UsageError
-from ..base import Index, Model, Swapped, Tensor, by_head, padded, scaled, taken
-from ..layerwise import attentions, tensors_of, unclipped, unknown, weighed, with_mixers
+from ..base import Computed, Index, Model, Swapped, Tensor, by_head, gather, padded, scaled, taken
+from ..layerwise import attentions, regained, tensors_of, unclipped, unknown, weighed, with_mixers
 from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
@@ -65,8 +65,8 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         path = f"blocks.{layer}.attention"
         unclipped(path, attention)
         by_rms(path, attention)
-        weighed(f"{path}.q_norm", attention.q_norm)
-        weighed(f"{path}.k_norm", attention.k_norm)
+        weighed(f"{path}.q_norm", attention.q_norm, "1 + weight")
+        weighed(f"{path}.k_norm", attention.k_norm, "1 + weight")
         plan = choose(spec, asked, path, attention, size, how)
         new = resized(attention, size, plan)
         notes.append(plan.note)
@@ -218,8 +218,11 @@ def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[s
     for name in tensors_of(path, old, "q_proj"):
         tensors[name] = taken(name, by_query) if old.q_norm else scaled(name, open_query, louder)
     tensors |= {name: taken(name, by_key) for name in tensors_of(path, old, "k_proj", "v_proj")}
-    norms = ((f"{path}.{norm}.weight", factor) for norm, factor in norm_factors(old, new))
-    return tensors | {name: scaled(name, within, factor) for name, factor in norms}
+    for which, factor in norm_factors(old, new):
+        name, norm = f"{path}.{which}.weight", getattr(old, which)
+        widened = Computed(regained(norm, name, lambda values, factor=factor: gather(values, within, 0) * factor))  # type: ignore[misc]
+        tensors[name] = scaled(name, within, factor) if norm.gain == "weight" else widened
+    return tensors
 
 
 def query_factor(old: Attention, new: Attention) -> float:

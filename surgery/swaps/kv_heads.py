@@ -116,8 +116,10 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAttention], down: bool = True) -> list[str]:
-    """What a fit of these layers makes: their attention but for its output bias, and with `down` one down_proj."""
-    found = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes()]
+    """What a fit of these layers makes: the projections of their attention but for the bias of its output, and with
+    `down` one down_proj.
+    """
+    found = [f"blocks.{i}.attention.{name}" for i, new in changed.items() for name in new.shapes() if "_proj." in name]
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
     return [*(name for name in found if not name.endswith("o_proj.bias")), *downs]

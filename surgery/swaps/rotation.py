@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
 from ...errors import SwapRefused
 from ..base import Array, Model, Wide
-from ..layerwise import tensors_of, unclipped, weighed, with_mixers
+from ..layerwise import regained, tensors_of, unclipped, weighed, with_mixers
 from ..registry import Asked
 
 Elements = NDArray[np.int64]
@@ -137,20 +137,21 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     """
     if np.allclose(factors, 1, rtol=0, atol=1e-15):
         return {}
-    weighed(path + ".q_norm", attention.q_norm)
+    weighed(path + ".q_norm", attention.q_norm, "1 + weight")
     unclipped(path, attention)
     if attention.norm_order == "after":
         raise SwapRefused(f"{path} norms queries and keys after their positions (norm_order), unknown to this swap")
-    names = row_tensors(path, attention, "q")
-    if attention.q_norm is not None:
-        names, factors = tensors_of(f"{path}.q_norm", attention.q_norm), np.abs(factors)
-    elif rotary.direction == "backward":
+    norm = attention.q_norm
+    if norm is not None:
+        times = partial(turn_rows, factors=np.abs(factors), rotary=rotary, head_dim=attention.head_dim)
+        return {name: regained(norm, name, times) for name in tensors_of(f"{path}.q_norm", norm)}
+    if rotary.direction == "backward":
         factors = factors.conj()
 
     def turned(name: str, model: Model) -> Wide:
         return turn_rows(model.wide(name), factors, rotary, attention.head_dim)
 
-    return {name: partial(turned, name) for name in names}
+    return {name: partial(turned, name) for name in row_tensors(path, attention, "q")}
 
 
 def with_rotary(spec: ModelSpec, positions: Mapping[int, Rotary], **fields: Any) -> ModelSpec:

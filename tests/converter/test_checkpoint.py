@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.covering import examples, few
-from helpers.families import CONFIGS, REPRESENTATIVES, edited, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -698,13 +698,3 @@ def test_dtype_names() -> None:
     for name in ("int8", "", "float"):
         with pytest.raises(UsageError, match="unknown dtype"):
             parse_dtype(name)
-
-
-def test_a_layer_that_drafts_tokens_is_left_out_and_told(tmp_path: Path) -> None:
-    """As transformers leaves out `layers.61` of DeepSeek-V3; what is further behind has no place."""
-    save_hf(CONFIGS["deepseek_v3"], tmp_path)
-    edited(tmp_path, lambda weights: weights.update({"model.layers.3.eh_proj.weight": torch.ones(48, 96)}))
-    assert open_checkpoint(tmp_path).notes == ["layers that draft tokens left out: model.layers.3.eh_proj.weight"]
-    edited(tmp_path, lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.ones(48, 96)}))
-    with pytest.raises(CheckpointError, match=r"no place in the model: model\.layers\.4"):
-        open_checkpoint(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 import torch
 import transformers
 from helpers.covering import covered, few
-from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, modern, randomised_reference, save_hf
+from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from safetensors.torch import load_file, save_file, save_model
 
-from gptkit.architectures import architecture_of
+from gptkit import params, verify
+from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, default_output
 from gptkit.converter.manifest import check_manifest
-from gptkit.errors import CheckpointError, GptkitError, UsageError
+from gptkit.errors import CheckpointError, ConfigError, GptkitError, UsageError
 from gptkit.modules.load import load as load_model
 
 SHARDED = 20_000  # bytes a file: some ten shards for these models
@@ -230,24 +232,49 @@ def test_gamma_and_beta(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
     assert raw_tensors(tmp_path / "back") == raw_tensors(source)
 
 
-@pytest.mark.parametrize(
-    ("config", "buffers"),
-    [
-        ("gpt2", {"transformer.h.0.attn.bias": (1, 1, 8, 8), "h.1.attn.masked_bias": ()}),
-        ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": (10,)}),
-        ("falcon-7b", {"transformer.h.2.self_attention.maybe_rotary.inv_freq": (4,)}),
-    ],
-)
-def test_buffers_are_left_out_and_told(config: str, buffers: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
-    model = save_hf(CONFIGS[config], tmp_path / "source")
+@few(4)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_what_older_files_hold_beside_the_weights_is_left_out_and_told(family: str, tmp_path: Path) -> None:
+    """Buffers, what composite models have beside the language model, and a head that is tied all the same."""
+    config = REPRESENTATIVES[family].config
+    architecture = architecture_of(config)
+    save_hf(config, tmp_path / "source")
     expected = raw_tensors(tmp_path / "source")
-    weights = {n: t for n, t in model.state_dict().items() if n in expected}
-    masks = {name: torch.ones(shape, dtype=torch.uint8) for name, shape in buffers.items()}
-    rewrite(tmp_path / "source", {**weights, **masks})
-    conversion = convert(tmp_path / "source", tmp_path / "back", "hf")
+    names = [template.format(layer=1) for template in architecture.dropped]
+    names += [f"{prefix}layers.0.weight" for prefix in architecture.outside]
+    more = {name: torch.ones(5, dtype=torch.uint8) for name in names}
+    if architecture.spec(config).head.tied:
+        table = next(
+            leaf.checkpoint
+            for leaf in architecture.bind(architecture.spec(config))
+            if leaf.shared[0] == "embedding.weight"
+        )
+        more[architecture.head] = load_file(tmp_path / "source" / "model.safetensors")[table]
+    edited(tmp_path / "source", lambda weights: weights.update({name: each.clone() for name, each in more.items()}))
+    conversion = convert(tmp_path / "source", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
     assert raw_tensors(tmp_path / "back") == expected
-    (note,) = conversion.source.notes
-    assert all(name in note for name in buffers)
+    told = " ".join(conversion.source.notes)
+    assert told.count("…") or all(name in told for name in more)
+
+
+@few(2)
+@pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
+@pytest.mark.parametrize("family", [each.name for each in ARCHITECTURES.values() if each.stacked or each.aliases])
+def test_tensors_as_transformers_modules_hold_them_come_back_file_for_file(
+    family: str, size: str | int, tmp_path: Path
+) -> None:
+    """Experts in one tensor, and today's names where files have older ones: what transformers reads beside its own."""
+    config = REPRESENTATIVES[family].config
+    attention = architecture_of(config).reference(architecture_of(config).spec(config))[0]
+    model = randomised_reference(config, attention=attention)
+    model.save_pretrained(tmp_path / "hf", max_shard_size=size, save_original_format=False)
+    assert raw_tensors(tmp_path / "hf").keys() <= model.state_dict().keys()
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert contents(tmp_path / "hf").items() <= contents(tmp_path / "back").items()
+    verified = verify(tmp_path / "hf", tmp_path / "local", mutations=False)
+    assert verified.passed
 
 
 def test_a_buffer_of_a_layer_that_is_not_there_is_no_buffer(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
@@ -600,9 +627,18 @@ def test_every_registered_family_is_tried() -> None:
 # --- a base model alone -----------------------------------------------------------------------------------------------
 
 
+def has_a_head_of_its_own(family: str) -> bool:
+    """Whether a family ties no head, or has a bias in it."""
+    config = {**REPRESENTATIVES[family].config, "tie_word_embeddings": True}
+    try:
+        return any(each.name.startswith("head.") for each in architecture_of(config).spec(config).parameters())
+    except ConfigError:
+        return True
+
+
 @few(2)
 @pytest.mark.parametrize("size", ["5GB", SHARDED], ids=["one", "shards"])
-@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("family", [family for family in REPRESENTATIVES if not has_a_head_of_its_own(family)])
 def test_a_base_model_alone_comes_back_file_for_file(family: str, size: str | int, tmp_path: Path) -> None:
     """Its names have no prefix, and there is no head."""
     config = {**REPRESENTATIVES[family].config, "tie_word_embeddings": True}
@@ -636,3 +672,59 @@ def test_a_base_model_whose_head_is_its_own_lacks_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lm_head") as caught:
         convert(tmp_path / "hf", tmp_path / "local")
     assert "A base model alone has no head" in str(caught.value)
+
+
+# --- what drafts tokens -----------------------------------------------------------------------------------------------
+
+DRAFTS = {family.name: family.drafts for family in ARCHITECTURES.values() if family.drafts}
+
+
+def test_what_drafts_tokens_is_what_transformers_drops() -> None:
+    """Its classes name the layer behind the last of released models by its number (`layers.61`), or what is in it."""
+    dropping = set()
+    for family in ARCHITECTURES.values():
+        module = sys.modules[getattr(transformers, family.hf_class).__module__]
+        classes = [each for name, each in vars(module).items() if name.endswith("PreTrainedModel")]
+        dropped = [each for kind in classes for each in kind._keys_to_ignore_on_load_unexpected or ()]
+        dropping |= {family.name for each in dropped if "mtp" in each or "layers" in each}
+    assert dropping == set(DRAFTS)
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["whole", "base model"])
+@pytest.mark.parametrize("family", DRAFTS)
+def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base: bool, tmp_path: Path) -> None:
+    """As `layers.61` of DeepSeek-V3; what is further behind has no place."""
+    config = CONFIGS[family] | {"tie_word_embeddings": base}
+    model = save_hf(config, tmp_path / "hf")
+    if base:
+        model.base_model.save_pretrained(tmp_path / "hf")
+    layers = len(architecture_of(config).spec(config).blocks)
+    name = DRAFTS[family][0].format(layer=layers) + "eh_proj.weight"
+    name = name.removeprefix("model.") if base else name
+    edited(tmp_path / "hf", lambda weights: weights.update({name: torch.randn(48, 96).bfloat16()}))
+    convert(tmp_path / "hf", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert contents(tmp_path / "hf").items() <= contents(tmp_path / "back").items()
+    for folder in ("hf", "local"):
+        checkpoint = open_checkpoint(tmp_path / folder)
+        (note,) = checkpoint.notes
+        assert note.startswith("4,608 parameters beside these draft tokens (multi-token prediction)")
+        assert not any("eh_proj" in parameter.name for parameter in checkpoint.spec.parameters())
+        (counted,) = params(tmp_path / folder, stored=True)
+        assert note in counted.notes and counted.stored is not None
+        assert counted.stored.dtypes["BF16"]["parameters"] == 4608
+    assert note in params(tmp_path / "hf")[0].notes
+    assert verify(tmp_path / "hf", tmp_path / "local", mutations=False).passed
+    if "{layer}" in DRAFTS[family][0]:
+        further = name.replace(f".{layers}.", f".{layers + 1}.").replace(f"layers.{layers}.", f"layers.{layers + 1}.")
+        edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
+        with pytest.raises(CheckpointError, match="no place in the model"):
+            open_checkpoint(tmp_path / "hf")
+
+
+def test_another_family_has_no_place_for_what_drafts_tokens(tmp_path: Path) -> None:
+    save_hf(CONFIGS["deepseek_v3-dense"], tmp_path / "hf")
+    edited(tmp_path / "hf", lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.ones(48, 96)}))
+    done = convert(tmp_path / "hf", tmp_path / "youtu", "hf:youtu")
+    assert done.source.notes[-1] == "hf:youtu has no place for what drafts tokens: left out"
+    assert open_checkpoint(tmp_path / "youtu").drafts == ()

@@ -90,12 +90,14 @@ def no_output(patch: pytest.MonkeyPatch) -> None:
 
 def once_too_often(patch: pytest.MonkeyPatch) -> None:
     right = module.rescaled
-    patch.setattr(module, "rescaled", lambda name, factor: right(name, factor**2))
+    patch.setattr(module, "rescaled", lambda name, factor, norm: right(name, factor**2, norm))
 
 
 def the_bias_left(patch: pytest.MonkeyPatch) -> None:
     right = module.rescaled
-    patch.setattr(module, "rescaled", lambda name, factor: right(name, 1.0 if name.endswith("bias") else factor))
+    patch.setattr(
+        module, "rescaled", lambda name, factor, norm: right(name, 1.0 if name.endswith("bias") else factor, norm)
+    )
 
 
 def gamma_twice(patch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,19 @@ def random_calibration(spec: Any, tokens: int = 256) -> Calibration:
 
 @few(2)
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gpt2-by-layer", "mistral", "qwen2", "qwen3", "falcon-40b", "falcon-rw", "bloom", "llama-yarn"]
+    "name",
+    [
+        "gpt2",
+        "gpt2-by-layer",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "falcon-40b",
+        "falcon-rw",
+        "bloom",
+        "llama-yarn",
+        "gpt_oss-b",
+    ],
 )
 def test_heads_that_are_alike_but_for_rounding_are_found(name: str, tmp_path: Path) -> None:
     """Old heads that one new head can stand for: the fit gives the original's function, whatever the family."""
