@@ -108,8 +108,9 @@ def others() -> str:
 
 def how_many() -> str:
     """How many of the installed transformers' causal language models are read."""
-    exact, types = (families_json()["counts"][name] for name in ("exact", "types"))
-    return f"{exact} of the {types} causal language models of transformers {version('transformers')}"
+    exact, counted, types = (families_json()["counts"][name] for name in ("exact", "counted", "types"))
+    whose = f"causal language models of transformers {version('transformers')}"
+    return f"{exact} of the {types} {whose} (parameters are counted of {counted})"
 
 
 def paths() -> str:
