@@ -29,6 +29,7 @@ COMPARED |= {
         "attention_types says it",
     ),
 }
+COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
@@ -78,7 +79,8 @@ def moves(family: str, config: dict[str, Any], name: str) -> bool:
     aliases = ARCHITECTURES[family].config_aliases
     spellings = {name} | set(aliases.get(name, ())) | {own for own, others in aliases.items() if name in others}
     bare = {key: value for key, value in config.items() if key not in spellings}
-    for rest in (bare, *({**bare, "rope_scaling": scaling} for scaling in SCALED if "rope_parameters" not in bare)):
+    scaled = () if "rope_parameters" in bare else ("rope_scaling", "rope_parameters")
+    for rest in (bare, *({**bare, where: scaling} for where in scaled for scaling in SCALED)):
         trees = []
         for other in others(name, config):
             try:
