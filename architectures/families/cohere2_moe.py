@@ -38,6 +38,8 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     if window is None and "sliding_attention" in types:
         raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
     context = FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
+    if (scaling := config.raw("rope_scaling")) is not None:
+        raise config.fail("rope_scaling", scaling, "null: transformers looks at rope_parameters alone in this family")
     rotary = read_rotary(config, head_dim, context, ROTARY)
     return [
         {
@@ -141,5 +143,4 @@ COHERE2_MOE = Architecture(
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
     irrelevant=OF_ROUTERS,
-    refused={"rope_scaling": ((None,), "transformers does not look at it in this family: rope_parameters says it")},
 )

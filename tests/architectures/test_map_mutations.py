@@ -233,8 +233,8 @@ def in_use(family: str) -> list[Leaf]:
     """The leaves of a family that some of its trees use."""
     bound = {
         (leaf.layout, name)
-        for subject in subjects(family)
-        for leaf in ARCHITECTURES[family].bind(subject.spec)
+        for variant in variants_of(family)
+        for leaf in ARCHITECTURES[family].bind(spec_of(variant.config))
         for name in leaf.shared
     }
     names = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import covered, kinds
+from helpers.covering import covered, few, kinds
 from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
@@ -148,6 +148,7 @@ NOT_BUILT = {
 }
 
 
+@few(24)
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NOT_BUILT])
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""
