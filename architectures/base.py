@@ -47,11 +47,12 @@ def leaves_of(modules: Mapping[str, str], when: Callable[[Block], bool] | None =
     return tuple(Leaf(f"{a}.{each}", f"{b}.{each}", when=when) for a, b in modules.items() for each in suffixes)
 
 
-def by_name(leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
-    """Leaves in the order in which transformers writes models whose modules hold several tensors in one: by name, a
-    tensor of all experts before the next.
+def by_name(leaves: Iterable[Leaf], stacked: Sequence[Stacked] = ()) -> tuple[Leaf, ...]:
+    """Leaves in the order in which transformers writes models whose modules hold several tensors in one: by the name of
+    the module's parameter, a tensor of all experts before the next.
     """
-    return tuple(sorted(leaves, key=lambda leaf: leaf.checkpoint.replace("{expert}.", "")))
+    held = {name: each.parameter for each in stacked for name in each.checkpoint}
+    return tuple(sorted(leaves, key=lambda leaf: held.get(leaf.checkpoint, leaf.checkpoint).replace("{expert}.", "")))
 
 
 def qkv(suffix: str) -> tuple[str, str, str]:

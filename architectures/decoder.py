@@ -422,6 +422,8 @@ class Decoder:
         width = values.get("expert_size") or dense.intermediate_size
         expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
         size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
+        if size > 2**31 - 1:
+            raise config.fail(names["shared_experts"], values["shared_experts"], "experts of less than 2^31 units")
         shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 

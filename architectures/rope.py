@@ -150,7 +150,11 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
         scaling = kind.types[scaling]
     part = rope.raw(PART, kind.whole)
     if kind.alpha and scaling == "dynamic" and rope.raw("alpha"):
-        scaling, base = "default", base * rope.number("alpha") ** (dim / (dim - 2))
+        scaling, alpha = "default", rope.number("alpha")
+        grown = dim / (dim - 2) if dim > 2 else math.inf
+        if not abs(math.log(base) + grown * math.log(alpha)) < 700:
+            raise rope.fail("alpha", alpha, f"what makes a finite base above 0 of {base:g} in heads {dim} wide")
+        base *= alpha**grown
         rope.used |= {rope.place + name for name in rope.data}  # transformers looks at none of them beside an alpha
     rest: dict[str, Any] = {
         "base": base,

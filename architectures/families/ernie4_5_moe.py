@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..base import Stacked
+from ..base import Stacked, by_name
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
 from ..layout import Layout
@@ -65,22 +65,23 @@ DECODER = Decoder(
     mixtures=Mixtures(sparse, written, expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
+CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"
+HELD = (*STACKED, Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (CORRECTION,)))
+
 ERNIE4_5_MOE = DECODER.architecture(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
-    mixed_leaves(
-        {**ROUTED, **shared("shared_experts")},
-        choice=T + "mlp.moe_statics.e_score_correction_bias",
-        layout=Layout("one experts", "(one experts)"),
+    by_name(
+        mixed_leaves(
+            {**ROUTED, **shared("shared_experts")}, choice=CORRECTION, layout=Layout("one experts", "(one experts)")
+        ),
+        HELD,
     ),
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
     dropped=LLAMA_DROPPED,
-    stacked=(
-        *STACKED,
-        Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (T + "mlp.moe_statics.e_score_correction_bias",)),
-    ),
+    stacked=HELD,
     drafts=("model.mtp_",),
     irrelevant=OF_ROUTERS,
     refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base import Leaf, Stacked, leaves_of
+from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import Decoder, Field, Mixtures
 from ..layout import Layout
 from . import granite
@@ -35,12 +35,12 @@ MIXTURE = (
     ),
     Leaf(ROUTER, B + "feed_forward.router.weight"),
 )
-LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *MIXTURE, *leaves_of({**NORMS, **ENDS}))
 STACKED = (
     Stacked(MOE + "experts.gate_up_proj", (INPUT,)),
     Stacked(MOE + "experts.down_proj", (OUTPUT,)),
     Stacked(MOE + "router.weight", (ROUTER,)),
 )
+LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
 
 GRANITEMOE = DECODER.architecture(
     "granitemoe",

@@ -5,7 +5,7 @@ Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoe
 
 from __future__ import annotations
 
-from ..base import Leaf
+from ..base import Leaf, by_name
 from ..decoder import Decoder, Field, Mixtures, none_or_more
 from ..layout import Layout
 from . import granitemoe
@@ -23,14 +23,17 @@ SHARED = B + "feed_forward.shared."
 GRANITEMOESHARED = DECODER.architecture(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
-    (
-        *LEAVES,
-        Leaf(
-            T + "shared_mlp.input_linear.weight",
-            (SHARED + "gate_proj.weight", SHARED + "up_proj.weight"),
-            Layout("(part shared) hidden", split="part", parts=("1", "1")),
+    by_name(
+        (
+            *LEAVES,
+            Leaf(
+                T + "shared_mlp.input_linear.weight",
+                (SHARED + "gate_proj.weight", SHARED + "up_proj.weight"),
+                Layout("(part shared) hidden", split="part", parts=("1", "1")),
+            ),
+            Leaf(T + "shared_mlp.output_linear.weight", SHARED + "down_proj.weight"),
         ),
-        Leaf(T + "shared_mlp.output_linear.weight", SHARED + "down_proj.weight"),
+        STACKED,
     ),
     released="2025-02",
     token_ids=granitemoe.GRANITEMOE.token_ids,

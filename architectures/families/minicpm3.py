@@ -25,6 +25,8 @@ def read(config: ConfigReader) -> ModelSpec:
     value_dim = config.optional_integer("v_head_dim")
     if value_dim is None:
         value_dim = hidden // config.integer("num_attention_heads", 40)
+    if not value_dim:
+        raise config.fail("hidden_size", hidden, "at least num_attention_heads, since v_head_dim is null")
     depth, base = config.raw("scale_depth", 1.4), config.optional_integer("dim_model_base", 256)
     depth = math.sqrt(layers) if depth is None else config.number("scale_depth", 1.4)
     return DECODER.read(

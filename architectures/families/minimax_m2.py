@@ -6,7 +6,7 @@ Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. I
 
 from __future__ import annotations
 
-from ..base import Leaf, Stacked, leaves_of
+from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import PART, RotaryKind
 from . import mixtral
@@ -36,17 +36,18 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 CORRECTION = MOE + "e_score_correction_bias"
+HELD = (*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (CORRECTION,)))
 NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
 
 MINIMAX_M2 = DECODER.architecture(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
-    (*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")),
+    by_name((*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")), HELD),
     released="2025-10",
     token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
     config_aliases={"num_local_experts": ("num_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=(*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (CORRECTION,))),
+    stacked=HELD,
     irrelevant={
         **OF_ROUTERS,
         "router_jitter_noise": "training only",

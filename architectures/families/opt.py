@@ -87,22 +87,26 @@ OPT = Architecture(
     read=read,
     write=write,
     prefix="model.",
-    leaves=leaves_of(
-        {
-            "model.decoder.embed_tokens": "embedding",
-            "model.decoder.embed_positions": "positions",
-            "model.decoder.project_out": "head.projection",
-            "model.decoder.project_in": "embedding.projection",
-            "model.decoder.final_layer_norm": "final_norm",
-            **HEADS,
-            T + "self_attn_layer_norm": B + "attention_norm",
-            **INNER,
-            T + "final_layer_norm": B + "feed_forward_norm",
-            "lm_head": "head",
-        }
-    )
-    + leaves_of(
-        {T + "self_attn_layer_norm": B + "attention_sum_norm", T + "final_layer_norm": B + "feed_forward_sum_norm"}
+    leaves=(
+        *leaves_of(
+            {
+                "model.decoder.embed_tokens": "embedding",
+                "model.decoder.embed_positions": "positions",
+                "model.decoder.project_out": "head.projection",
+                "model.decoder.project_in": "embedding.projection",
+                "model.decoder.final_layer_norm": "final_norm",
+                **HEADS,
+                T + "self_attn_layer_norm": B + "attention_norm",
+            }
+        ),
+        *leaves_of(
+            {
+                T + "self_attn_layer_norm": B + "attention_sum_norm",
+                **INNER,
+                T + "final_layer_norm": B + "feed_forward_norm",
+            }
+        ),
+        *leaves_of({T + "final_layer_norm": B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
     irrelevant={
         "activation_dropout": "training only",

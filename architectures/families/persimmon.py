@@ -62,4 +62,5 @@ PERSIMMON = DECODER.architecture(
     released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,
+    refused={"head_dim": ((None,), "transformers' rotary positions would have another width than its heads")},
 )

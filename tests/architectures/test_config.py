@@ -304,6 +304,14 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("olmoe", {"head_dim": 16}, "no other for this family"),
         ("cohere2_moe", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters says it"),
         ("dots1", {"num_experts_per_tok": None}, "a positive integer"),
+        ("hy_v3", {"num_shared_experts": 2**31 - 1}, "less than 2\\^31 units"),
+        ("minicpm3", {"v_head_dim": None, "hidden_size": 3}, "at least num_attention_heads"),
+        ("persimmon", {"head_dim": 8}, "another width"),
+        *(
+            ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": alpha}, "rope_theta": 1e304}, "alpha")
+            for alpha in (1e9, 1e308)
+        ),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 2.0}, "head_dim": 2}, "heads 2 wide"),
         ("dots1", {"n_routed_experts": None, "num_experts_per_tok": None}, "a positive integer"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "from 0 to 1"),
         ("llama", {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": None}}, "from 0 to 1"),

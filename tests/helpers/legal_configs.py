@@ -383,6 +383,9 @@ def by_role(chosen: random.Random, family: str) -> Config:
     }
     if decoder.mixtures is not None:
         sizes |= mixture(chosen)
+        if decoder.square or all(field.role.split()[0] != "head_dim" for field in fields.values()):
+            sizes["head_dim"] = head_dim = chosen.choice((8, 16, 24))
+            sizes["hidden"] = heads * head_dim
     found: Config = dict(ARCHITECTURES[family].stated)
     for name, field in fields.items():
         role, default = field.role.split()[0], field.default
