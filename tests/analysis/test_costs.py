@@ -309,7 +309,7 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
     monkeypatch.setattr("gptkit.modules.generate.Cache", cache)
     ours = decoder_from(reference, variant.config)
     assert len(list(generate(ours, ids[0], new))) == new
-    assert bytes_in(made[0]) == cache_bytes(spec, seen, "float32").held
+    assert bytes_in(made[-1]) == cache_bytes(spec, seen, "float32").held
 
 
 def bytes_in(cache: Cache) -> int:
