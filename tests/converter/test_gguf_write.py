@@ -202,6 +202,46 @@ def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) ->
     assert not {re.sub(r"^blk\.\d+\.", "blk.{layer}.", each) for each in stems} - known
 
 
+def test_layers_that_draft_tokens_and_dimensions_of_one_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    """What llama.cpp's own converter writes of GLM 4.5 and ERNIE 4.5."""
+    (config,) = (each.config for each in VARIANTS if each.name == "glm4_moe")
+    save_hf(config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    path, other = tmp_path / "out" / done.plan.shards[0].name, tmp_path / "other.gguf"
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(other, "glm4moe")
+    writer.add_nextn_predict_layers(1)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            value = field.contents() + 1 if name == "glm4moe.block_count" else field.contents()
+            writer.add_key_value(name, value, field.types[0], *field.types[1:2])
+    for tensor in reader.tensors:
+        array = np.array(tensor.data)
+        writer.add_tensor(tensor.name, array[None] if tensor.name.endswith("exp_probs_b.bias") else array)
+    layers = config["num_hidden_layers"]
+    for name in ("nextn.eh_proj", "attn_norm"):
+        writer.add_tensor(f"blk.{layers}.{name}.weight", np.ones((48, 96), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = open_checkpoint(path), open_checkpoint(other)
+    assert theirs.spec == ours.spec and len(ours.spec.blocks) == layers
+    for name, array, _ in ours.tensors():
+        np.testing.assert_array_equal(array, theirs.tensor(name)[0], err_msg=name)
+
+
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}])
+def test_latents_are_normed_by_the_eps_that_a_file_states(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """llama.cpp has one eps, transformers one of its own for latents: a file with another is read as it is computed."""
+    (config,) = (each.config for each in COMPUTED if each.name == "minicpm3-computed")
+    save_hf(config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    path, eps = tmp_path / "out" / done.plan.shards[0].name, changes["rms_norm_eps"]
+    path.write_bytes(path.read_bytes().replace(np.float32(1e-6).tobytes(), np.float32(eps).tobytes(), 1))
+    attention = open_checkpoint(path).spec.blocks[0].attention
+    assert (attention.q_norm.eps, attention.kv_norm.eps) == (eps, eps)
+
+
 def test_norms_that_add_one_come_back_from_half_precision_to_the_bit(tmp_path: Path) -> None:
     """What their weights are in released files, of which 1 + weight is exact in fp32."""
     (config,) = (each.config for each in COMPUTED if each.name == "gemma2-computed")
@@ -213,6 +253,9 @@ def test_norms_that_add_one_come_back_from_half_precision_to_the_bit(tmp_path: P
     for name in shifted(source.spec):
         array, dtype = source.tensor(name)
         np.testing.assert_array_equal(cast(array, dtype, "F32"), back.tensor(name)[0], err_msg=name)
+    convert(tmp_path / "out", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "again.gguf", "gguf")
+    assert tensors_of(tmp_path / "again.gguf") == tensors_of(tmp_path / "out" / done.plan.shards[0].name)
 
 
 def test_llama3s_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
