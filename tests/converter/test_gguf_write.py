@@ -1,6 +1,7 @@
 """GGUF files as gptkit writes them, against the gguf package, llama.cpp's naming and transforms, and its runtime."""
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.families import VARIANTS, Variant, modern, save_hf
+from helpers.families import VARIANTS, Variant, modern, save_hf, spec_of
 
 import gptkit
+from gptkit.architectures.gguf import expressed, gguf_architecture
 from gptkit.architectures.gguf_architecture import shifted
+from gptkit.architectures.gguf_facts import Facts
 from gptkit.architectures.gguf_table import GGUF
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
@@ -240,6 +243,26 @@ def test_latents_are_normed_by_the_eps_that_a_file_states(tmp_path: Path, change
     path.write_bytes(path.read_bytes().replace(np.float32(1e-6).tobytes(), np.float32(eps).tobytes(), 1))
     attention = open_checkpoint(path).spec.blocks[0].attention
     assert (attention.q_norm.eps, attention.kv_norm.eps) == (eps, eps)
+
+
+ODD = ("x", True, False, -1, 0, 1, 1.5, float("nan"), [1, 2], [True], [], 2**40)
+MORE = ("expert_count", "nextn_predict_layers", "rope.scaling.type", "attention.key_length", "attention.sliding_window")
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_metadata_of_any_value_give_a_tree_or_an_error_of_ours(name: str) -> None:
+    """Each key left out, and with values that it never has, of one variant of every row."""
+    variant = next(each for each in WRITTEN if each.family == name)
+    found = expressed(spec_of(variant.config), name)
+    row = found.architecture
+    shapes = {leaf.checkpoint: leaf.shape for leaf in found.leaves}
+    shapes |= {extra: (len(values),) for extra, values in found.extras.items()}
+    for key in {**found.metadata, **{f"{row.name}.{more}": 0 for more in MORE}}:
+        without = {each: value for each, value in found.metadata.items() if each != key}
+        for metadata in (without, *({**without, key: odd} for odd in ODD)):
+            facts = Facts(row.name, metadata, shapes, found.extras.__getitem__)
+            with contextlib.suppress(GptkitError):
+                gguf_architecture(facts).spec_of(facts)
 
 
 def test_norms_that_add_one_come_back_from_half_precision_to_the_bit(tmp_path: Path) -> None:
