@@ -53,7 +53,8 @@ class GgufArchitecture:
     always: keys -> the value that they have, or what makes it of a config.json.
     assumed: fields that no key says -> their value, or what makes it of a file.
     biases: fields that say whether there are biases -> the tensor of the first layer that has one.
-    told: keys that a file has if it is of this family, with the values of `always`; such rows stand before the others.
+    told: keys that a file has if it is of this family, and where it states a whole number of `always`, that one; such
+        rows stand before the others of their name.
     rotary: how the family's config.json says positions; None where none turn. by_kind: whether layers with a window
         turn by other numbers, as `rope_parameters` says. divisors: the scalings of which llama.cpp reads a tensor.
     windows: of the number of layers, that one of so many has no window, 0 where none has one; None where the family has
@@ -122,8 +123,10 @@ class GgufArchitecture:
 
     def fits(self, facts: Facts) -> bool:
         """Whether a file of this name is of this family."""
-        found = {key: facts.raw(key) for key in self.told}
-        return all(value is not None and value == self.always.get(key, value) for key, value in found.items())
+        fixed = {key: value for key, value in self.always.items() if isinstance(value, int)}
+        return all(facts.raw(key) is not None for key in self.told) and all(
+            facts.raw(key) in (None, value) for key, value in fixed.items()
+        )
 
     def read(self, facts: Facts) -> dict[str, Any]:
         """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""

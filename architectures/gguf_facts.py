@@ -65,17 +65,17 @@ class Facts:
         return shortest(float(value))
 
     def value(self, key: str, *default: Any) -> Any:
-        """What a key says, of whatever type it is; required when there is no default."""
+        """A number from 0, or a boolean; required when there is no default."""
         value = self.raw(key)
         if value is None and default:
             return default[0]
-        if isinstance(value, bool | str):
+        if isinstance(value, bool):
             return value
         if isinstance(value, float):
             return self.number(key)
         if isinstance(value, int) and 0 <= value < 2**31:
             return value
-        raise self.fail(key, value, "a number from 0, a boolean or a string")
+        raise self.fail(key, value, "a number from 0, or a boolean")
 
     def string(self, key: str, default: str) -> str:
         value = self.raw(key)

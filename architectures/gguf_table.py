@@ -40,6 +40,7 @@ NAMES = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
     "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_inp_shexp": "feed_forward.shared_gate",
     "ffn_gate_shexp": "feed_forward.shared.gate_proj",
     "ffn_up_shexp": "feed_forward.shared.up_proj",
     "ffn_down_shexp": "feed_forward.shared.down_proj",
@@ -119,9 +120,6 @@ def stacked(suffix: str) -> tuple[Leaf, ...]:
 
 MIXTURE = (*of("ffn_gate_inp"), *stacked("weight"))
 CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
-GATE_OF_SHARED = Leaf(
-    T + "ffn_gate_inp_shexp.weight", B + "feed_forward.shared_gate.weight", Layout("(one hidden)", "one hidden")
-)
 LATENT = (
     *of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
     Leaf(T + "attn_kv_a_mqa.weight", (B + "attention.kv_down_proj.weight", B + "attention.k_rope_proj.weight"), DOWN),
@@ -414,7 +412,7 @@ ROWS = (
     ),
     GgufArchitecture(
         "qwen2moe",
-        (*ALONE, *MIXTURE, GATE_OF_SHARED, *SHARED),
+        (*ALONE, *MIXTURE, *of("ffn_gate_inp_shexp"), *SHARED),
         {
             **USUAL,
             **experts(width="moe_intermediate_size"),
@@ -554,6 +552,14 @@ ROWS = (
     ),
     GgufArchitecture(
         "deepseek2",
+        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, *SHARED),
+        DEEPSEEK_FIELDS,
+        "deepseek_v2",
+        told=("expert_count",),
+        **{**DEEPSEEK, "always": {**DEEPSEEK["always"], "expert_gating_func": 1}},
+    ),
+    GgufArchitecture(
+        "deepseek2",
         (*LATENT_BLOCK, *ABSORBED, *MIXTURE, CHOICE, *SHARED),
         {
             **DEEPSEEK_FIELDS,
@@ -563,7 +569,6 @@ ROWS = (
         },
         "deepseek_v3",
         also=("glm4_moe_lite", "youtu"),
-        told=("expert_gating_func",),
         **{
             **DEEPSEEK,
             "absent": {
@@ -574,13 +579,6 @@ ROWS = (
             },
             "always": {**DEEPSEEK["always"], "expert_gating_func": 2},
         },
-    ),
-    GgufArchitecture(
-        "deepseek2",
-        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, *SHARED),
-        DEEPSEEK_FIELDS,
-        "deepseek_v2",
-        **{**DEEPSEEK, "always": {**DEEPSEEK["always"], "expert_gating_func": 1}},
     ),
     GgufArchitecture(
         "minicpm3",
@@ -774,6 +772,7 @@ ROWS = (
         "glm4_moe",
         also=("solar_open",),
         absent={
+            "feed_forward_length": whole("expert_feed_forward_length"),
             "expert_weights_scale": 1.0,
             "expert_weights_norm": False,
             "leading_dense_block_count": 0,

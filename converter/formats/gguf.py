@@ -14,6 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from ...architectures.ggml import TYPES, Quant
 from ...architectures.gguf import gguf_architecture, gguf_rows
 from ...architectures.gguf_architecture import shifted
 from ...architectures.gguf_facts import Facts
+from ...architectures.layout import Shape
 from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from ..tree import Origin
@@ -102,15 +104,24 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         found.header.buffer.madvise(mmap.MADV_DONTNEED)  # two tables may have been compared in it
     factors = shifted(found.spec)
     ones = {leaf.checkpoint for leaf in bound if leaf.shared[0] in factors}
+    shapes = {leaf.checkpoint: leaf.shape for leaf in bound}
     stored = {}
     for name, tensor in kept.items():
-        kind, at = tensor.type, (tensor.shape, tensor.start, tensor.end - tensor.start)
+        # To ggml a dimension of one more or less is the same tensor.
+        wanted = shapes.get(name, tensor.shape)
+        shape = wanted if _without_ones(wanted) == _without_ones(tensor.shape) else tensor.shape
+        kind, at = tensor.type, (shape, tensor.start, tensor.end - tensor.start)
         stored[name] = Stored(path, kind.name, *at)
         if name in ones:
             stored[name] = Stored(path, "F32", *at, decode=partial(_one_less, kind=kind))
         elif kind.block > 1:
             stored[name] = Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
     return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """A shape without the outermost dimensions that are one."""
+    return tuple(dropwhile(lambda size: size == 1, shape))
 
 
 def _one_less(data: np.ndarray, kind: Quant) -> np.ndarray:

@@ -27,6 +27,7 @@ import components
 from gptkit import components as tree
 from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, Architecture, architecture_of
+from gptkit.architectures.gguf_table import GGUF
 from gptkit.architectures.presets import presets
 from gptkit.cli import app as gptkit_app
 from gptkit.report.families import families_json
@@ -95,6 +96,16 @@ def home(family: Architecture) -> ModuleType:
         if name.startswith("gptkit.architectures.families.") and family in vars(module).values()
     ]
     return min(found, key=lambda module: module.__name__.rpartition(".")[2] not in family.name.replace("-", "_"))
+
+
+def gguf_families() -> str:
+    """A row for each of llama.cpp's architectures: which families' models are written for it."""
+    known: dict[str, list[str]] = {}
+    for row in GGUF.values():
+        known.setdefault(row.name, []).extend(f"`{family}`" for family in row.written)
+    return table(
+        ["llama.cpp's architecture", "families"], [[f"`{name}`", ", ".join(known[name])] for name in sorted(known)]
+    )
 
 
 def others() -> str:
@@ -305,6 +316,7 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
     "extras": extras,
     "families": families,
     "others": others,
+    "gguf": gguf_families,
     "how_many": how_many,
     "presets": presets_page,
     "recipes": recipes,

@@ -1,6 +1,7 @@
 """GGUF files as gptkit writes them, against the gguf package, llama.cpp's naming and transforms, and its runtime."""
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.families import VARIANTS, Variant, modern, save_hf
+from helpers.families import VARIANTS, Variant, modern, save_hf, spec_of
 
 import gptkit
+from gptkit.architectures.gguf import expressed, gguf_architecture
 from gptkit.architectures.gguf_architecture import shifted
+from gptkit.architectures.gguf_facts import Facts
 from gptkit.architectures.gguf_table import GGUF
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, plan_conversion
@@ -202,6 +205,66 @@ def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) ->
     assert not {re.sub(r"^blk\.\d+\.", "blk.{layer}.", each) for each in stems} - known
 
 
+def test_layers_that_draft_tokens_and_dimensions_of_one_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    """What llama.cpp's own converter writes of GLM 4.5 and ERNIE 4.5."""
+    (config,) = (each.config for each in VARIANTS if each.name == "glm4_moe")
+    save_hf(config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    path, other = tmp_path / "out" / done.plan.shards[0].name, tmp_path / "other.gguf"
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(other, "glm4moe")
+    writer.add_nextn_predict_layers(1)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            value = field.contents() + 1 if name == "glm4moe.block_count" else field.contents()
+            writer.add_key_value(name, value, field.types[0], *field.types[1:2])
+    for tensor in reader.tensors:
+        array = np.array(tensor.data)
+        writer.add_tensor(tensor.name, array[None] if tensor.name.endswith("exp_probs_b.bias") else array)
+    layers = config["num_hidden_layers"]
+    for name in ("nextn.eh_proj", "attn_norm"):
+        writer.add_tensor(f"blk.{layers}.{name}.weight", np.ones((48, 96), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = open_checkpoint(path), open_checkpoint(other)
+    assert theirs.spec == ours.spec and len(ours.spec.blocks) == layers
+    for name, array, _ in ours.tensors():
+        np.testing.assert_array_equal(array, theirs.tensor(name)[0], err_msg=name)
+
+
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}])
+def test_latents_are_normed_by_the_eps_that_a_file_states(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """llama.cpp has one eps, transformers one of its own for latents: a file with another is read as it is computed."""
+    (config,) = (each.config for each in COMPUTED if each.name == "minicpm3-computed")
+    save_hf(config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf")
+    path, eps = tmp_path / "out" / done.plan.shards[0].name, changes["rms_norm_eps"]
+    path.write_bytes(path.read_bytes().replace(np.float32(1e-6).tobytes(), np.float32(eps).tobytes(), 1))
+    attention = open_checkpoint(path).spec.blocks[0].attention
+    assert (attention.q_norm.eps, attention.kv_norm.eps) == (eps, eps)
+
+
+ODD = ("x", True, False, -1, 0, 1, 1.5, float("nan"), [1, 2], [True], [], 2**40)
+MORE = ("expert_count", "nextn_predict_layers", "rope.scaling.type", "attention.key_length", "attention.sliding_window")
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_metadata_of_any_value_give_a_tree_or_an_error_of_ours(name: str) -> None:
+    """Each key left out, and with values that it never has, of one variant of every row."""
+    variant = next(each for each in WRITTEN if each.family == name)
+    found = expressed(spec_of(variant.config), name)
+    row = found.architecture
+    shapes = {leaf.checkpoint: leaf.shape for leaf in found.leaves}
+    shapes |= {extra: (len(values),) for extra, values in found.extras.items()}
+    for key in {**found.metadata, **{f"{row.name}.{more}": 0 for more in MORE}}:
+        without = {each: value for each, value in found.metadata.items() if each != key}
+        for metadata in (without, *({**without, key: odd} for odd in ODD)):
+            facts = Facts(row.name, metadata, shapes, found.extras.__getitem__)
+            with contextlib.suppress(GptkitError):
+                gguf_architecture(facts).spec_of(facts)
+
+
 def test_norms_that_add_one_come_back_from_half_precision_to_the_bit(tmp_path: Path) -> None:
     """What their weights are in released files, of which 1 + weight is exact in fp32."""
     (config,) = (each.config for each in COMPUTED if each.name == "gemma2-computed")
@@ -213,6 +276,9 @@ def test_norms_that_add_one_come_back_from_half_precision_to_the_bit(tmp_path: P
     for name in shifted(source.spec):
         array, dtype = source.tensor(name)
         np.testing.assert_array_equal(cast(array, dtype, "F32"), back.tensor(name)[0], err_msg=name)
+    convert(tmp_path / "out", tmp_path / "local")
+    convert(tmp_path / "local", tmp_path / "again.gguf", "gguf")
+    assert tensors_of(tmp_path / "again.gguf") == tensors_of(tmp_path / "out" / done.plan.shards[0].name)
 
 
 def test_llama3s_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
