@@ -41,10 +41,11 @@ class RotaryKind(NamedTuple):
     their `rope_scaling` is about these layers. part: the field of theirs that says which part of a head turns, where
     families do not turn whole heads; whole: what it is where none is given; dims: the field that says how many
     dimensions turn, where none says which part. entire: whether transformers fails where a part is said. pairs,
-    rounding, direction: of the component. usual: the parameters where none are given, with the base where no other may
-    stand beside them. alpha: whether "dynamic" parameters that have an `alpha` stand for a base times alpha ^ (d / (d -
-    2)). original: the original context where none is given, None for the model's. renewed: of LongRoPE. types: what the
-    config class calls each type that it knows, None for all by their names.
+    rounding, direction, joined: of the component; heads of which a part turns are always joined. usual: the parameters
+    where none are given, with the base where no other may stand beside them. alpha: whether "dynamic" parameters that
+    have an `alpha` stand for a base times alpha ^ (d / (d - 2)). original: the original context where none is given,
+    None for the model's. renewed: of LongRoPE. types: what the config class calls each type that it knows, None for
+    all by their names.
     """
 
     base: float = DEFAULT_BASE
@@ -59,6 +60,7 @@ class RotaryKind(NamedTuple):
     usual: Mapping[str, Any] | None = None
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
+    joined: bool = False
     original: int | None = None
     renewed: bool = False
     types: Mapping[str, str] | None = None
@@ -161,7 +163,7 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
         "pairs": kind.pairs,
         "rounding": kind.rounding,
         "direction": kind.direction,
-        "joined": bool(kind.part),
+        "joined": kind.joined or bool(kind.part),
     }
     if scaling == "proportional":
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)

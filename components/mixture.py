@@ -49,7 +49,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
     order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
     before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype; `summed`, whether a
-    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX).
+    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX); `total`,
+    whether what `normalise` divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
     """
 
     label = "router"
@@ -66,7 +67,17 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
     }
-    rounds = ("routed_in", "chosen_by", "scored_in", "in_order", "rounded", "wide_router", "wide_choice", "summed")
+    rounds = (
+        "routed_in",
+        "chosen_by",
+        "scored_in",
+        "in_order",
+        "rounded",
+        "wide_router",
+        "wide_choice",
+        "summed",
+        "total",
+    )
     slot = "feed_forward"
     tells = ("expert",)
 
@@ -93,6 +104,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     wide_router: bool = False
     wide_choice: bool = False
     summed: Literal["by token", "by expert"] = "by token"
+    total: Literal["sum", "norm"] = "sum"
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:

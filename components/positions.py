@@ -240,11 +240,12 @@ class Rotary(Turning, Component, frozen=True):
     ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
     (Cohere). "complex": the result alone, of products of complex numbers (DeepSeek-V2, where neighbours turn together).
     `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what
-    turned is put beside what did not even where all of a head turns (GPT-NeoX), so that heads lie one behind the other.
+    turned is put beside what did not even where all of a head turns (GPT-NeoX), or one half beside the other (gpt-oss).
+    `lie`: how what is put together lies in memory, heads one behind the other or, as projected, tokens (GPT-J).
     """
 
     title = "RoPE"
-    rounds = ("rounding", "joined")
+    rounds = ("rounding", "joined", "lie")
     tells = ("dim", "scaling", "pairs")
     by_length: ClassVar[dict[str, Any]] = {"base": 1.0, "scaling": None}
     usual: ClassVar[dict[str, Any]] = {"base": ("a RoPE base of {:,.0f}", (1e4, 1e5, 5e5, 1e6, 1e7))}
@@ -261,6 +262,7 @@ class Rotary(Turning, Component, frozen=True):
     rounding: Literal["input", "result", "keys", "tables", "complex"] = "input"
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
+    lie: Literal["by head", "by token"] = "by head"
 
     def __post_init__(self) -> None:
         if self.dim % 2:

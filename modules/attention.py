@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import CACHE_LINE, LayerCache
 from .context import Context
-from .layers import FusedLinears, Linear, capped
+from .layers import FusedLinears, Linear, capped, clipped
 from .registry import build_module, computes, module_of
 
 Kernel = Literal["sdpa", "eager"]
@@ -149,10 +149,6 @@ class AttentionModule(nn.Module):
         """What a decode keeps of earlier tokens."""
         return LayerCache(spec.held)
 
-    def _clipped(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        clip = self.spec.clip
-        return parts if clip is None else [each.clamp(-clip, clip) for each in parts]
-
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys behind their norms, where there are any: of each head, or of all heads at once."""
         found = []
@@ -166,14 +162,15 @@ class AttentionModule(nn.Module):
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
         linears = (self.q_proj, self.k_proj, self.v_proj)
-        projected: Sequence[Tensor] = self.fused(linears, x) if self.fused else [each(x) for each in linears]
-        if not spec.clip_normed:
-            projected = self._clipped(projected)
+        clip = None if spec.clip_normed else spec.clip
+        projected: Sequence[Tensor] = (
+            self.fused(linears, x, clip) if self.fused else [clipped(each(x), clip) for each in linears]
+        )
         q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
         if spec.norm_order == "before":
             q, k = self._normed(q, k)
         if spec.clip_normed:
-            q, k, v = self._clipped((q, k, v))
+            q, k, v = (clipped(each, spec.clip) for each in (q, k, v))
         if spec.kv_expansion == "projection" and cache is None:
             k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)

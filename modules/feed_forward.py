@@ -140,7 +140,8 @@ class MixtureOfExpertsModule(nn.Module):
             chosen = self._chosen(scores)
             weights, summed = self.weighing(scores).gather(1, chosen), False
         if spec.normalise and not summed:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            norm = spec.total == "norm"
+            weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
 

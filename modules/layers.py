@@ -89,17 +89,17 @@ class FusedLinears:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def __call__(self, linears: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-        """What each linear gives: (…, out), or (…, groups, out / groups) as it lies."""
+    def __call__(self, linears: Sequence[nn.Module], x: Tensor, limit: float | None = None) -> tuple[Tensor, ...]:
+        """What each linear gives, `clipped`: (…, out), or (…, groups, out / groups) as it lies."""
         plain = [each for each in linears if type(each) is Linear and not each._forward_hooks]
         if len(plain) < len(linears) or any(each._forward_pre_hooks for each in plain):
-            return tuple(each(x) for each in linears)
+            return tuple(clipped(each(x), limit) for each in linears)
         wide = [each.weight.shape[0] // self.groups * each.weight.element_size() for each in plain]
         if self.groups > 1 and any(each % self.line for each in wide):
             rows = [linear.weight.shape[0] // self.groups for linear in plain]
             weight, bias = self._concatenated(plain, self.groups)
-            out = torch.unflatten(multiply(x, weight, bias, plain[0].arithmetic), -1, (self.groups, -1))
-            return torch.split(out, rows, dim=-1)
+            out = clipped(multiply(x, weight, bias, plain[0].arithmetic), limit)
+            return torch.split(torch.unflatten(out, -1, (self.groups, -1)), rows, dim=-1)
         if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
             weight, bias = self._concatenated(plain)
         else:
@@ -109,7 +109,7 @@ class FusedLinears:
             assert self.weight is not None
             weight, bias = self.weight, self.bias
         sizes = [linear.weight.shape[0] for linear in plain]
-        return torch.split(multiply(x, weight, bias, plain[0].arithmetic), sizes, dim=-1)
+        return torch.split(clipped(multiply(x, weight, bias, plain[0].arithmetic), limit), sizes, dim=-1)
 
     @staticmethod
     def _concatenated(linears: Sequence[Linear], groups: int = 1) -> tuple[Tensor, Tensor | None]:
@@ -230,6 +230,11 @@ def capped(x: Tensor, limit: float | None) -> Tensor:
     if limit is None:
         return x
     return torch.tanh(x / limit) * limit if torch.is_grad_enabled() else x.div_(limit).tanh_().mul_(limit)
+
+
+def clipped(x: Tensor, limit: float | None) -> Tensor:
+    """x, no further than a limit from 0."""
+    return x if limit is None else x.clamp(-limit, limit)
 
 
 def gelu_new(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ in an fp64 model they are computed in fp64.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from .registry import computes
 
 class RotaryTables(NamedTuple):
     """cos and sin, each (1 or B, 1, T, dim), in the model's dtype or, by `components.Rotary.rounding`, wider; sin is
-    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`: see `components.Rotary`.
+    negative for the first of each pair, where rotation subtracts. `adjacent`, `joined`, `lie`: see `components.Rotary`.
     `complex`: cos + i·sin, (1 or B, 1, T, dim / 2), where neighbours turn as complex numbers.
     """
 
@@ -36,6 +36,7 @@ class RotaryTables(NamedTuple):
     sin: Tensor
     adjacent: bool
     joined: bool
+    lie: Literal["by head", "by token"] = "by head"
     complex: Tensor | None = None
 
 
@@ -57,8 +58,9 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
         cos, sin = cos.to(wide), sin.to(wide)
     if rotary.pairs == "adjacent":
         turning = torch.stack((-sin, sin), dim=-1).flatten(-2)
-        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined, turns)
-    return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), False, rotary.joined)
+        return RotaryTables(cos.repeat_interleave(2, dim=-1), turning, True, rotary.joined, rotary.lie, turns)
+    both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return RotaryTables(*both, False, rotary.joined, rotary.lie)
 
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -118,7 +120,7 @@ def _yarn(scaling: YarnScaling, dim: int, base: float, pair_periods: Tensor) -> 
 
 def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the first dim elements of every head: x (B, H, T, head_dim)."""
-    cos, sin, adjacent, joined, turns = tables
+    cos, sin, adjacent, joined, lie, turns = tables
     dim, head_dim = cos.shape[-1], x.shape[-1]
     turned = x if dim == head_dim else x[..., :dim]
     if turns is not None:
@@ -135,7 +137,12 @@ def apply_rotary(x: Tensor, tables: RotaryTables) -> Tensor:
         turned = (turned * cos).add_(other.mul_(sin))
     else:
         turned = (turned * cos).add_(other * sin).to(x.dtype)
-    return turned if dim == head_dim and not joined else torch.cat((turned, x[..., dim:]), dim=-1)
+    if dim == head_dim and not joined:
+        return turned
+    parts = turned, x[..., dim:]
+    if lie == "by head":
+        return torch.cat(parts, dim=-1)
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
 
 
 @computes(Rotary)

@@ -67,7 +67,15 @@ DECODER = Decoder(
         ),
     },
     norm=LayerNorm,
-    fixed={"eps": 1e-5, "norm.bias": False, "mixture.scored_in": "input", "mixture.summed": "by expert"},
+    fixed={
+        "eps": 1e-5,
+        "norm.bias": False,
+        "attention.fused": True,
+        "attention.fused_rows": "by part",
+        "mixture.scored_in": "input",
+        "mixture.summed": "by expert",
+        "mixture.total": "norm",
+    },
     layers=layers,
     mixtures=Mixtures(expert={"down_turned": True}),
 )

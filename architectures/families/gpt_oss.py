@@ -58,7 +58,7 @@ DECODER = Decoder(
         "mixture.chosen_by": "logits",
         "mixture.scored_in": "input",
     },
-    rotary=RotaryKind(150_000.0, usual=YARN),
+    rotary=RotaryKind(150_000.0, usual=YARN, joined=True),
     layers=sliding(2, 128),
     mixtures=Mixtures(),
     written=write_sliding,

@@ -24,7 +24,8 @@ def turning(rounding: Literal["input", "keys"]) -> Layers:
         dim = config.integer("rotary_dim", 64, most=head_dim)
         if dim % 2:
             raise config.fail("rotary_dim", dim, "an even number")
-        return [{"position": Rotary(dim=dim, base=10_000.0, pairs="adjacent", rounding=rounding, joined=True)}] * count
+        ways: Mapping[str, Any] = {"pairs": "adjacent", "rounding": rounding, "joined": True, "lie": "by token"}
+        return [{"position": Rotary(dim=dim, base=10_000.0, **ways)}] * count
 
     return layers
 

@@ -150,6 +150,55 @@ def test_one_key_head_that_is_cached_for_every_query_head_decodes_to_the_bit() -
     assert [wrong for number in range(3) for wrong in computed(config, number)] == []
 
 
+WIDTHS = {"n_embd": 18, "n_layer": 1, "n_head": 2, "n_positions": 256, "rotary_dim": 2, "n_inner": 1}
+CLIPPED = {"clip_qkv": 8, "rope_theta": 1e4}
+ORDERS: dict[str, Config] = {
+    "queries joined by token": {"model_type": "gptj", **WIDTHS},
+    "fused queries joined by token": {"model_type": "codegen", **WIDTHS, "n_embd": 72, "n_head": 4},
+    "queries joined of halves": {
+        "model_type": "gpt_oss",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 22,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "one product of queries, keys and values": {
+        "model_type": "dbrx",
+        "d_model": 24,
+        "n_layers": 1,
+        "n_heads": 3,
+        "attn_config": {**CLIPPED, "kv_n_heads": 1},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 1},
+    },
+    "weights divided by a norm of five": {
+        "model_type": "dbrx",
+        "d_model": 8,
+        "n_layers": 1,
+        "n_heads": 2,
+        "attn_config": {**CLIPPED, "kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 5, "moe_top_k": 5},
+    },
+    "queries, keys and values clipped together": {
+        "model_type": "mpt",
+        "d_model": 17,
+        "n_layers": 1,
+        "n_heads": 1,
+        "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3},
+    },
+}
+"""The least configs in which another order of sums, or another place in memory, shows."""
+
+
+@pytest.mark.parametrize("what", ORDERS)
+def test_the_order_of_sums_is_transformers(what: str) -> None:
+    assert computed({"vocab_size": VOCAB, **ORDERS[what]}, 8) == []
+
+
 @few(2)
 @families
 def test_a_random_config_comes_back_and_is_verified(family: str, tmp_path: Path) -> None:

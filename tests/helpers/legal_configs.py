@@ -616,6 +616,33 @@ def mpt(chosen: random.Random) -> Config:
     }
 
 
+def dbrx(chosen: random.Random) -> Config:
+    """Its fields stand in objects, in which transformers wants a limit and a base. Every expert's part of a tensor has
+    whole cache lines: a product sums as its matrix begins in one, and transformers' own model computes other logits
+    when it is loaded from the files that it saved, since these are mapped elsewhere.
+    """
+    found, experts = llama_like(chosen, own_dim=False), chosen.choice((1, 2, 5))
+    inner = {"ffn_act_fn": {"name": activation(chosen)}, "moe_normalize_expert_weights": None}
+    return {
+        **{name: value for name, value in found.items() if name.startswith("rope")},
+        "d_model": found["hidden_size"],
+        "n_layers": found["num_hidden_layers"],
+        "n_heads": found["num_attention_heads"],
+        "max_seq_len": found["max_position_embeddings"],
+        "attn_config": {
+            "kv_n_heads": found["num_key_value_heads"],
+            "clip_qkv": chosen.choice((0.5, 8)),
+            "rope_theta": 10_000.0,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": chosen.choice((16, 48, 64)),
+            "moe_num_experts": experts,
+            "moe_top_k": chosen.randint(1, experts),
+            **sometimes(chosen, inner),
+        },
+    }
+
+
 def bitnet(chosen: random.Random) -> Config:
     return {**llama_like(chosen, own_dim=False), **sometimes(chosen, {"attention_bias": True})}
 
@@ -636,6 +663,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gpt_neox_japanese": gpt_neox_japanese,
     "mpt": mpt,
     "bitnet": bitnet,
+    "dbrx": dbrx,
     "gpt2": gpt2,
     "llama": llama,
     "mistral": mistral,
