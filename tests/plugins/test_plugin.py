@@ -403,10 +403,12 @@ def test_by_name(tmp_path, folder) -> None:
         command = [sys.executable, "-m", "gptkit", *words, "params", str(folder)]
         assert subprocess.run(command, env={**env, **extra}, capture_output=True).returncode == 0
     unknown = subprocess.run(
-        [sys.executable, "-m", "gptkit", "params", str(folder)], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "gptkit", "load", str(folder)], env=env, capture_output=True, text=True
     )
     assert unknown.returncode == 4
     assert "tidal" in unknown.stderr
+    counted = subprocess.run([*unknown.args[:3], "params", str(folder)], env=env, capture_output=True, text=True)
+    assert (counted.returncode, "by names" in counted.stdout) == (0, True)
 
 
 def test_one_that_fails_is_told_and_ignored(tmp_path) -> None:
