@@ -46,7 +46,7 @@ class ConfigError(InvalidInput):
 
 
 class UnknownFamily(InvalidInput):
-    """No architecture file knows this config.json."""
+    """No architecture file knows this config.json, or there is none."""
 
 
 class CheckpointError(InvalidInput):

@@ -157,7 +157,7 @@ def test_a_traceback_only_when_asked(tmp_path: Path) -> None:
     assert done.stderr.startswith("gptkit: empty is not a checkpoint") and "Traceback" not in done.stderr
     done = command("load", "empty", env={"GPTKIT_DEBUG": "1"})
     assert done.returncode == 4
-    assert "Traceback" in done.stderr and "InvalidInput" in done.stderr and "gptkit: empty is not" in done.stderr
+    assert "Traceback" in done.stderr and "UnknownFamily" in done.stderr and "gptkit: empty is not" in done.stderr
 
 
 def test_interrupted() -> None:
@@ -554,7 +554,7 @@ def test_control_characters_in_errors(field: str, value: str, hostile: Path) -> 
     config = json.loads((hostile / "config.json").read_text())
     (hostile / "config.json").write_text(json.dumps({**config, field: value}))
     run("load", hostile, code=4)
-    run("params", hostile, code=4)
+    run("params", hostile, code=0 if field == "model_type" else 4)  # by the names of its tensors
 
 
 @pytest.mark.parametrize("args", [["load"], ["params"], ["convert"], ["check"], ["generate", "--ids", "1"], ["verify"]])
