@@ -156,9 +156,11 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
     """A model of an unknown family, by the headers of its weights where there are any, else by transformers' class."""
     from ..converter.checkpoint import weight_headers_of  # here, because it imports numpy
 
-    if found.other is not None or found.format != "hf":  # which say in their own words what they hold
+    if found.kind == "hub file":
         raise error
     here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
+    if here.format != "hf":  # others say in their own words what they hold
+        raise error
     assert here.path is not None and here.source is not None
     config = read_config_file(here.source)[0] if here.source.is_file() else {}
     kind, files = config.get("model_type", ""), None

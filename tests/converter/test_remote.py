@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from helpers.families import CONFIGS, save_hf
 from helpers.hubserver import NEW, OLD, Big, Hub, Repo
 
+import gptkit
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.converter.hub import Repository
@@ -292,3 +294,16 @@ def test_pickles_have_no_headers(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/name"] = Repo({**CONFIG, "pytorch_model.bin": b"x"})
     with pytest.raises(CheckpointError, match="no safetensors weights"):
         headers("org/name")
+
+
+def test_a_model_of_no_known_family_is_counted_from_headers(hub: Hub, tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**config))
+    model.save_pretrained(tmp_path / "hf", max_shard_size="10KB")
+    hub.repos["org/name"] = Repo(uploaded(tmp_path / "hf"), cdn=True)
+    for stored in (False, True):
+        (found,) = gptkit.params("org/name", stored=stored)
+        told = found.as_json()
+        assert (told["total"], told["layers"], told["revision"]) == (model.num_parameters(), 3, NEW)
+    assert told["stored"]["bytes"] == 4 * model.num_parameters()
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
