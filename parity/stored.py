@@ -67,9 +67,9 @@ class BytesVerdict:
 
 
 def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, Rows]:
-    """Every tensor that both have, whatever else their trees differ in (tables of two lengths, as far as both go); a
-    source alone, forth and back. `required`: whether the trees call for the same bytes. Raises CheckpointError where a
-    folder of gptkit's own, which nothing is held against, is not as its manifest says.
+    """Every tensor that both have, whatever else their trees differ in (tables of two lengths, as far as both go), and
+    what drafts tokens in both; a source alone, forth and back. `required`: whether the trees call for the same bytes.
+    Raises CheckpointError where a folder of gptkit's own, which nothing is held against, is not as its manifest says.
     """
     if source is target:
         return _forth_and_back(source), {}
@@ -95,6 +95,12 @@ def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tup
     for name in set(TABLES) & (set(ours) | set(theirs)) - set(both):  # on one side alone, or of another width
         rows[name] = np.arange(min(each[name][0] for each in (ours, theirs) if name in each))
     alone = [name for name in {**ours, **theirs} if name not in both]
+    drafts = [{leaf.checkpoint: leaf for leaf in side.drafts} for side in (source, target)]
+    carried = [name for name in drafts[0] if name in drafts[1]]
+    both += carried
+    for name in carried:
+        x, y = (np.ascontiguousarray(s.read(of[name])) for s, of in zip((source, target), drafts, strict=True))
+        different += [] if (x.shape, x.dtype) == (y.shape, y.dtype) and same_bytes(x, y) else [name]
     return BytesVerdict(len(both), source.reference, tuple(different), tuple(cast), required, tuple(alone)), rows
 
 

@@ -715,6 +715,9 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
         assert counted.stored.dtypes["BF16"]["parameters"] == 4608
     assert note in params(tmp_path / "hf")[0].notes
     assert verify(tmp_path / "hf", tmp_path / "local", mutations=False).passed
+    edited(tmp_path / "back", lambda weights: weights.update({name: torch.zeros(48, 96).bfloat16()}))
+    failed = verify(tmp_path / "hf", tmp_path / "back", mutations=False)
+    assert not failed.passed and len(failed.bytes.different) == 1
     if "{layer}" in DRAFTS[family][0]:
         further = name.replace(f".{layers}.", f".{layers + 1}.").replace(f"layers.{layers}.", f"layers.{layers + 1}.")
         edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
