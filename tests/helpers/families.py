@@ -523,7 +523,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **GROUPED_LLAMA,
         "model_type": "olmoe",
         "intermediate_size": 40,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": 3,
         "num_experts": 4,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
@@ -1147,7 +1147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo": {**LLAMA, **GROUPED, "model_type": "olmo", "clip_qkv": 0.5},
     "olmo-biased": {**LLAMA, "model_type": "olmo", "attention_bias": True, "tie_word_embeddings": True},
     "olmo2": {**LLAMA, **GROUPED, "model_type": "olmo2"},
-    "olmo2-biased": {**LLAMA, "model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 1},
+    "olmo2-biased": {**LLAMA, "model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 3},
     "olmo3": {
         **LLAMA,
         **GROUPED,
@@ -1193,8 +1193,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm-parallel": {
         **LLAMA,
         "model_type": "stablelm",
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
         "use_parallel_residual": True,
         "use_qkv_bias": True,
         "partial_rotary_factor": 0.5,

@@ -409,7 +409,12 @@ def by_role(chosen: random.Random, family: str) -> Config:
     needed = {name for name in needed if fields[name].role not in ("activation", "eps")} | {
         *ARCHITECTURES[family].stated
     }
-    return {name: value for name, value in found.items() if name in needed or chosen.random() < 0.7}
+    kept: Config = {}
+    for name, value in found.items():
+        if name in needed or chosen.random() < 0.7:
+            outer, _, inner = name.rpartition(".")
+            kept |= {outer: {**kept.get(outer, {}), inner: value}} if outer else {name: value}
+    return kept
 
 
 def legal(config: Config) -> bool:
