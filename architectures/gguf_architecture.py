@@ -28,7 +28,7 @@ Made = Callable[[Facts], Any]
 Told = Callable[[Mapping[str, Any]], Value | None]
 """What makes a key's value of a config.json."""
 
-ALWAYS_FP32 = ("position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
+ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""
 
 ROPE_BUFFERS = (

@@ -313,6 +313,15 @@ def test_what_is_not_asked_for_stays_as_it_is_stored(tmp_path: Path, dtype: torc
     assert types == {(2, kind), (1, "F32")}
 
 
+def test_biases_and_routers_stay_fp32_whatever_their_dimensions(tmp_path: Path) -> None:
+    """llama.cpp adds no others to what experts give."""
+    save_hf(next(v for v in COMPUTED if v.name == "gpt_oss-computed").config, tmp_path / "hf", dtype=torch.bfloat16)
+    types = {tensor.name: tensor.tensor_type.name for tensor in written(tmp_path / "hf").tensors}
+    fp32 = {name for name, kind in types.items() if kind == "F32"}
+    assert fp32 >= {f"blk.0.{name}" for name in ("ffn_gate_exps.bias", "ffn_down_exps.bias", "ffn_gate_inp.weight")}
+    assert types["blk.0.ffn_gate_exps.weight"] == types["blk.0.attn_q.weight"] == "BF16"
+
+
 def test_rows_that_do_not_divide_into_blocks_are_f16_and_said_so(tmp_path: Path) -> None:
     save_hf(next(v for v in VARIANTS if v.name == "llama-2").config, tmp_path / "hf")
     source = open_checkpoint(tmp_path / "hf")
@@ -768,6 +777,22 @@ def test_llama_cpp_loads_and_computes_every_variant(tmp_path: Path, variant: Var
     error, noise = np.abs(theirs - exact), max(np.abs(rounded - exact).mean(), np.abs(theirs - again).mean())
     print(f"{variant}: mean {error.mean():.2e} of {np.abs(exact).mean():.2g}, noise {noise:.2e}")
     assert error.mean() <= 3 * noise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GGUF)
+def test_llama_cpp_computes_in_half_precision(tmp_path: Path, name: str) -> None:
+    """What it wants in fp32 is in fp32 then, or it ends."""
+    variant = next(each for each in WRITTEN if each.family == name)
+    model = save_hf(variant.config, tmp_path / "hf")
+    done = convert(tmp_path / "hf", tmp_path / "out", "gguf", dtype="float16")
+    ids = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    answer = ask(tmp_path / "out" / done.plan.shards[0].name, ids, [], [{"batch": 64, "threads": 1}])
+    use_table_gelu(model)
+    plain = logits(model, ids, torch.float32)
+    error = np.abs(np.array(answer["logits"][0]) - plain).mean() / np.abs(plain).mean()
+    print(f"{variant}: {error:.1e}")
+    assert error < 0.02
 
 
 # --- one file by name ---
