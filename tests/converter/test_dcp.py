@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS, at_most
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
@@ -348,7 +348,7 @@ def test_any_damage_is_told_as_damage(written: Path) -> None:
     generator = random.Random(0)
     found = metadata(written)
     places = [(written / place.relative_path, place.offset) for place in found.storage_data.values()]
-    for turn in range(300):
+    for turn in range(examples(300)):
         path, start = (written / ".metadata", 0) if turn % 2 else generator.choice(places)
         before = path.read_bytes()
         data = bytearray(before)
