@@ -302,7 +302,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),
         *((family, {"partial_rotary_factor": 0.5}, "whole heads") for family in ("solar_open", "glm4_moe_lite")),
         ("olmoe", {"head_dim": 16}, "no other for this family"),
-        ("cohere2_moe", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters says it"),
+        ("cohere2_moe", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters alone"),
         ("dots1", {"num_experts_per_tok": None}, "a positive integer"),
         ("hy_v3", {"num_shared_experts": 2**31 - 1}, "less than 2\\^31 units"),
         ("minicpm3", {"v_head_dim": None, "hidden_size": 3}, "at least num_attention_heads"),
