@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import ClassVar
 
+from ..architectures.config import MAX_LAYERS
 from ..components import Parameter, Shape
 from ..converter.confinement import Confined, libraries
 from ..display import Record
@@ -118,6 +119,9 @@ def by_class(config: Mapping[str, object], unknown: UnknownFamily) -> tuple[str,
     Raises:
         UnknownFamily: transformers makes no model of it either, or takes too long.
     """
+    for name, value in config.items():
+        if "layers" in name and type(value) is int and value > MAX_LAYERS:
+            raise UnknownFamily(f"{unknown.message}, and {name} is {value:,}, more than {MAX_LAYERS:,}", unknown.hint)
     answer = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries()})
     if answer is None or "error" in answer:
         why = "it takes more time or memory than a model does" if answer is None else answer["error"]

@@ -14,7 +14,7 @@ from typing import Any
 from .confinement import allow
 
 LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
-BUILDING = (2**33, 0, 30.0, 0.0)  # 61 layers of 384 experts, each three modules, take 8 seconds
+BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 seconds
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

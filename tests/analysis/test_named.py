@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.covering import few
+from helpers.processes import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -154,6 +155,12 @@ def test_it_stands_beside_models_of_families(
 def test_what_transformers_makes_nothing_of_is_refused(config: dict[str, Any], tmp_path: Path, inside: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnknownFamily, match="transformers makes no model of it"):
+        gptkit.params(tmp_path)
+
+
+def test_a_number_of_layers_without_bound_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MAMBA, "num_hidden_layers": 10**8}))
+    with at_most(1), pytest.raises(UnknownFamily, match="num_hidden_layers is 100,000,000"):
         gptkit.params(tmp_path)
 
 
