@@ -90,6 +90,18 @@ def test_fp64_is_equal_though_transformers_keeps_parts_of_it_in_fp32(
     assert result.passed
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_number_of_fp64_that_transformers_makes_without_a_dtype(
+    stream: bool, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """XGLM's mask, wherever fp64 is asked for or is what a difference is measured in."""
+    hf, local = pair("xglm")
+    assert verify(hf, dtype="float64", stream=stream).passed
+    bad = with_spec(local, tmp_path / "bad", setting(activation="relu"))
+    assert verify(hf, bad, stream=stream).verdict == "different"
+    assert torch.get_default_dtype() == torch.float32
+
+
 WAYS_TO_ROUND = [
     ("gpt2", {"arithmetic": "linear"}),
     ("gpt2", {"arithmetic": "matmul_add"}),
