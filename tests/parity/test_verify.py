@@ -431,7 +431,9 @@ def test_the_same_values_in_a_wider_dtype_are_the_same(family: str, tmp_path: Pa
     gptkit.convert(tmp_path / "hf", tmp_path / "wide", dtype="float32")
     result = verify(tmp_path / "hf", tmp_path / "wide", mutations=False)
     assert (result.verdict, result.passed) == ("identical", True)
-    assert result.bytes is not None and len(result.bytes.cast) == result.bytes.compared and not result.bytes.different
+    narrower = {name for name, _, dtype in open_checkpoint(tmp_path / "hf").tensors() if dtype != "F32"}
+    assert narrower and result.bytes is not None and not result.bytes.different
+    assert set(result.bytes.cast) == narrower  # all but what transformers keeps in fp32, such as a router's biases
     gptkit.convert(tmp_path / "hf", tmp_path / "narrow", dtype="float16")
     wide = safetensors.torch.load_file(tmp_path / "wide" / "model.safetensors")
     rounds = {name for name, tensor in wide.items() if not torch.equal(tensor.half().float(), tensor)}
