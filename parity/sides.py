@@ -336,7 +336,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
         return given
 
-    def read_tensor(name: str) -> Tensor:
+    def read_tensor(module_name: str) -> Tensor:
+        # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
+        name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
         leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
