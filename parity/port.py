@@ -34,7 +34,7 @@ from .mutations import Weights, of_ports
 from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
 from .score import assigned, run_tree, wide_weights
-from .sides import NO_CLASS, Stream, load_reference, logits_of, quiet, reference_folder
+from .sides import NO_CLASS, Stream, default_dtype, load_reference, logits_of, quiet, reference_folder
 from .verify import IMPRECISE
 
 SHOWN = 3
@@ -208,7 +208,9 @@ def verify_port(
     with reference_folder(source) as folder:
         narrow, wide = (load_reference(folder, dtype, path) for dtype in (torch.float32, torch.float64))
         with quiet():
-            reference, exact = (Stream(model).run(batches) for model in (narrow, wide))
+            reference = Stream(narrow).run(batches)
+            with default_dtype(torch.float64):
+                exact = Stream(wide).run(batches)
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
@@ -292,7 +294,9 @@ def _matches(
 ) -> list[Match]:
     """For each component of the reference the module of the port with the nearest output; both in fp64 and in fp32."""
     with quiet():
-        wide, narrow = (_seen(model, watched, False, batch) for model in reference)
+        narrow = _seen(reference[1], watched, False, batch)
+        with default_dtype(torch.float64):
+            wide = _seen(reference[0], watched, False, batch)
     matches = []
     for index, tap in enumerate(watched):
         if index not in wide:

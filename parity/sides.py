@@ -88,6 +88,19 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch makes tensors of `dtype` where none is named: transformers' XGLM makes the lowest number of fp64 so, which
+    fp32 does not hold.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The logits (B, T, V) of transformers' model or of gptkit's."""
     given = model(input_ids=input_ids, attention_mask=attention_mask)
@@ -151,12 +164,8 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
     if family is None or not family.model:
         return None
     module, _, name = family.model.partition(":")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         return getattr(import_module(module), name)(config, attention)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _compute_experts_plainly(model: Any) -> None:
@@ -327,7 +336,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
         return given
 
-    def read_tensor(name: str) -> Tensor:
+    def read_tensor(module_name: str) -> Tensor:
+        # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
+        name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
         leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
@@ -373,7 +384,7 @@ class Sides:
             stream = stream_reference(self.source, dtype, path)
         else:
             stream = Stream(load_reference(self.folder, dtype, path))
-        with quiet(), watch(stream.model):
+        with quiet(), default_dtype(torch.promote_types(dtype, torch.float32)), watch(stream.model):
             return stream.run(batches)
 
     def candidate(

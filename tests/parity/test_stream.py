@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 from helpers.covering import few
-from helpers.families import VARIANTS, save_hf
+from helpers.families import CONFIGS, VARIANTS, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
@@ -32,6 +32,11 @@ def test_streamed_logits_are_those_in_memory(variant, tmp_path):
             found.append(both.reference(batches, torch.float32, path) + both.candidate(batches, torch.float32, path))  # type: ignore[arg-type]
     for whole, streamed in zip(*found, strict=True):
         assert torch.equal(whole, streamed)
+
+
+def test_a_head_that_has_another_name_in_files_than_in_transformers(tmp_path):
+    save_hf(CONFIGS["gpt_neox"], tmp_path / "hf")
+    assert verify(tmp_path / "hf", stream=True, mutations=False).verdict == "identical"
 
 
 def test_verdicts_are_the_same(tmp_path):
