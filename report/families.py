@@ -131,9 +131,9 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
             told = "by names" if each["counted"] else "no"
             table.add_row(*map(page.text, (each["model_type"], told, each["why"])))
         yield table
-        yield ""
     counts = found["counts"]
     if counts["types"]:
+        yield ""
         yield page.text(
             f"{counts['families']} families; {counts['exact']} of the {counts['types']} causal language models of the "
             f"installed transformers. Parameters are counted of {counts['counted']} of these."
