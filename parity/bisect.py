@@ -131,8 +131,10 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     moved = {
         part: name for name, (_, each) in architecture.parameters(spec).items() for parts in each for part in parts
     }
+    bound = architecture.bind(spec)
+    at = {name: leaf.checkpoint for leaf in bound for name in leaf.shared}
     found: list[tuple[float, Tap]] = []
-    for leaf in architecture.bind(spec):
+    for leaf in bound:
         if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # whose logits are looked at
             continue
         stacked = moved.get(leaf.checkpoint)
@@ -143,16 +145,20 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             short = ours.removeprefix(f"blocks.{layer}.")
             if ".experts." in name:
                 # Experts see some tokens each, in an order of their own: what can be laid side by side is their sum,
-                # with what stands beside them.
+                # with what stands beside them: in transformers too, but for Granite, which adds it outside.
                 if short.endswith(".experts.0.down_proj"):
+                    mixture = ours.partition(".experts.")[0]
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
                     whole: tuple[str, Side] = (outer, "output")
                     told = label(short.partition(".0.")[0])
-                    found.append((place, Tap(told, layer, (ours.partition(".experts.")[0], "output"), whole)))
+                    if at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.").startswith(f"{outer}."):
+                        found.append((place, Tap(told, layer, (mixture, "output"), whole)))
                 continue
             mixed = MIXED.get(short, f"{label(short)} input" if parameter.role == "writes" else None)
             if mixed is not None:
                 found.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
+            if at.get(f"{ours}.bias", leaf.checkpoint).rpartition(".")[0] != leaf.checkpoint.rpartition(".")[0]:
+                continue  # a bias that another module of transformers' adds: Japanese GPT-NeoX
             # Our embedding applies its norm itself; the table's own rows are what goes into that norm.
             normed = short == "embedding" and spec.embedding.norm is not None
             here: tuple[str, Side] = ("embedding.norm", "input") if normed else (ours, "output")

@@ -159,6 +159,11 @@ def test_no_component_of_a_right_model_parts(variant, tmp_path):
         assert all(place.relative <= 1.001 * place.noise + 1e-9 for place in found.places)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox_japanese", "granitemoeshared"])
+def test_nothing_parts_where_transformers_adds_a_part_in_another_module(family, tmp_path):
+    test_no_component_of_a_right_model_parts(REPRESENTATIVES[family], tmp_path)
+
+
 def test_a_right_component_that_rounds_all_it_can_does_not_part(tmp_path):
     """With a norm's weight at 1 transformers' fp64 is its fp32, and all of the difference is gptkit's own noise."""
     save_hf(REPRESENTATIVES["llama"].config, tmp_path / "hf", torch.bfloat16)
