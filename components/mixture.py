@@ -194,11 +194,14 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return self._with_parts(lambda part: part.share(devices))
 
     def small(self, hidden: int) -> Self:
-        """All experts are taken where all were, and one more is there where there are more; groups are of two."""
+        """All experts are taken where all were, and one more is there where there are more; groups are of
+        two, or of three where two of the one that is chosen are not all.
+        """
         if self.groups > 1:
             groups = min(self.groups, 4)
             top_groups = min(self.top_groups, groups - (self.top_groups < self.groups))
-            sizes = {"groups": groups, "top_groups": top_groups, "experts": 2 * groups}
+            members = 3 if top_groups == 1 < self.top_k < self.eligible else 2
+            sizes = {"groups": groups, "top_groups": top_groups, "experts": members * groups}
             sizes["top_k"] = min(self.top_k, 2)
         else:
             top_k = min(self.top_k, 3)
