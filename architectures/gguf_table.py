@@ -279,6 +279,15 @@ SCALED_EXPERTS = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 
+GPT2_LEAVES = (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all"))
+GPT2_FIELDS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner",
+    "block_count": "n_layer",
+    "attention.head_count": "n_head",
+    **layer_norm("layer_norm_epsilon"),
+}
 ROWS = (
     GgufArchitecture(
         "llama",
@@ -307,15 +316,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "gpt2",
-        (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
-        {
-            "context_length": "n_positions",
-            "embedding_length": "n_embd",
-            "feed_forward_length": "n_inner",
-            "block_count": "n_layer",
-            "attention.head_count": "n_head",
-            **layer_norm("layer_norm_epsilon"),
-        },
+        GPT2_LEAVES,
+        GPT2_FIELDS,
         always={"attention.head_count_kv": field_of("n_head")},
         assumed={"activation_function": "gelu_new"},
         rotary=None,
@@ -798,15 +800,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "starcoder",
-        (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
-        {
-            "context_length": "n_positions",
-            "embedding_length": "n_embd",
-            "feed_forward_length": "n_inner",
-            "block_count": "n_layer",
-            "attention.head_count": "n_head",
-            **layer_norm("layer_norm_epsilon"),
-        },
+        GPT2_LEAVES,
+        GPT2_FIELDS,
         "gpt_bigcode",
         always={"attention.head_count_kv": lambda config: 1 if config["multi_query"] else config["n_head"]},
         assumed={"multi_query": lambda facts: facts.integer("attention.head_count_kv") == 1},
