@@ -321,9 +321,18 @@ def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
     return way_to(express(named(to), model.spec, zero), after), after
 
 
+LEAVING = pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b"])
+
+
+@LEAVING
+def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
+    found, _ = way(CONFIGS[name]["model_type"], Stored(gptkit.open_checkpoint(source(name, folder))))
+    assert found.arrived and not found.remedies
+
+
 @few(40)
 @pytest.mark.parametrize("to", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["gpt2", "llama-2", "qwen3", "mixtral", "bloom", "falcon-7b", "falcon-40b"])
+@LEAVING
 def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
     """Whatever way is found, the family has a config for the tree at its end, and every remedy of it is needed."""
     found, after = way(to, Stored(gptkit.open_checkpoint(source(name, folder))))
