@@ -40,7 +40,7 @@ ORDER = (
 )
 """What is told of every tree; a component from elsewhere may have aspects beside these."""
 
-DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
+_DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 
 
 def aspects(spec: ModelSpec) -> list[Aspect]:
@@ -63,7 +63,7 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
         "context": ("not stated" if context is None else f"{context:,}", context),
     }
     names = dict.fromkeys((*ORDER, *told))
-    return [Aspect(name, *told.get(name, NOT_THERE)[:2], name in DETAILS) for name in names]
+    return [Aspect(name, *told.get(name, NOT_THERE)[:2], name in _DETAILS) for name in names]
 
 
 def describe(spec: ModelSpec) -> dict[str, str]:

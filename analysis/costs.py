@@ -80,10 +80,10 @@ def work_of(operation: ops.AnyOperation) -> Work:
             raise ops.unknown(operation, "the count of FLOPs and caches")
 
 
-Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs, and how often it is there
+_Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs, and how often it is there
 
 
-def works(spec: ModelSpec) -> Works:
+def works(spec: ModelSpec) -> _Works:
     """A tree's, of which nothing but linears costs anything before its first layer. Layers alike are counted once and
     multiplied: there may be thousands.
     """
@@ -97,7 +97,7 @@ def works(spec: ModelSpec) -> Works:
     ]
 
 
-def _products(found: Works) -> Counter[str]:
+def _products(found: _Works) -> Counter[str]:
     """FLOPs of the products that each token needs, by component, without scores."""
     flops: Counter[str] = Counter()
     for each, work, number in found:

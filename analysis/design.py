@@ -19,18 +19,18 @@ from .costs import Costs, costs
 from .parameters import count
 
 Positions = Literal["learned", "rope", "yarn", "alibi"]
-AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
+_AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
 EPS = 1e-5
 TRAINED = 8_192  # tokens that a model of long context is trained at, before its rotary positions are stretched
-LOW_BASE, HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
+_LOW_BASE, _HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
 """Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
-BOUND = (0.0424, 1.628)
+_BOUND = (0.0424, 1.628)
 """The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
 KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
-TOLERANCE, WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
-CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
-WIDEST_SMALL = 2_048
+TOLERANCE, _WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
+_CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
+_WIDEST_SMALL = 2_048
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Design:
     positions: Positions = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     feed_forward: Literal["gelu", "swiglu", "geglu"] = "gelu"
-    attention: AttentionKind = "mha"
+    attention: _AttentionKind = "mha"
     block: Literal["serial", "parallel"] = "serial"
     bias: bool = True
     tied: bool = True
@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        return 64 if self.hidden < WIDEST_SMALL else 128
+        return 64 if self.hidden < _WIDEST_SMALL else 128
 
     @property
     def heads(self) -> int:
@@ -159,10 +159,10 @@ def rotary_base(context: int) -> float:
     bound for longer contexts, the bound, rounded up to two figures.
     """
     if context <= LOW_UP_TO:
-        return LOW_BASE
-    least: float = BOUND[0] * float(context) ** BOUND[1]
+        return _LOW_BASE
+    least: float = _BOUND[0] * float(context) ** _BOUND[1]
     unit = 10.0 ** (math.floor(math.log10(least)) - 1)
-    return max(HIGH_BASE, math.ceil(least / unit) * unit)
+    return max(_HIGH_BASE, math.ceil(least / unit) * unit)
 
 
 def _feed_forward(design: Design, shape: Shape) -> parts.FeedForward | parts.GatedFeedForward:
@@ -201,8 +201,8 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
         for layers in {max(1, math.floor((budget - one) / layer) + 1), max(1, math.ceil((budget - one) / layer) + 1)}:
             off = abs(math.log((one + (layers - 1) * layer) / budget))
             badness = off if off > math.log1p(TOLERANCE) else 0.0
-            score = abs(math.log(hidden / layers / wanted)) + CLOSENESS * off + 1_000 * badness
-            if off <= math.log1p(WORST):
+            score = abs(math.log(hidden / layers / wanted)) + _CLOSENESS * off + 1_000 * badness
+            if off <= math.log1p(_WORST):
                 scores.append((score, Shape(hidden, layers)))
     if not scores:
         raise UsageError(

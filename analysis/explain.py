@@ -18,7 +18,7 @@ from ..components.ranges import layer_ranges, range_label
 from ..display import Record
 from .parameters import choice_of
 
-MEANINGS = {
+_MEANINGS = {
     "V": "vocabulary",
     "T": "learned positions",
     "E": "experts of a layer",
@@ -35,16 +35,16 @@ MEANINGS = {
     "w": "width of the values that are made of the latent",
     "n": "another width",
 }
-MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
+_MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
 MOST = 8
 MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 
-Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
-Sum = Counter[tuple[Letter, ...]]  # products of letters, and how often each is there
+_Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
+_Sum = Counter[tuple[_Letter, ...]]  # products of letters, and how often each is there
 
 
 @dataclass(frozen=True)
-class Symbol(Record):
+class _Symbol(Record):
     """A letter of the formula, its value, and what it stands for."""
 
     JSON = "value meaning"
@@ -55,7 +55,7 @@ class Symbol(Record):
 
 
 @dataclass(frozen=True)
-class Term:
+class _Term:
     """A component's share of the total: its label in a table of parameters, its formula and its parameters."""
 
     label: str
@@ -74,11 +74,11 @@ class Explained(Record):
 
     total: int
     formula: str
-    symbols: tuple[Symbol, ...]
-    terms: tuple[Term, ...]
+    symbols: tuple[_Symbol, ...]
+    terms: tuple[_Term, ...]
 
     @property
-    def by_letter(self) -> dict[str, Symbol]:
+    def by_letter(self) -> dict[str, _Symbol]:
         return {each.name: each for each in self.symbols}
 
     @property
@@ -88,10 +88,10 @@ class Explained(Record):
 
 def explain(spec: ModelSpec) -> Explained:
     """The formula of a tree's parameters, a tied head not counted again."""
-    before: dict[str, Sum] = {}  # by component
-    behind: dict[str, Sum] = {}
+    before: dict[str, _Sum] = {}  # by component
+    behind: dict[str, _Sum] = {}
     seen = {block: _layer(msgspec.structs.replace(spec, blocks=(block,))) for block in dict.fromkeys(spec.blocks)}
-    kinds: list[dict[str, Sum]] = []
+    kinds: list[dict[str, _Sum]] = []
     for layer in seen.values():
         kinds += [] if layer in kinds else [layer]
     of_kind = [kinds.index(seen[block]) for block in spec.blocks]
@@ -102,12 +102,12 @@ def explain(spec: ModelSpec) -> Explained:
     letters = _letters([before, *kinds, behind])
     names = [f"L{index + 1}" if len(kinds) > 1 else "L" for index in range(len(kinds))]
 
-    def term(label: str | None) -> Term:
+    def term(label: str | None) -> _Term:
         """The parameters of a component, or of all."""
         first, *layers, last = (
-            _merged(part.values()) if label is None else part.get(label, Sum()) for part in (before, *kinds, behind)
+            _merged(part.values()) if label is None else part.get(label, _Sum()) for part in (before, *kinds, behind)
         )
-        again = Sum({product: times for product, times in last.items() if product in first})
+        again = _Sum({product: times for product, times in last.items() if product in first})
         inner = [(name, _written(each, letters, by_degree=True)) for name, each in zip(names, layers, strict=True)]
         parts = [
             _written(_merged([first, again]), letters),
@@ -119,18 +119,18 @@ def explain(spec: ModelSpec) -> Explained:
             _written(last - again, letters),
         ]
         value = _value(first) + _value(last) + sum(_value(layers[kind]) for kind in of_kind)
-        return Term(label or "total", " + ".join(filter(None, parts)), value)
+        return _Term(label or "total", " + ".join(filter(None, parts)), value)
 
     labels = dict.fromkeys(label for part in (before, *kinds, behind) for label, each in part.items() if each)
     whole = term(None)
-    symbols = [Symbol(name, size, MEANINGS[base]) for (base, size), name in letters.items()]
-    layers = [Symbol(name, of_kind.count(kind), _which(kind, of_kind)) for kind, name in enumerate(names)]
+    symbols = [_Symbol(name, size, _MEANINGS[base]) for (base, size), name in letters.items()]
+    layers = [_Symbol(name, of_kind.count(kind), _which(kind, of_kind)) for kind, name in enumerate(names)]
     return Explained(whole.value, whole.formula, (*symbols, *layers), tuple(map(term, labels)))
 
 
-def _layer(spec: ModelSpec) -> dict[str, Sum]:
+def _layer(spec: ModelSpec) -> dict[str, _Sum]:
     """A tree's only layer, by component. Experts are alike: the first stands for all."""
-    found: dict[str, Sum] = {}
+    found: dict[str, _Sum] = {}
     nodes = dict(spec.nodes())
     for path, node in nodes.items():
         if path.startswith("blocks.") and (".experts." not in path or path.endswith(".experts.0")):
@@ -139,9 +139,9 @@ def _layer(spec: ModelSpec) -> dict[str, Sum]:
     return found
 
 
-def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None = None) -> Sum:
+def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None = None) -> _Sum:
     """The parameters of a component, which may be a part of the one above it."""
-    found = Sum()
+    found = _Sum()
     own = {} if above is None else above.letters(path.rpartition(".")[2])
     widths = own or {"d": spec.hidden_size, **node.letters()}
     letters = {size: base for base, size in reversed(widths.items())}
@@ -154,35 +154,35 @@ def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None
         factor = 1
         for index, (base, size) in enumerate(product):
             times, rest = divmod(size, spec.hidden_size)
-            if base in MULTIPLES and not rest and times <= MOST:
+            if base in _MULTIPLES and not rest and times <= MOST:
                 factor *= times
                 product[index] = ("d", spec.hidden_size)
-        found[tuple(sorted(product, key=lambda letter: [*MEANINGS].index(letter[0])))] += factor
+        found[tuple(sorted(product, key=lambda letter: [*_MEANINGS].index(letter[0])))] += factor
     return found
 
 
-def _letters(parts: Iterable[Mapping[str, Sum]]) -> dict[Letter, str]:
+def _letters(parts: Iterable[Mapping[str, _Sum]]) -> dict[_Letter, str]:
     """A name for each letter and size, in a fixed order: with a number where there are several sizes."""
     there = dict.fromkeys(letter for part in parts for each in part.values() for product in each for letter in product)
-    sizes: dict[str, list[Letter]] = {}
+    sizes: dict[str, list[_Letter]] = {}
     for letter in there:
         sizes.setdefault(letter[0], []).append(letter)
     return {
         letter: base if len(sizes[base]) == 1 else f"{base}{index}"
-        for base in MEANINGS
+        for base in _MEANINGS
         for index, letter in enumerate(sizes.get(base, ()), 1)
     }
 
 
-def _merged(sums: Iterable[Sum]) -> Sum:
-    return sum(sums, Sum())
+def _merged(sums: Iterable[_Sum]) -> _Sum:
+    return sum(sums, _Sum())
 
 
-def _value(products: Sum) -> int:
+def _value(products: _Sum) -> int:
     return sum(times * math.prod(size for _, size in product) for product, times in products.items())
 
 
-def _written(products: Sum, letters: Mapping[Letter, str], by_degree: bool = False) -> str:
+def _written(products: _Sum, letters: Mapping[_Letter, str], by_degree: bool = False) -> str:
     """12d² + 13d."""
     terms = []
     for product in sorted(products, key=len, reverse=True) if by_degree else products:
@@ -194,7 +194,7 @@ def _written(products: Sum, letters: Mapping[Letter, str], by_degree: bool = Fal
 
 def _which(kind: int, of_kind: list[int]) -> str:
     if set(of_kind) == {kind}:
-        return MEANINGS["L"]
+        return _MEANINGS["L"]
     ranges = [range_label(first, last) for first, last, each in layer_ranges(of_kind) if each == kind]
     more = f" and {len(ranges) - MOST_RANGES} more ranges" if len(ranges) > MOST_RANGES else ""
     return f"layers {', '.join(ranges[:MOST_RANGES])}{more}"

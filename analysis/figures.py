@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .memory import Memory, TrainingMemory
     from .parallel import Split
 
-SERVED = 8192
+_SERVED = 8192
 """Tokens of the sequences of which the most are told, where nobody asked for others and the models are for as many."""
 
 
@@ -186,7 +186,7 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
     if asked.gpu is not None:
         from .fit import fit
 
-        most = asked.context or min(context, SERVED)
+        most = asked.context or min(context, _SERVED)
         found["fits"] = fit(spec, asked.gpu, family=family, dtype=asked.dtype, context=most, **given)
     if asked.spread:
         from .parallel import split

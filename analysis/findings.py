@@ -12,8 +12,8 @@ from .papers import PAPERS
 
 NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
 MORE = 0.05  # the same, of models that are not of one size to the last parameter
-SEQUENCES = 16  # written at once, where it is told what a step reads
-ITEMSIZE = 2  # bf16
+_SEQUENCES = 16  # written at once, where it is told what a step reads
+_ITEMSIZE = 2  # bf16
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
     )
     yield Finding("FLOPs", words, {"weights": weights, "scores": share})
-    read, cache, usual_cache = ITEMSIZE * found.active, *(SEQUENCES * c.held_bytes(ITEMSIZE) for c in (found, usual))
-    times = (ITEMSIZE * usual.active + usual_cache) / (read + cache)
+    read, cache, usual_cache = _ITEMSIZE * found.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (found, usual))
+    times = (_ITEMSIZE * usual.active + usual_cache) / (read + cache)
     against = "as much as GPT-2's way"
     if not 0.95 < times < 1.05:
         ratio = f"{times:.1f} times less than" if times > 1 else f"{1 / times:.1f} times as much as"
         against = f"{ratio} GPT-2's way, whose cache is {_giga(usual_cache)}"
     words = (
-        f"Decoding waits for memory. A step of {SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)}"
+        f"Decoding waits for memory. A step of {_SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)}"
         f" of weights and {_giga(cache)} of cache, in bf16: {against}."
     )
     yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})

@@ -17,7 +17,7 @@ from .formats import FORMATS, weighed
 from .parallel import split
 from .sizes import MOST
 
-SPREAD = ("bfloat16", "int8", "int4")
+_SPREAD = ("bfloat16", "int8", "int4")
 """Dtypes of weights that are split over several GPUs; files of GGUF are not laid out for that."""
 
 
@@ -96,7 +96,7 @@ def fit(
     own = stated_context(spec)
     longest = own if spec.positions is None else spec.positions.length
     rows = []
-    for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else SPREAD:
+    for name in [dtype] if dtype is not None else ["bfloat16", *FORMATS] if tp * pp == 1 else _SPREAD:
         try:
             weights: tuple[int, ...] = (weighed(spec, name, family).total,)  # on a GPU of each stage
         except CannotExpress:

@@ -20,12 +20,12 @@ SCALES = ("int8", "int4")
 NAMES = {"float8": "float8_e4m3fn", "int4": "int4", "i4": "int4", "4bit": "int4", "8bit": "int8"}
 """What people call dtypes beside the names that `full_dtype` knows; there is no `torch.int4`."""
 
-NF4 = "nf4"
+_NF4 = "nf4"
 GGUF = ("q8_0", "q4_k_m", "q4_0")
-FORMATS = ("q8_0", NF4, "q4_k_m", "q4_0")
+FORMATS = ("q8_0", _NF4, "q4_k_m", "q4_0")
 """Formats whose scales are counted, the widest first; of GGUF those that `gguf_types` knows."""
 
-BLOCK, OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
+BLOCK, _OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
 
 
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
@@ -54,7 +54,7 @@ def sizer(spec: ModelSpec, dtype: str, family: str = "") -> Callable[[Parameter]
     Raises:
         CannotExpress: a format of GGUF, and llama.cpp has no type for one of the tensors.
     """
-    if dtype == NF4:
+    if dtype == _NF4:
         return _nf4_bytes
     if dtype not in GGUF:
         return lambda each: weight_bytes(each.count, dtype)
@@ -83,7 +83,7 @@ def _nf4_bytes(parameter: Parameter) -> int:
     if not linear or ".experts." in parameter.name:
         return parameter.count * itemsize("bfloat16")
     scales = math.ceil(parameter.count / BLOCK)
-    return math.ceil(parameter.count / 2) + scales + 4 * math.ceil(scales / OUTER)
+    return math.ceil(parameter.count / 2) + scales + 4 * math.ceil(scales / _OUTER)
 
 
 def weight_dtype(name: str) -> str:

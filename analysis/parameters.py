@@ -11,7 +11,7 @@ from ..components import Block, ModelSpec, Parameter
 from ..components import operations as ops
 from ..display import Record, Shown
 
-VOCABULARY_SIDE = ("embedding", "positions", "head")
+_VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components that grow with the vocabulary or the context, not with what is computed between them."""
 
 
@@ -74,7 +74,7 @@ class ParameterCount(TensorCount, Shown):
     @property
     def embedding(self) -> int:
         """Token table, learned positions and, unless tied, the head."""
-        return sum(self.outside.get(component, 0) for component in VOCABULARY_SIDE)
+        return sum(self.outside.get(component, 0) for component in _VOCABULARY_SIDE)
 
     @property
     def non_embedding(self) -> int:

@@ -21,19 +21,19 @@ from .findings import Finding, findings
 from .papers import PAPERS, Paper
 
 LEAST, MOST = 10**7, 10**12  # parameters
-CONTEXT, LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
+CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
 VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
 WINDOW = 4_096  # of Mistral (2310.06825)
-MOST_CONTEXT, MOST_VOCABULARY = 2**27, 2**24
-TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
-LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
+_MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24
+_TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
+_LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
 
 
 @dataclass(frozen=True)
 class Goal:
     """What is aimed at: the design, in words whose way it is, and what else may be considered (as changes of it).
 
-    tied None: the head is tied where one of its own would take more than `LARGE_HEAD` of the budget.
+    tied None: the head is tied where one of its own would take more than `_LARGE_HEAD` of the budget.
     """
 
     what: str
@@ -84,7 +84,7 @@ ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block",
 _ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
 """In which aspect of a tree a choice is seen, where that is not called as it is."""
 
-EXCHANGES: tuple[tuple[str, Any], ...] = (
+_EXCHANGES: tuple[tuple[str, Any], ...] = (
     *(("feed_forward", "geglu"), ("feed_forward", "swiglu")),  # the first is llama's class with hidden_act "gelu"
     *(("positions", "rope"), ("attention", "gqa"), ("norm", "rmsnorm")),
     *(("block", "serial"), ("bias", False), ("window", None)),
@@ -119,7 +119,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
 
 
 @dataclass(frozen=True)
-class Delta:
+class _Delta:
     """What an exchange in the baseline changes: parameters, bytes of cache at the context (bf16), FLOPs per token."""
 
     parameters: int
@@ -145,7 +145,7 @@ class Choice(Record):
     why: str
     paper: Paper | None
     alone: str
-    cost: Delta
+    cost: _Delta
     usual: bool = False
 
 
@@ -214,8 +214,8 @@ def recommend(
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
     budget = parse_budget(params)
-    length = context if context is not None else LONG_CONTEXT if goal == "context" else CONTEXT
-    for what, value, most in (("--vocab", vocab, MOST_VOCABULARY), ("--context", length, MOST_CONTEXT)):
+    length = context if context is not None else _LONG_CONTEXT if goal == "context" else CONTEXT
+    for what, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
         if not 1 <= value <= most:
             raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
     design = _settled(GOALS[goal], budget, vocab, length)
@@ -290,7 +290,7 @@ def _settled(goal: Goal, budget: int, vocab: int, context: int) -> Design:
     if goal.tied is not None:
         return replace(design, tied=goal.tied)
     tied = replace(design, tied=True)
-    return replace(design, tied=vocab * fit(tied, budget, vocab, context).hidden > LARGE_HEAD * budget)
+    return replace(design, tied=vocab * fit(tied, budget, vocab, context).hidden > _LARGE_HEAD * budget)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Near:
 
 def _nearest(design: Design, shape: Shape, vocab: int, context: int) -> _Near | None:
     """The first of some exchanges after which a family has the design, at the same shape; None where none is enough."""
-    for kind, value in EXCHANGES:
+    for kind, value in _EXCHANGES:
         other = replace(design, **{kind: value})
         family, spec = expressed(build(other, shape, vocab, context))
         if other != design and family is not None:
@@ -323,7 +323,7 @@ def _choice(changes: Mapping[str, Any], base: Baseline, spec: ModelSpec | None =
     why, paper = _WHY[kind, "mqa" if words.startswith("MQA") else value]
     before, after = base.costs(**{name: each for name, each in own.items() if name != kind}), base.costs(**own)
     more = (after.parameters - before.parameters, after.held_bytes() - before.held_bytes())
-    cost = Delta(*more, after.total_flops - before.total_flops)
+    cost = _Delta(*more, after.total_flops - before.total_flops)
     usual = kind == "placement" or getattr(BASELINE, kind) == value
     return Choice(kind.replace("_", "-"), words, why, PAPERS.get(paper or ""), alone, cost, usual)
 
@@ -357,11 +357,11 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         f" ({PAPERS['gpt3']}) as a number of parameters within {100 * TOLERANCE:.0f}% allows; quality depends on it"
         f" weakly ({PAPERS['scaling']})."
     )
-    tokens = TOKENS_EACH * found.parameters
+    tokens = _TOKENS_EACH * found.parameters
     billions = f"{tokens / 1e9:,.0f}" if tokens >= 10**10 else f"{tokens / 1e9:.2g}"
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {billions} billion tokens, {TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
+        f"Trained on {billions} billion tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":

@@ -46,7 +46,7 @@ for _family in sorted(_found.values(), key=lambda each: (each.released, each.nam
 NEAR = 0.75
 """How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
 
-LISTS = ("auto_mappings.py", "configuration_auto.py")
+_LISTS = ("auto_mappings.py", "configuration_auto.py")
 """transformers' files that name its model types, in releases from 5 on and before."""
 
 
@@ -104,6 +104,6 @@ def _transformers_list() -> str:
         return ""
     folder = Path(found.origin).parent / "models" / "auto"
     try:
-        return "".join((folder / name).read_text("utf-8") for name in LISTS if (folder / name).is_file())
+        return "".join((folder / name).read_text("utf-8") for name in _LISTS if (folder / name).is_file())
     except (OSError, ValueError):
         return ""

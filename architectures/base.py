@@ -377,7 +377,7 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size", "shared_size")
+_MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size", "shared_size")
 """What layouts may call sizes that some records have as properties; `half` is that of a head."""
 
 
@@ -385,7 +385,7 @@ def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
     """The axes of layouts in a block: the sizes of its mixers, by the names of their fields."""
     found = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
-        for name in (*sublayer.mixer.__struct_fields__, *MADE_AXES):
+        for name in (*sublayer.mixer.__struct_fields__, *_MADE_AXES):
             size = getattr(sublayer.mixer, name, None)
             if type(size) is int:
                 found[name.removesuffix("_size")] = size

@@ -80,7 +80,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 QUANTISED = ("quantization_config", "quantization")
 """The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
 
-DEQUANTISED = {
+_DEQUANTISED = {
     "bitsandbytes": "transformers' from_pretrained(MODEL).dequantize(), then save_pretrained",
     "compressed-tensors": "transformers with quantization_config=CompressedTensorsConfig(dequantize=True)",
     "fp8": "transformers with quantization_config=FineGrainedFP8Config(dequantize=True)",
@@ -112,7 +112,7 @@ def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | N
     words += [f"groups of {size}"] if type(size) is int and 0 < size < 2**31 else []
     if isinstance(block, list) and len(block) == 2 and all(type(side) is int and 0 < side < 2**31 for side in block):
         words.append(f"blocks of {block[0]} × {block[1]}")
-    return ", ".join(words), DEQUANTISED.get(words[0])
+    return ", ".join(words), _DEQUANTISED.get(words[0])
 
 
 def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:

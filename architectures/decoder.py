@@ -48,14 +48,14 @@ ACTIVATIONS: dict[str, Activation] = {
 """transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
 parameters of their own: prelu and xielu."""
 
-ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+_ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
 def name_of(activation: Activation) -> str:
     """transformers' name of an activation. Raises CannotExpress: it has none."""
-    if activation not in ACTIVATION_NAMES:
+    if activation not in _ACTIVATION_NAMES:
         raise CannotExpress(f"transformers has no name for the activation {activation!r}")
-    return ACTIVATION_NAMES[activation]
+    return _ACTIVATION_NAMES[activation]
 
 
 def activation_named(config: ConfigReader, name: str, default: str) -> Activation:
@@ -88,7 +88,7 @@ class Field(NamedTuple):
         config = config.inner(outer) if outer else config
         read = self.read or READERS.get(self.role)
         if read is None:
-            read = next((each for kind, each in BY_DEFAULT if isinstance(self.default, kind)), None)
+            read = next((each for kind, each in _BY_DEFAULT if isinstance(self.default, kind)), None)
         if read is None:
             read = ConfigReader.optional_integer if "." not in self.role else ConfigReader.optional_number
         return read(config, name, self.default)
@@ -97,7 +97,7 @@ class Field(NamedTuple):
 Fields = Mapping[str, Field]
 
 
-def number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
+def _number_of_experts(config: ConfigReader, name: str, default: int | None) -> int | None:
     """As many as a tree may have; None where it is null or absent, which is wrong where there is a mixture."""
     return None if config.raw(name, default) is None else config.integer(name, default, most=MOST_EXPERTS)
 
@@ -112,12 +112,12 @@ def none_or_more(config: ConfigReader, name: str, default: int) -> int:
 
 READERS: Mapping[str, Callable[[ConfigReader, str, Any], Any]] = {
     "layers": ConfigReader.layers,
-    "mixture.experts": number_of_experts,
+    "mixture.experts": _number_of_experts,
     "mixture.top_k": ConfigReader.optional_integer,
     "eps": ConfigReader.number,
     "activation": activation_named,
 }
-BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = (
+_BY_DEFAULT: tuple[tuple[type, Callable[[ConfigReader, str, Any], Any]], ...] = (
     (bool, ConfigReader.boolean),
     (int, ConfigReader.integer),
     (float, ConfigReader.number),
@@ -516,7 +516,7 @@ class Decoder:
         fields: dict[str, Any] = {}
         for name, each in self.fields.items():
             role = each.role.split()[0]
-            part, _, inside = ROLES.get(role, role).partition(".")
+            part, _, inside = _ROLES.get(role, role).partition(".")
             if mixture is None and (part == "mixture" or part in MIXTURE):
                 continue  # no layer has what it is about
             value = getattr(parts[part], inside) if inside else sizes[role]
@@ -536,7 +536,7 @@ class Decoder:
         return {**fields, **self.written(spec)}
 
 
-ROLES = {
+_ROLES = {
     **{role: f"attention.{role}" for role in ("heads", "kv_heads", "head_dim")},
     "activation": "feed_forward.activation",
 }

@@ -36,7 +36,7 @@ def gguf_architecture(facts: Facts) -> GgufArchitecture:
 
 
 @dataclass(frozen=True)
-class Expressed:
+class _Expressed:
     """A tree in GGUF's terms.
 
     metadata: its keys with the architecture's prefix (integers are uint32, floats float32); `general.architecture` is
@@ -50,7 +50,7 @@ class Expressed:
     extras: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
+def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
     """A tree as llama.cpp reads it, `family`'s architecture tried before the others. Raises CannotExpress: none of
     llama.cpp's architectures here computes this tree; says what is in the way.
     """
@@ -59,4 +59,4 @@ def expressed(spec: ModelSpec, family: str | None = None) -> Expressed:
     if found is None:
         raise (refused[0] if family in kinds[0].written else min(refused, key=lambda each: each.weight)).refusal()
     kind = cast("GgufArchitecture", found.target)
-    return Expressed(kind, kind.metadata(spec), kind.bind(spec), kind.extras(spec))
+    return _Expressed(kind, kind.metadata(spec), kind.bind(spec), kind.extras(spec))

@@ -31,7 +31,7 @@ Told = Callable[[Mapping[str, Any]], Value | None]
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""
 
-ROPE_BUFFERS = (
+_ROPE_BUFFERS = (
     "blk.{layer}.attn_rot_embd.weight",
     "rope_freqs.weight",
     "rope_factors_long.weight",
@@ -113,7 +113,7 @@ class GgufArchitecture:
     @property
     def dropped(self) -> tuple[str, ...]:
         """Tensors that hold nothing the tree needs."""
-        return () if self.rotary is None else ROPE_BUFFERS
+        return () if self.rotary is None else _ROPE_BUFFERS
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The file's tensors for a tree. Raises CannotExpress: a shared tensor has no name here."""

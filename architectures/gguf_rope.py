@@ -19,16 +19,16 @@ from ..errors import ConfigError
 from .gguf_facts import Facts, Value, fp32, shortest
 from .rope import write_rotary
 
-LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-MAX_PAIRS = 2**16
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_MAX_PAIRS = 2**16
 
 
 def read_scaling(
     facts: Facts, dim: int, base: float, divisors: Collection[str] = (), *, latent: bool = False
 ) -> dict[str, Any] | None:
     """config.json's rope_scaling of positions of this width and base. `divisors` are the scalings of which llama.cpp
-    reads a tensor in such files, "llama3" or "longrope"; of `latent` attention see `scaled_scores`. Raises
+    reads a tensor in such files, "llama3" or "longrope"; of `latent` attention see `_scaled_scores`. Raises
     ConfigError: a scaling that is not known, or a tensor that is none.
     """
     kind = facts.string("rope.scaling.type", "linear")
@@ -37,7 +37,7 @@ def read_scaling(
     original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
-    for name, scaling in ((LONG, "longrope"), (SHORT, "longrope"), (FREQS, "llama3")):
+    for name, scaling in ((LONG, "longrope"), (SHORT, "longrope"), (_FREQS, "llama3")):
         if name in facts.shapes and scaling not in divisors:
             raise ConfigError(f"GGUF: llama.cpp reads no {name} of {facts.name}")
     if LONG in facts.shapes or SHORT in facts.shapes:
@@ -50,26 +50,26 @@ def read_scaling(
         }
     if kind == "longrope":
         raise ConfigError(f"GGUF: rope.scaling.type is longrope, and there is no {LONG}")
-    if FREQS in facts.shapes:
-        found = _values(facts, FREQS, dim)
+    if _FREQS in facts.shapes:
+        found = _values(facts, _FREQS, dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
-            raise ConfigError(f"GGUF: {FREQS} beside a rope.scaling.type of {kind} is not understood")
+            raise ConfigError(f"GGUF: {_FREQS} beside a rope.scaling.type of {kind} is not understood")
         return _said(Rotary(dim=dim, base=base, scaling=fit_llama3(found, base))) or None
     if kind == "yarn":
         yarn = _read_yarn(facts, factor, original)
-        return {**yarn, **scaled_scores(facts)} if latent else yarn
+        return {**yarn, **_scaled_scores(facts)} if latent else yarn
     if kind == "none" or factor == 1.0:
         return None
     return {"rope_type": "linear", "factor": factor}
 
 
-def scaled_scores(facts: Facts) -> dict[str, float]:
+def _scaled_scores(facts: Facts) -> dict[str, float]:
     """What DeepSeek's rope_scaling says beside YaRN: `mscale_all_dim`, by which scores are multiplied, and then cos and
     sin are not. Raises ConfigError: a file without it, of which llama.cpp multiplies both.
 
     Source: llama-context.cpp and models/deepseek2.cpp, [TAG_DEEPSEEK2_YARN_LOG_MUL_FIX].
     """
-    weight = shortest(fp32(facts.number(LOG_MULTIPLIER) / 0.1))
+    weight = shortest(fp32(facts.number(_LOG_MULTIPLIER) / 0.1))
     return {"mscale_all_dim": weight, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
 
 
@@ -91,7 +91,7 @@ def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
 
 
 def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
-    if head_dim > 2 * MAX_PAIRS or facts.shapes.get(name) != (head_dim // 2,):
+    if head_dim > 2 * _MAX_PAIRS or facts.shapes.get(name) != (head_dim // 2,):
         raise ConfigError(f"GGUF: {name} has shape {facts.shapes.get(name)}, expected {(head_dim // 2,)}")
     values = [shortest(value) for value in facts.floats(name)]
     if not all(0 < value < math.inf for value in values):
@@ -116,7 +116,7 @@ def write_rope(rotary: Rotary, latent: Mapping[str, Any] | None = None) -> dict[
         if kind == "longrope" or said["attention_factor"] != usual:
             found["rope.scaling.attn_factor"] = said["attention_factor"] / usual
     if kind == "yarn" and latent is not None and latent.get("mscale_all_dim"):
-        found[LOG_MULTIPLIER] = 0.1 * latent["mscale_all_dim"]
+        found[_LOG_MULTIPLIER] = 0.1 * latent["mscale_all_dim"]
     return found
 
 
@@ -135,7 +135,7 @@ def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope
     if said.get("rope_type") not in divisors:
         return {}
     if said["rope_type"] == "llama3":
-        return {FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
+        return {_FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
     return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
 
 
@@ -171,7 +171,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
     if all(value == 1 for value in divisors):
         return None
     if min(divisors) < 1:
-        raise ConfigError(f"GGUF: {FREQS} holds values below 1, which no scaling in the manner of Llama 3.1 gives")
+        raise ConfigError(f"GGUF: {_FREQS} holds values below 1, which no scaling in the manner of Llama 3.1 gives")
     for high, original in _candidates(divisors, base, factor):
         if not (1 < high < math.inf and 1 <= original < 2**31):
             continue
@@ -182,7 +182,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
         again = llama3_divisors(found, base, len(divisors))
         if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
             return found
-    raise ConfigError(f"GGUF: no scaling in the manner of Llama 3.1 gives the values of {FREQS}")
+    raise ConfigError(f"GGUF: no scaling in the manner of Llama 3.1 gives the values of {_FREQS}")
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:
@@ -218,7 +218,7 @@ def _nearest(value: float) -> int:
 
 def refitted(position: Any) -> Any:
     """The positions with Llama 3.1's numbers as they are found again from their divisors."""
-    divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(FREQS, ())]
+    divisors = [shortest(fp32(value)) for value in rope_tensors(position).get(_FREQS, ())]
     try:
         if divisors:
             return msgspec.structs.replace(position, scaling=fit_llama3(divisors, shortest(fp32(position.base))))

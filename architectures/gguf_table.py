@@ -99,7 +99,7 @@ GATE_UP = Leaf(
     Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
 )
 # A norm of every head's own: one tensor, of two dimensions.
-BY_HEAD = tuple(
+_BY_HEAD = tuple(
     Leaf(f"{T}attn_{x}_norm.weight", f"{B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
     for x, n in (("q", "heads"), ("k", "kv_heads"))
 )
@@ -119,7 +119,7 @@ def stacked(suffix: str) -> tuple[Leaf, ...]:
 
 
 MIXTURE = (*of("ffn_gate_inp"), *stacked("weight"))
-CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
+_CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
 LATENT = (
     *of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
     Leaf(T + "attn_kv_a_mqa.weight", (B + "attention.kv_down_proj.weight", B + "attention.k_rope_proj.weight"), DOWN),
@@ -127,11 +127,11 @@ LATENT = (
 )
 KEYS, VALUES = B + "attention.k_up_proj.weight", B + "attention.v_up_proj.weight"
 # Keys are turned, so that queries can be multiplied by them.
-ABSORBED = (
+_ABSORBED = (
     Leaf(T + "attn_k_b.weight", KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
     Leaf(T + "attn_v_b.weight", VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
 )
-FALCON_NORMS = tuple(
+_FALCON_NORMS = tuple(
     Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
     for there, here, when in (
         ("attn_norm", "attention_norm", other_norms),
@@ -144,10 +144,10 @@ POSITIONS = Leaf("position_embd.weight", "positions.weight")
 
 PRE = of(f"{NORMS} attn_v attn_output {GATED}", "attn_v")
 LLAMA = (*ends(), *PRE, *PERMUTED)
-ADJACENT = (*ends(), *of(f"{NORMS} {QKV} attn_output {GATED}"))
-ALONE = (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV))
-NORMED = ends("output_norm")
-LATENT_BLOCK = (*ends(), *of(f"{NORMS} {GATED}"), *LATENT)
+_ADJACENT = (*ends(), *of(f"{NORMS} {QKV} attn_output {GATED}"))
+_ALONE = (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV))
+_NORMED = ends("output_norm")
+_LATENT_BLOCK = (*ends(), *of(f"{NORMS} {GATED}"), *LATENT)
 
 # --- metadata ---
 
@@ -160,8 +160,8 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
 }
 RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-GIVEN = {WIDTH: "head_dim"}
-USUAL = {**SIZES, **RMS, **GIVEN}
+_GIVEN = {WIDTH: "head_dim"}
+USUAL = {**SIZES, **RMS, **_GIVEN}
 
 
 def layer_norm(name: str) -> dict[str, str]:
@@ -175,7 +175,7 @@ def experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", wid
     return {**found, "expert_feed_forward_length": width} if width else found
 
 
-def layers_without(step: int) -> Made:
+def _layers_without(step: int) -> Made:
     """SmolLM3's `no_rope_layers`: 0 for one layer of so many, which has no positions."""
     return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
 
@@ -185,7 +185,7 @@ def every(number: int) -> Any:
     return lambda _: number
 
 
-def field_of(name: str, factor: str = "") -> Any:
+def _field_of(name: str, factor: str = "") -> Any:
     """What makes a key's value of a config.json: a field of it, or the product of two; nothing where it lacks one."""
 
     def made(config: Mapping[str, Any]) -> Any:
@@ -225,14 +225,14 @@ def _is_lite(facts: Facts) -> bool:
     return facts.layers in (26, 27) or (facts.layers == 48 and facts.vocab_size == 128_256)
 
 
-LATENT_FIELDS = {
+_LATENT_FIELDS = {
     **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
     **RMS,
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
 }
-DEEPSEEK_FIELDS = {
-    **LATENT_FIELDS,
+_DEEPSEEK_FIELDS = {
+    **_LATENT_FIELDS,
     "attention.value_length_mla": "v_head_dim",
     "leading_dense_block_count": "first_k_dense_replace",
     **experts("n_routed_experts"),
@@ -253,7 +253,7 @@ DEEPSEEK: dict[str, Any] = {
     "always": {
         "attention.head_count_kv": 1,
         "attention.key_length": lambda config: config["kv_lora_rank"] + config["qk_rope_head_dim"],
-        "attention.value_length": field_of("kv_lora_rank"),
+        "attention.value_length": _field_of("kv_lora_rank"),
         "attention.q_lora_rank": lambda config: config["q_lora_rank"] or 0,
         "attention.key_length_mla": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
         "expert_feed_forward_length": lambda c: c.get("moe_intermediate_size", c["intermediate_size"]),
@@ -261,7 +261,7 @@ DEEPSEEK: dict[str, Any] = {
     },
 }
 
-GRANITE_FIELDS = {
+_GRANITE_FIELDS = {
     **USUAL,
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
@@ -269,18 +269,18 @@ GRANITE_FIELDS = {
     "logit_scale": "logits_scaling",
 }
 GRANITE: dict[str, Any] = {"divisors": ("llama3", "longrope")}
-GEMMA_LEAVES = (*ends()[:2], *of(f"{NORMS} {QKV} attn_output {GATED}"))
+_GEMMA_LEAVES = (*ends()[:2], *of(f"{NORMS} {QKV} attn_output {GATED}"))
 SANDWICH = of(f"{NORMS} {POST} {QKV} attn_output {GATED}")
-PARTIAL = RotaryKind(part=PART)
-SCALED_EXPERTS = {
+_PARTIAL = RotaryKind(part=PART)
+_SCALED_EXPERTS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
     "expert_shared_count": "n_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace",
 }
 
-GPT2_LEAVES = (*NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all"))
-GPT2_FIELDS = {
+_GPT2_LEAVES = (*_NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all"))
+_GPT2_FIELDS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
     "feed_forward_length": "n_inner",
@@ -306,19 +306,19 @@ ROWS = (
         divisors=("llama3", "longrope"),
         also=("mistral", "internlm3"),
     ),
-    GgufArchitecture("qwen2", (*ALONE, *of(GATED)), USUAL, assumed={"use_sliding_window": False}, square=True),
+    GgufArchitecture("qwen2", (*_ALONE, *of(GATED)), USUAL, assumed={"use_sliding_window": False}, square=True),
     GgufArchitecture(
         "qwen3",
-        (*ALONE, *of(f"{HEADS} {GATED}")),
+        (*_ALONE, *of(f"{HEADS} {GATED}")),
         USUAL,
         assumed={"use_sliding_window": False},
         biases={"attention_bias": "attn_q"},
     ),
     GgufArchitecture(
         "gpt2",
-        GPT2_LEAVES,
-        GPT2_FIELDS,
-        always={"attention.head_count_kv": field_of("n_head")},
+        _GPT2_LEAVES,
+        _GPT2_FIELDS,
+        always={"attention.head_count_kv": _field_of("n_head")},
         assumed={"activation_function": "gelu_new"},
         rotary=None,
         square=True,
@@ -326,7 +326,7 @@ ROWS = (
     GgufArchitecture(
         "bloom",
         (
-            *NORMED,
+            *_NORMED,
             Leaf("token_embd_norm.weight", "embedding.norm.weight"),
             Leaf("token_embd_norm.bias", "embedding.norm.bias"),
             *of(NORMS, "all"),
@@ -342,7 +342,7 @@ ROWS = (
         always={
             "context_length": lambda config: config.get("seq_length") or config["hidden_size"],
             "feed_forward_length": lambda config: 4 * config["hidden_size"],
-            "attention.head_count_kv": field_of("n_head"),
+            "attention.head_count_kv": _field_of("n_head"),
         },
         assumed={"seq_length": whole("context_length")},
         rotary=None,
@@ -351,7 +351,7 @@ ROWS = (
     GgufArchitecture(
         "falcon",
         # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
-        (*NORMED, *FALCON_NORMS, FUSED[0], *of(f"attn_output {PLAIN}")),
+        (*_NORMED, *_FALCON_NORMS, FUSED[0], *of(f"attn_output {PLAIN}")),
         {
             **{key: name for key, name in SIZES.items() if not key.endswith(("kv", "forward_length"))},
             "attention.head_count_kv": "num_kv_heads",
@@ -370,7 +370,7 @@ ROWS = (
         },
         square=True,
     ),
-    GgufArchitecture("gemma", GEMMA_LEAVES, USUAL, tied=True),
+    GgufArchitecture("gemma", _GEMMA_LEAVES, USUAL, tied=True),
     GgufArchitecture(
         "gemma2",
         (*ends()[:2], *SANDWICH),
@@ -400,13 +400,13 @@ ROWS = (
         {**USUAL, "rope.scaling.original_context_length": ORIGINAL},
         absent={"rope.scaling.original_context_length": None},
         assumed={"sliding_window": None},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
         divisors=("longrope",),
         square=True,
     ),
     GgufArchitecture(
         "qwen3moe",
-        (*ALONE, *of(HEADS), *MIXTURE),
+        (*_ALONE, *of(HEADS), *MIXTURE),
         {**USUAL, **experts(width="moe_intermediate_size")},
         "qwen3_moe",
         assumed={"norm_topk_prob": True, "use_sliding_window": False},
@@ -414,7 +414,7 @@ ROWS = (
     ),
     GgufArchitecture(
         "qwen2moe",
-        (*ALONE, *MIXTURE, *of("ffn_gate_inp_shexp"), *SHARED),
+        (*_ALONE, *MIXTURE, *of("ffn_gate_inp_shexp"), *SHARED),
         {
             **USUAL,
             **experts(width="moe_intermediate_size"),
@@ -428,33 +428,33 @@ ROWS = (
     ),
     GgufArchitecture(
         "gptneox",
-        (*NORMED, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
+        (*_NORMED, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
         {
             **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
             **layer_norm("layer_norm_eps"),
             "use_parallel_residual": "use_parallel_residual",
         },
         "gpt_neox",
-        always={"attention.head_count_kv": field_of("num_attention_heads")},
+        always={"attention.head_count_kv": _field_of("num_attention_heads")},
         rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
         tied=False,
         square=True,
     ),
     GgufArchitecture(
         "starcoder2",
-        (*NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **GIVEN, **layer_norm("norm_epsilon")},
+        (*_NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **_GIVEN, **layer_norm("norm_epsilon")},
         assumed={"use_bias": True, "sliding_window": None},
         square=True,
     ),
     GgufArchitecture(
         "stablelm",
-        (*NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {GATED}", QKV)),
+        (*_NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {GATED}", QKV)),
         {**SIZES, **layer_norm("layer_norm_eps")},
         # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
         assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
         biases={"use_qkv_bias": "attn_q"},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
         tied=False,
         square=True,
     ),
@@ -475,7 +475,7 @@ ROWS = (
     GgufArchitecture(
         "olmo",
         (ends()[0], ends()[2], *of(f"attn_v attn_output {GATED}"), *PERMUTED),
-        {**SIZES, **GIVEN, "attention.clamp_kqv": "clip_qkv"},
+        {**SIZES, **_GIVEN, "attention.clamp_kqv": "clip_qkv"},
         always={"attention.layer_norm_epsilon": 1e-5},
         absent={"attention.clamp_kqv": None},
         square=True,
@@ -485,14 +485,14 @@ ROWS = (
         (*ends("output_norm", "output"), *of(f"attn_norm {QKV} attn_output {PLAIN}", "all")),
         {**SIZES, **layer_norm("layer_norm_eps")},
         "phi",
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
         tied=False,
         square=True,
     ),
     GgufArchitecture(
         "command-r",
-        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}"), *BY_HEAD),
-        {**SIZES, **GIVEN, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
+        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}"), *_BY_HEAD),
+        {**SIZES, **_GIVEN, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
         "cohere",
         assumed={"use_qk_norm": lambda facts: facts.layers >= 64},
         tied=True,
@@ -509,7 +509,7 @@ ROWS = (
     GgufArchitecture(
         "granite",
         (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED),
-        GRANITE_FIELDS,
+        _GRANITE_FIELDS,
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         **GRANITE,
     ),
@@ -517,7 +517,7 @@ ROWS = (
         "granitemoe",
         (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE, *SHARED),
         {
-            **GRANITE_FIELDS,
+            **_GRANITE_FIELDS,
             **experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
@@ -529,7 +529,7 @@ ROWS = (
     GgufArchitecture(
         "granitemoe",
         (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE),
-        {**GRANITE_FIELDS, **experts("num_local_experts")},
+        {**_GRANITE_FIELDS, **experts("num_local_experts")},
         biases={"attention_bias": "attn_q"},
         **GRANITE,
     ),
@@ -546,7 +546,7 @@ ROWS = (
         ),
         {**USUAL, **experts("num_local_experts")},
         "gpt_oss",
-        always={"expert_feed_forward_length": field_of("intermediate_size")},
+        always={"expert_feed_forward_length": _field_of("intermediate_size")},
         absent={"feed_forward_length": whole("expert_feed_forward_length")},
         rotary=RotaryKind(usual={}),
         windows=every(2),
@@ -554,17 +554,17 @@ ROWS = (
     ),
     GgufArchitecture(
         "deepseek2",
-        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, *SHARED),
-        DEEPSEEK_FIELDS,
+        (*_LATENT_BLOCK, *_ABSORBED, *MIXTURE, *SHARED),
+        _DEEPSEEK_FIELDS,
         "deepseek_v2",
         told=("expert_count",),
         **{**DEEPSEEK, "always": {**DEEPSEEK["always"], "expert_gating_func": 1}},
     ),
     GgufArchitecture(
         "deepseek2",
-        (*LATENT_BLOCK, *ABSORBED, *MIXTURE, CHOICE, *SHARED),
+        (*_LATENT_BLOCK, *_ABSORBED, *MIXTURE, _CHOICE, *SHARED),
         {
-            **DEEPSEEK_FIELDS,
+            **_DEEPSEEK_FIELDS,
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
             "expert_weights_norm": "norm_topk_prob",
@@ -584,15 +584,15 @@ ROWS = (
     ),
     GgufArchitecture(
         "minicpm3",
-        (*LATENT_BLOCK, Leaf(T + "attn_kv_b.weight", (KEYS, VALUES), UP)),
-        {**LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
+        (*_LATENT_BLOCK, Leaf(T + "attn_kv_b.weight", (KEYS, VALUES), UP)),
+        {**_LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
         absent={
             "attention.value_length": lambda facts: (
                 facts.integer("embedding_length") // facts.integer("attention.head_count")
             )
         },
         always={
-            "attention.head_count_kv": field_of("num_attention_heads"),
+            "attention.head_count_kv": _field_of("num_attention_heads"),
             "attention.key_length": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
         },
         assumed={
@@ -611,7 +611,7 @@ ROWS = (
         USUAL,
         "glm",
         biases={"attention_bias": "attn_q"},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
         square=True,
     ),
     GgufArchitecture(
@@ -619,7 +619,7 @@ ROWS = (
         (*ends(), *of(f"{NORMS} {POST} {QKV} attn_output", QKV), GATE_UP, *of("ffn_down")),
         USUAL,
         biases={"attention_bias": "attn_q"},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
     ),
     GgufArchitecture(
         "exaone4",
@@ -631,11 +631,11 @@ ROWS = (
     ),
     GgufArchitecture(
         "exaone-moe",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, CHOICE, *SHARED),
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, _CHOICE, *SHARED),
         {
             **USUAL,
             **experts(width="moe_intermediate_size"),
-            **{key: name for key, name in SCALED_EXPERTS.items() if name != "first_k_dense_replace"},
+            **{key: name for key, name in _SCALED_EXPERTS.items() if name != "first_k_dense_replace"},
             "expert_shared_count": "num_shared_experts",
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
@@ -644,7 +644,7 @@ ROWS = (
         absent={"expert_group_count": 1, "expert_group_used_count": 1},
         always={
             "expert_gating_func": 2,
-            "expert_shared_feed_forward_length": field_of("num_shared_experts", "moe_intermediate_size"),
+            "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
             "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
         },
         assumed={
@@ -659,10 +659,10 @@ ROWS = (
     ),
     GgufArchitecture(
         "nemotron",
-        (*NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **GIVEN, **layer_norm("norm_eps")},
+        (*_NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **_GIVEN, **layer_norm("norm_eps")},
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
         tied=False,
         square=True,
     ),
@@ -671,7 +671,7 @@ ROWS = (
         (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE),
         {**USUAL, **experts()},
         # llama.cpp wants as many heads of keys and values as of queries.
-        always={"attention.head_count_kv": field_of("num_attention_heads")},
+        always={"attention.head_count_kv": _field_of("num_attention_heads")},
         assumed={"norm_topk_prob": False, "clip_qkv": None},
         tied=False,
         square=True,
@@ -680,7 +680,7 @@ ROWS = (
         "smollm3",
         (*ends(), *PRE, *PERMUTED),
         USUAL,
-        assumed={"no_rope_layers": layers_without(4), "use_sliding_window": False},
+        assumed={"no_rope_layers": _layers_without(4), "use_sliding_window": False},
     ),
     GgufArchitecture(
         "mpt",
@@ -696,7 +696,7 @@ ROWS = (
         absent={"attention.clamp_kqv": None},
         always={
             "feed_forward_length": lambda config: 4 * config["d_model"],
-            "attention.head_count_kv": field_of("n_heads"),
+            "attention.head_count_kv": _field_of("n_heads"),
             "attention.max_alibi_bias": 8.0,
         },
         rotary=None,
@@ -704,7 +704,7 @@ ROWS = (
     ),
     GgufArchitecture(
         "ernie4_5-moe",
-        (*ADJACENT, *MIXTURE, CHOICE, *SHARED),
+        (*_ADJACENT, *MIXTURE, _CHOICE, *SHARED),
         {
             **USUAL,
             **experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
@@ -714,20 +714,20 @@ ROWS = (
         "ernie4_5_moe",
         absent={"leading_dense_block_count": 0},
         always={
-            "expert_shared_feed_forward_length": field_of("moe_num_shared_experts", "moe_intermediate_size"),
+            "expert_shared_feed_forward_length": _field_of("moe_num_shared_experts", "moe_intermediate_size"),
             "interleave_moe_layer_step": 1,
         },
         assumed={"moe_layer_end_index": lambda facts: facts.layers - 1, "moe_layer_interval": 1, "use_bias": False},
     ),
-    GgufArchitecture("ernie4_5", ADJACENT, USUAL, assumed={"use_bias": False}),
+    GgufArchitecture("ernie4_5", _ADJACENT, USUAL, assumed={"use_bias": False}),
     GgufArchitecture(
         "hunyuan-moe",
         (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, *SHARED),
         {**USUAL, **experts(chosen="moe_topk")},
         "hunyuan_v1_moe",
         always={
-            "expert_feed_forward_length": field_of("intermediate_size"),
-            "expert_shared_feed_forward_length": field_of("intermediate_size"),
+            "expert_feed_forward_length": _field_of("intermediate_size"),
+            "expert_shared_feed_forward_length": _field_of("intermediate_size"),
         },
     ),
     GgufArchitecture(
@@ -746,11 +746,11 @@ ROWS = (
     ),
     GgufArchitecture(
         "dots1",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, CHOICE, *SHARED),
-        {**USUAL, **experts("n_routed_experts", width="moe_intermediate_size"), **SCALED_EXPERTS},
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, _CHOICE, *SHARED),
+        {**USUAL, **experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS},
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False, "leading_dense_block_count": 0},
         # llama.cpp wants as many heads of keys and values as of queries.
-        always={"expert_gating_func": 2, "attention.head_count_kv": field_of("num_attention_heads")},
+        always={"expert_gating_func": 2, "attention.head_count_kv": _field_of("num_attention_heads")},
         assumed={"use_sliding_window": False, "n_group": 1, "topk_group": 1},
         tied=False,
     ),
@@ -761,13 +761,13 @@ ROWS = (
             *of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
             *of(f"{QKV} {HEADS} attn_output {GATED}", QKV),
             *MIXTURE,
-            CHOICE,
+            _CHOICE,
             *SHARED,
         ),
         {
             **USUAL,
             **experts("n_routed_experts", width="moe_intermediate_size"),
-            **SCALED_EXPERTS,
+            **_SCALED_EXPERTS,
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
         },
@@ -784,15 +784,15 @@ ROWS = (
         always={"expert_gating_func": 2},
         assumed={"use_qk_norm": lambda facts: "blk.0.attn_q_norm.weight" in facts.shapes},
         biases={"attention_bias": "attn_q"},
-        rotary=PARTIAL,
+        rotary=_PARTIAL,
     ),
     GgufArchitecture(
         "minimax-m2",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, CHOICE),
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, _CHOICE),
         {**USUAL, **experts("num_local_experts")},
         "minimax_m2",
-        always={"expert_gating_func": 2, "expert_feed_forward_length": field_of("intermediate_size")},
-        rotary=PARTIAL,
+        always={"expert_gating_func": 2, "expert_feed_forward_length": _field_of("intermediate_size")},
+        rotary=_PARTIAL,
         tied=False,
     ),
     GgufArchitecture(
@@ -800,8 +800,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "starcoder",
-        GPT2_LEAVES,
-        GPT2_FIELDS,
+        _GPT2_LEAVES,
+        _GPT2_FIELDS,
         "gpt_bigcode",
         always={"attention.head_count_kv": lambda config: 1 if config["multi_query"] else config["n_head"]},
         assumed={"multi_query": lambda facts: facts.integer("attention.head_count_kv") == 1},
@@ -810,8 +810,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "jais2",
-        (*NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **GIVEN, **layer_norm("layer_norm_eps")},
+        (*_NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
+        {**SIZES, **_GIVEN, **layer_norm("layer_norm_eps")},
     ),
 )
 

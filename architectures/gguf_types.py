@@ -21,7 +21,7 @@ BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
 KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
 """The architectures whose types were compared with what llama-quantize makes."""
 
-NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What stands in where rows are no multiple of 256: types whose blocks have 32 weights."""
 
 
@@ -49,8 +49,8 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
     chosen, row = _wanted(parameter, spec, name, kind), parameter.shape[-1]
     if row % BLOCKS[chosen][0] == 0:
         return chosen
-    if chosen in NARROWER:
-        return NARROWER[chosen] if row % 32 == 0 else "F16"
+    if chosen in _NARROWER:
+        return _NARROWER[chosen] if row % 32 == 0 else "F16"
     if chosen == "Q8_0":  # as convert_hf_to_gguf.py writes it; llama-quantize gives up
         return "F16"
     raise CannotExpress(f"llama.cpp has no {chosen} for rows of {row:,} weights ({parameter.name})")

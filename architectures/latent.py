@@ -22,7 +22,7 @@ EPS = 1e-6
 """Of the norms on latents, whatever the config says of the others."""
 
 
-def from_zero(config: ConfigReader, name: str, default: int) -> int:
+def _from_zero(config: ConfigReader, name: str, default: int) -> int:
     """A size that may be 0."""
     found = config.raw(name, default)
     return 0 if type(found) is int and found == 0 else config.integer(name, default)
@@ -31,7 +31,7 @@ def from_zero(config: ConfigReader, name: str, default: int) -> int:
 LATENT: Mapping[str, Field] = {
     "kv_lora_rank": Field("attention.kv_rank", 512),
     "q_lora_rank": Field("attention.q_rank", 1536, ConfigReader.optional_integer),
-    "qk_nope_head_dim": Field("attention.nope_dim", 128, from_zero),
+    "qk_nope_head_dim": Field("attention.nope_dim", 128, _from_zero),
     "qk_rope_head_dim": Field("attention.rope_dim", 64),
     "v_head_dim": Field("attention.value_dim", 128),
     "attention_bias": Field("attention.output_bias", False),
@@ -103,7 +103,7 @@ def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
     ours, theirs = f"{block}attention.", f"{layer}self_attn."
     down = tuple(
         Leaf(f"{theirs}kv_a_proj_with_mqa.{each}", (f"{ours}kv_down_proj.{each}", f"{ours}k_rope_proj.{each}"), layout)
-        for each, layout in (("weight", DOWN), ("bias", DOWN_BIAS))
+        for each, layout in (("weight", DOWN), ("bias", _DOWN_BIAS))
     )
     key, value = f"{ours}k_up_proj.weight", f"{ours}v_up_proj.weight"
     return (
@@ -124,7 +124,7 @@ def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
 
 
 DOWN = Layout("part hidden", split="part", parts=("kv_rank", "rope_dim"))
-DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
+_DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
 UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
 
 KNOWN = {"head_dim": "made of qk_rope_head_dim", "qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}

@@ -56,7 +56,16 @@ NORMS = (T + "attention_norm.weight", T + "ffn_norm.weight", "norm.weight")
 QUANTISED = ("tok_embeddings.weight", *MATRICES, "output.weight")
 """What version 2 stores as groups of signed bytes: each tensor's bytes, then its groups' scales."""
 
-LEGACY = ("tok_embeddings.weight", NORMS[0], *MATRICES[:4], NORMS[1], *MATRICES[4:], NORMS[2], *TABLES, "output.weight")
+_LEGACY = (
+    "tok_embeddings.weight",
+    NORMS[0],
+    *MATRICES[:4],
+    NORMS[1],
+    *MATRICES[4:],
+    NORMS[2],
+    *TABLES,
+    "output.weight",
+)
 """The tensors of a file of version 0 in their order; one with {layer} stands for those of all layers."""
 
 
@@ -109,7 +118,7 @@ class Sizes:
 
     def stacked(self, version: int) -> Iterator[tuple[str, Shape, int]]:
         """The file's tensors in their order: (name template, shape of one, how many lie one after the other)."""
-        for name in (*NORMS, *QUANTISED) if version else LEGACY:
+        for name in (*NORMS, *QUANTISED) if version else _LEGACY:
             if name != "output.weight" or not self.shared:
                 yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
 
@@ -159,7 +168,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
     return sizes
 
 
-class Llama2c:
+class _Llama2c:
     """llama2.c's model as what may hold a tree: see `obstacles.Target`."""
 
     owner = "llama2.c"
@@ -179,7 +188,7 @@ def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
     """A tree as a header's sizes and the tensors of a file. Raises CannotExpress: llama2.c computes no such tree; the
     components in the way are listed.
     """
-    found = express(Llama2c(), spec, clear=("rounding",))
+    found = express(_Llama2c(), spec, clear=("rounding",))
     if found.found is None:
         raise found.refusal()
-    return sizes_of(spec), bind(Llama2c.owner, LEAVES, spec)
+    return sizes_of(spec), bind(_Llama2c.owner, LEAVES, spec)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from . import ARCHITECTURES, llama2c
 
-LITGPT = (
+_LITGPT = (
     *("lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"),
     *("transformer.h.{layer}.norm_1.weight", "transformer.h.{layer}.norm_2.weight"),
     *("transformer.h.{layer}.attn.qkv.weight", "transformer.h.{layer}.attn.attn.weight"),
@@ -53,7 +53,7 @@ def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     """Everybody's names, with any number for a layer or an expert."""
     for family in ARCHITECTURES.values():
         yield family.name, _pattern([leaf.checkpoint for leaf in family.leaves])
-    yield "litgpt", _pattern(LITGPT)
+    yield "litgpt", _pattern(_LITGPT)
     yield "Meta's LLaMA and llama2.c", _pattern([leaf.checkpoint for leaf in llama2c.LEAVES])
 
 

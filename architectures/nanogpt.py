@@ -71,7 +71,7 @@ def spec_of(arguments: Mapping[str, int], activation: Activation, bias: bool) ->
 
 
 @dataclass(frozen=True)
-class NanoGPT:
+class _NanoGPT:
     """A model.py with one GELU or the other, as what may hold a tree: see `obstacles.Target`."""
 
     activation: Activation
@@ -106,11 +106,11 @@ def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], 
     """A tree as `model_args` and the tensors of a checkpoint, for a model.py with that GELU. Raises CannotExpress:
     nanoGPT's model is no such tree; the components in the way are listed.
     """
-    target = NanoGPT(activation)
+    target = _NanoGPT(activation)
     found = express(target, spec, clear=("rounding",))
     if found.found is not None:
         return target.arguments(spec), target.bind(spec)
-    if activation == "gelu" and express(NanoGPT("gelu_new"), spec, clear=("rounding",)).found is not None:
+    if activation == "gelu" and express(_NanoGPT("gelu_new"), spec, clear=("rounding",)).found is not None:
         raise found.refusal(TANH)
     raise found.refusal()
 

@@ -20,7 +20,7 @@ from ..components import Block, Component, Embedding, Head, ModelSpec, SubLayer,
 from ..errors import CannotExpress, ConfigError, MissingComponent
 
 Kinds = frozenset[type[Component]]
-STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
+_STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
 """What every tree has, and no target has to declare."""
 
 OWN_FORMAT = "gptkit's own format holds any tree: convert --to local"
@@ -39,7 +39,7 @@ Remedy = Literal["rounding", "zeros"]
 class Target(Protocol):
     """What may hold a tree: a family, or a format.
 
-    kinds: the components that may stand in its trees, beside `STRUCTURE`. usual: a tree of its own, for what stands
+    kinds: the components that may stand in its trees, beside `_STRUCTURE`. usual: a tree of its own, for what stands
     where.
     """
 
@@ -164,7 +164,7 @@ def express(
         found = () if back == spec else tuple(_obstacles(spec, back, zero))
         return Expression(target, spec, back, found, tuple(each for each in found if each.remedy not in clear))
 
-    others = tuple(_others(STRUCTURE | target.kinds, spec))
+    others = tuple(_others(_STRUCTURE | target.kinds, spec))
     attempts = [] if others else [tried(spec)]
     if attempts and attempts[0] is not None and not attempts[0].obstacles:
         return _bound(attempts[0])

@@ -31,7 +31,7 @@ from .obstacles import Kinds
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})
 """Rotary positions with every scaling that transformers has, for a family's `kinds`."""
 
-DEFAULT_BASE = 10_000.0
+_DEFAULT_BASE = 10_000.0
 
 
 class RotaryKind(NamedTuple):
@@ -48,7 +48,7 @@ class RotaryKind(NamedTuple):
     all by their names.
     """
 
-    base: float = DEFAULT_BASE
+    base: float = _DEFAULT_BASE
     theta: str = "rope_theta"
     scaled: bool = True
     part: str = ""

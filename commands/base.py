@@ -142,7 +142,7 @@ WORKERS = option("N", "How many threads to use; by default one per core.", min=1
 
 
 @dataclass(frozen=True)
-class OptionGroup:
+class _OptionGroup:
     """Options that a command takes as one value: by name their types and what they are, and what makes the value."""
 
     options: Mapping[str, tuple[Any, Any]]
@@ -150,7 +150,7 @@ class OptionGroup:
 
 
 @dataclass(frozen=True)
-class PictureFiles:
+class _PictureFiles:
     """--html, --png and --svg: the files that a command is to draw; false where there is none. figure: which one of the
     page a picture is of. They are written and told after the work; that they can be is looked at before it.
     """
@@ -181,7 +181,7 @@ class PictureFiles:
             say([f"picture: {path} ({title})" if title else f"page: {path}"], quiet)
 
 
-def _pictures(page: str) -> OptionGroup:
+def _pictures(page: str) -> _OptionGroup:
     figure = option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first.")
     options = {
         "html": (Path | None, option("--html FILE", page)),
@@ -189,7 +189,7 @@ def _pictures(page: str) -> OptionGroup:
         "svg": (Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")),
         "figure": (str | None, figure),
     }
-    return OptionGroup(options, PictureFiles)
+    return _OptionGroup(options, _PictureFiles)
 
 
 _OFFLINE = flag("--offline", "Use local files and the hub's cache only.")
@@ -197,15 +197,15 @@ _PICKLE = flag("--allow-pickle", "Read .bin files too (weights only); safetensor
 _EXTRA = flag("--allow-extra", "Leave out tensors that the model has no place for.")
 _TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
 
-Pictures = Annotated[PictureFiles, _pictures("Write a page (HTML) that opens offline.")]
-HeatMap = Annotated[PictureFiles, _pictures("Write a page (HTML) with a heat map by layer and component.")]
-ForTree = Annotated[dict[str, Any], OptionGroup(_TREE)]
+Pictures = Annotated[_PictureFiles, _pictures("Write a page (HTML) that opens offline.")]
+HeatMap = Annotated[_PictureFiles, _pictures("Write a page (HTML) with a heat map by layer and component.")]
+ForTree = Annotated[dict[str, Any], _OptionGroup(_TREE)]
 """How a reference's tree is looked up: keyword arguments of `outline`."""
-ForWeights = Annotated[dict[str, Any], OptionGroup({**_TREE, "allow_extra": (bool, _EXTRA)})]
+ForWeights = Annotated[dict[str, Any], _OptionGroup({**_TREE, "allow_extra": (bool, _EXTRA)})]
 """How a checkpoint is opened: keyword arguments of `open_checkpoint`."""
 
 
-def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, OptionGroup]]:
+def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, _OptionGroup]]:
     """A command's signature with each option for itself, and what is taken together."""
     signature, together = inspect.signature(function, eval_str=True), {}
     parameters: list[inspect.Parameter] = []
@@ -213,7 +213,7 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
         if parameter.kind is parameter.VAR_KEYWORD:  # what a command has looked up by itself
             continue
         (group,) = getattr(parameter.annotation, "__metadata__", (None,))
-        if not isinstance(group, OptionGroup):
+        if not isinstance(group, _OptionGroup):
             parameters.append(parameter)
             continue
         together[parameter.name] = group

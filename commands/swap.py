@@ -13,7 +13,7 @@ from ..terminal import answer, console, progress_bar, say, status
 from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
 
-HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
+_HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
 class _SwapCommand(TyperCommand):
@@ -46,17 +46,17 @@ def swap(
     out: Path = argument("OUT", "The folder to write."),
     *,
     recipe: str | None = option(
-        "FILE", "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.", HOW
+        "FILE", "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.", _HOW
     ),
-    blocks: str | None = option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", HOW),
-    approximate: bool = flag("--approximate", "Replace plainly instead of in the best form, whatever it loses.", HOW),
-    calibrate: str | None = option("FILE", "Fit on this text; the samples have the bundled play.", HOW),
-    calibrate_tokens: int | None = option("N", "Fit on so many of its tokens; by default 2,048.", HOW, min=1),
-    to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", HOW),
+    blocks: str | None = option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", _HOW),
+    approximate: bool = flag("--approximate", "Replace plainly instead of in the best form, whatever it loses.", _HOW),
+    calibrate: str | None = option("FILE", "Fit on this text; the samples have the bundled play.", _HOW),
+    calibrate_tokens: int | None = option("N", "Fit on so many of its tokens; by default 2,048.", _HOW, min=1),
+    to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", _HOW),
     dtype: str | None = option(
         "DTYPE",
         "The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
-        HOW,
+        _HOW,
     ),
     no_measure: bool = flag("--no-measure", "Do not compare logits before and after."),
     measure_steps: bool = flag("--measure-steps", "Measure each step by itself, of a large model too."),

@@ -34,10 +34,10 @@ from .threads import available_cores
 from .transfer import StoppedError, Transferred, transfer
 from .write import Plan, Shard, prepare
 
-FOREVER = timedelta(days=30)
+_FOREVER = timedelta(days=30)
 """How long a message may take to come: a conversion. That the other side is gone is known without it."""
-MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
-ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
+_MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
+_ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,11 +118,11 @@ def _meet() -> tuple[Any, int, int]:
     group = None
     try:
         if dist.is_initialized():  # a program of the user's own that converts too
-            group = dist.new_group(backend="gloo", timeout=FOREVER)
+            group = dist.new_group(backend="gloo", timeout=_FOREVER)
         else:
-            store, rank, size = next(c10d.rendezvous("env://", timeout=MEETING))
+            store, rank, size = next(c10d.rendezvous("env://", timeout=_MEETING))
             store = c10d.PrefixStore(f"gptkit/{_joined}", store)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=FOREVER)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_FOREVER)
     except (RuntimeError, ValueError, OSError) as error:
         message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
         raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
@@ -226,7 +226,7 @@ class _Team(_Alone):
         """
         import torch.distributed as dist
 
-        end = time.monotonic() + ANSWER.total_seconds()
+        end = time.monotonic() + _ANSWER.total_seconds()
         for thread in self.threads:
             thread.join(max(0.0, end - time.monotonic()))
         code = verdict.code if verdict is not None else None if error is None else 1
@@ -304,7 +304,7 @@ class _Host(_Team):
         if not isinstance(error, Elsewhere | _Interrupted):
             with self.changed:
                 self._settle(_Verdict.on(0, error))
-        self.wait(lambda: len(self.quiet) == self.size - 1, ANSWER)
+        self.wait(lambda: len(self.quiet) == self.size - 1, _ANSWER)
 
     def _settle(self, verdict: _Verdict) -> None:
         """The first failure counts; but an interruption is what torchrun does to the rest when one is lost."""
@@ -362,7 +362,7 @@ class _Guest(_Team):
     def leave(self, error: BaseException | None) -> None:
         own = error is not None and not isinstance(error, Elsewhere)
         self.say(0, "quiet", _Verdict.on(self.rank, error) if own else None)
-        self.wait(lambda: self.ended, ANSWER if error is not None else None)
+        self.wait(lambda: self.ended, _ANSWER if error is not None else None)
         self.part(self.verdict, error)
 
     def hear(self, rank: int, word: str, about: Any) -> None:

@@ -19,7 +19,7 @@ from ..errors import GptkitError, UsageError
 
 _log = logging.getLogger(__name__)
 
-UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.EBADF)
 """What "this file system or kernel cannot do that" looks like, as opposed to "it failed"."""
 
 _PID = re.compile(rb"[0-9]{0,19}\n?")  # what is in a lock's file; a file with anything else is somebody's own
@@ -56,7 +56,7 @@ def copy_file(src: Path, dst: Path) -> None:
                 ):
                     offset += done
             except OSError as error:
-                if error.errno not in UNSUPPORTED:
+                if error.errno not in _UNSUPPORTED:
                     raise
             # Also what follows a copy that the kernel ended early: at the end of the file the first read is empty.
             while chunk := os.pread(source.fileno(), 8 << 20, offset):
@@ -183,7 +183,7 @@ def _flock(fd: int, target: Path) -> bool:
         message = f"{target} is being written by another gptkit ({who})"
         raise GptkitError(message, "Wait for it, or choose another name.") from error
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
+        if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
             raise
         _log.warning("no locks in %s: nothing keeps another writer of %s away", target.parent, target.name)
         return False

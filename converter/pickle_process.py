@@ -25,13 +25,13 @@ from .confinement import MEMORY, allow
 
 COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
 """What a pickle's smallest objects take in memory; that of 100,000 tensors takes 4 seconds."""
-MAX_PICKLE = 32 * 2**20
+_MAX_PICKLE = 32 * 2**20
 """A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
-MAX_VALUES = 2**19
+_MAX_VALUES = 2**19
 MAX_TEXT = 2**25
-MAX_DEPTH = 32
+_MAX_DEPTH = 32
 MAX_DIMS = 32
-MAX_INTEGER = 2**63
+_MAX_INTEGER = 2**63
 
 STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
@@ -39,7 +39,7 @@ STORAGES = {
 }  # fmt: skip
 """torch's storages, without that word: the element type by safetensors' name."""
 
-ELEMENTS = {
+_ELEMENTS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "complex128": "C128",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
@@ -47,7 +47,7 @@ ELEMENTS = {
 }  # fmt: skip
 """torch's dtypes, the same."""
 
-NOT_PLAIN = (
+_NOT_PLAIN = (
     *(f"_rebuild_{name}" for name in ("sparse_tensor", "sparse_csr_tensor", "nested_tensor", "qtensor")),
     *(f"_rebuild_device_tensor_from_{name}" for name in ("numpy", "cpu_tensor")),
     "_rebuild_meta_tensor_no_storage",
@@ -120,7 +120,7 @@ class Known(NamedTuple):
             return tensor(args[0], args[1], args[2], args[3], args[6])
         if self.name in PARAMETERS:
             return args[0]
-        if self.name in (*NOT_PLAIN, "device", "_get_layout"):
+        if self.name in (*_NOT_PLAIN, "device", "_get_layout"):
             return _Other(self.name)
         raise RefusedError(f"it calls {self.name!r:.80}")
 
@@ -141,7 +141,7 @@ class _Other(NamedTuple):
         pass
 
 
-class Storage:
+class _Storage:
     """A stretch of the file: `nbytes` from `start` on."""
 
     def __init__(self, element: str, start: int, nbytes: int) -> None:
@@ -151,7 +151,7 @@ class Storage:
 class Tensor(NamedTuple):
     """A view of a storage, all in elements but for the storage itself."""
 
-    storage: Storage
+    storage: _Storage
     offset: int
     shape: list[int]
     strides: list[int]
@@ -164,9 +164,9 @@ class Tensor(NamedTuple):
 def tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> Tensor:
     """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
     shape, strides = list(shape), list(strides)
-    if not isinstance(storage, Storage) or len(shape) != len(strides) or len(shape) > MAX_DIMS:
+    if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > MAX_DIMS:
         raise RefusedError("a tensor is not made as torch makes one")
-    if any(type(value) is not int or not 0 <= value < MAX_INTEGER for value in (offset, *shape, *strides)):
+    if any(type(value) is not int or not 0 <= value < _MAX_INTEGER for value in (offset, *shape, *strides)):
         raise RefusedError("a tensor's sizes are no sizes")
     if element is not None and not (isinstance(element, Known) and element.element):
         raise RefusedError("a tensor has no element type")
@@ -181,14 +181,14 @@ KNOWN: dict[tuple[str, str], Known] = {
         ("__builtin__", ("set",)),
         ("torch", ("Size", "device")),
         ("torch.serialization", ("_get_layout",)),
-        ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *PARAMETERS, *NOT_PLAIN)),
+        ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *PARAMETERS, *_NOT_PLAIN)),
     )
     for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
 KNOWN["torch.storage", "UntypedStorage"] = Known("storage", STORAGES["Untyped"])
 KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, element in STORAGES.items()}
-KNOWN |= {("torch", name): Known("dtype", element) for name, element in ELEMENTS.items()}
+KNOWN |= {("torch", name): Known("dtype", element) for name, element in _ELEMENTS.items()}
 
 
 class _Part:
@@ -229,26 +229,26 @@ class _Reader(pickle.Unpickler):
     ) -> None:
         super().__init__(file)
         self._prefix, self._places, self._names = prefix, places, KNOWN if names is None else names
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._names:
             raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
         return self._names[module, name]
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> _Storage:
         rest = (None,) if self._places is None else ()
         known = isinstance(pid, tuple) and len(pid) > 4 and pid[0] == "storage" and pid[5:] == rest
         kind, key, _, count = pid[1:5] if known else (None,) * 4
         # litgpt numbers its storages with integers, torch with strings.
-        name = str(key) if type(key) is int and 0 <= key < MAX_INTEGER and self._places is not None else key
+        name = str(key) if type(key) is int and 0 <= key < _MAX_INTEGER and self._places is not None else key
         if not isinstance(kind, Known) or not kind.element or type(count) is not int:
             raise RefusedError("it holds a storage in a way that is not known")
         nbytes = count * _bytes_of(kind.element)
         if self._places is None:
-            if not isinstance(name, str) or not 0 <= count < MAX_INTEGER:
+            if not isinstance(name, str) or not 0 <= count < _MAX_INTEGER:
                 raise RefusedError("it holds a storage in a way that is not known")
-            storage = self.storages.setdefault(name, Storage(kind.element, 0, nbytes))
+            storage = self.storages.setdefault(name, _Storage(kind.element, 0, nbytes))
             if (storage.element, storage.nbytes) != (kind.element, nbytes):
                 raise RefusedError(f"storage {key!r:.40} is there with two sizes")
             return storage
@@ -257,7 +257,7 @@ class _Reader(pickle.Unpickler):
             raise RefusedError(f"the data of storage {key!r:.40} is missing")
         if not 0 <= nbytes <= place[1]:
             raise RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
-        return Storage(kind.element, place[0], nbytes)
+        return _Storage(kind.element, place[0], nbytes)
 
     def get_extension(self, code: int) -> Any:
         raise RefusedError(f"it asks for extension {code}")
@@ -305,7 +305,7 @@ def reason(error: BaseException) -> str:
 
 def _allow(nbytes: int) -> None:
     """Have room and time for a pickle of so many bytes. Raises RefusedError."""
-    if nbytes > MAX_PICKLE:
+    if nbytes > _MAX_PICKLE:
         raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
     allow(nbytes, COSTS)
 
@@ -328,20 +328,20 @@ def _archived(file: _Part, size: int) -> Any:
 
 
 class _Plain:
-    """Values on their way to JSON, no more of them than `MAX_VALUES`: one object may stand in a pickle many times."""
+    """Values on their way to JSON, no more of them than `_MAX_VALUES`: one object may stand in a pickle many times."""
 
     def __init__(self) -> None:
-        self._values, self._text = MAX_VALUES, MAX_TEXT
+        self._values, self._text = _MAX_VALUES, MAX_TEXT
 
     def of(self, value: Any, depth: int) -> Any:
         self._values -= 1
         self._text -= len(value) if isinstance(value, str) else 0
-        if self._values < 0 or self._text < 0 or depth > MAX_DEPTH:
+        if self._values < 0 or self._text < 0 or depth > _MAX_DEPTH:
             raise RefusedError("holds more values than a checkpoint has")
         if value is None or isinstance(value, bool | float | str):
             return value
         if isinstance(value, int):
-            return value if abs(value) < MAX_INTEGER else {"other": "int"}
+            return value if abs(value) < _MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
         if isinstance(value, Known | _Other):
@@ -361,8 +361,8 @@ class _Plain:
 def _stream(file: BinaryIO, size: int) -> Any:
     """What such a stream holds: pickles, then each storage behind the number of its elements. Raises RefusedError."""
     file.seek(0)
-    part = io.BytesIO(file.read(min(size, MAX_PICKLE)))
-    _allow(min(size, MAX_PICKLE))
+    part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
+    _allow(min(size, _MAX_PICKLE))
     if load(_Reader(part)) != 0x1950A86A20F9469CFC6C or load(_Reader(part)) != 1001:
         raise RefusedError("is a pickle, and not one that torch.save writes")
     machine = load(_Reader(part))
@@ -390,8 +390,8 @@ def _stream(file: BinaryIO, size: int) -> Any:
 
 # --- the metadata of a distributed checkpoint: torch's own objects, of which names, numbers and places are taken ---
 
-MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each take a third of it
-METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
+_MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each take a third of it
+_METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 
 
 class _Stand:
@@ -409,7 +409,7 @@ class _Stand:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-CLASSES = {
+_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -419,7 +419,7 @@ CLASSES = {
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }  # fmt: skip
-NAMES = {**KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in CLASSES.items() for name in names}}
+NAMES = {**KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in _CLASSES.items() for name in names}}
 """Every name that may stand in .metadata, and what stands for it here."""
 
 
@@ -429,9 +429,9 @@ def _metadata(path: str) -> list[list[Any]]:
     """
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_METADATA:
-            raise RefusedError(f"has more than {MAX_METADATA:,} bytes")
-        allow(size, METADATA_COSTS)
+        if size > _MAX_METADATA:
+            raise RefusedError(f"has more than {_MAX_METADATA:,} bytes")
+        allow(size, _METADATA_COSTS)
         content = load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
     try:
         return _entries(content)
@@ -493,6 +493,6 @@ def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> l
 
 def _sizes(value: Any) -> list[int]:
     sizes = list(value) if isinstance(value, list | tuple) and len(value) <= MAX_DIMS else [-1]
-    if any(type(number) is not int or not 0 <= number < MAX_INTEGER for number in sizes):
+    if any(type(number) is not int or not 0 <= number < _MAX_INTEGER for number in sizes):
         raise RefusedError("sizes that are no sizes")
     return sizes

@@ -107,7 +107,7 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
 
 
 SHOWN = 3  # tensors named, and twice as many other entries
-DEPTH = 3
+_DEPTH = 3
 OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}  # the way on from names that no family has
 
 
@@ -160,7 +160,7 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:
     """A dictionary and those within it: the keys that lead to each, its tensors, and how many entries it has."""
-    if not isinstance(value, dict) or len(where) > DEPTH:
+    if not isinstance(value, dict) or len(where) > _DEPTH:
         return
     named = {key: each for key, each in value.items() if isinstance(key, str)}
     yield where, {key: each for key, each in named.items() if isinstance(each, Stored)}, len(value)

@@ -126,8 +126,8 @@ def _header(repository: Repository, name: str) -> Header:
     return parse_header(file.where, file.data[8:end], file.size)
 
 
-GGUF_FIRST = 2**20
-GGUF_MOST = 2**27  # bytes of a header: the largest vocabulary with its merges takes a tenth of it
+_GGUF_FIRST = 2**20
+_GGUF_MOST = 2**27  # bytes of a header: the largest vocabulary with its merges takes a tenth of it
 
 
 def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
@@ -168,16 +168,16 @@ def read_gguf(
         return spec, origin, path.parents[file.count("/")].name, notes
     if alone:
         raise Offline(f"{name} is not in the local cache, and {repository.why_offline}", WAY_ON)
-    remote, wanted = _Remote(repository, file, "Fetch the file, and name it."), GGUF_FIRST
+    remote, wanted = _Remote(repository, file, "Fetch the file, and name it."), _GGUF_FIRST
     while True:
         remote.upto(wanted)
         try:
             header = parse_gguf_header(name, remote.data, remote.size, remote.sample)
             break
         except Incomplete as error:
-            if error.needed > GGUF_MOST:
-                raise CheckpointError(f"{name} claims a header of more than {GGUF_MOST:,} bytes") from error
-            wanted = min(max(error.needed + GGUF_FIRST, 2 * len(remote.data)), GGUF_MOST)
+            if error.needed > _GGUF_MOST:
+                raise CheckpointError(f"{name} claims a header of more than {_GGUF_MOST:,} bytes") from error
+            wanted = min(max(error.needed + _GGUF_FIRST, 2 * len(remote.data)), _GGUF_MOST)
     spec, origin, notes = describe_header(name, header)
     if remote.sampled:
         notes.append(f"{file}: some of its tensors were compared in part, since no weight is fetched")

@@ -13,9 +13,9 @@ from .confinement import allow
 
 MAX_BYTES = 2**28  # of a tokenizer's files: the largest in use has 33 MB
 LIBRARIES = (2**30, 0, 60.0, 0.0)
-LOADING = (2**28, 32, 4.0, 1 / 2**21)  # one of 28 MB takes 380 MB and a second
+_LOADING = (2**28, 32, 4.0, 1 / 2**21)  # one of 28 MB takes 380 MB and a second
 RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer
-EXPANDS = 64  # A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one
+_EXPANDS = 64  # A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one
 
 _loaded: list[Any] = []  # the library's tokenizer, once the first question has said which
 
@@ -29,7 +29,7 @@ def answer(question: dict[str, Any]) -> Any:
     if what == "encode":
         allow(len(given), RUNNING)
         ids = backend.encode(given, add_special_tokens=flag).ids
-        if len(ids) > EXPANDS * (len(given.encode()) + EXPANDS):
+        if len(ids) > _EXPANDS * (len(given.encode()) + _EXPANDS):
             raise ValueError(f"{len(ids):,} tokens for {len(given):,} characters")
         return ids
     if what == "decode":
@@ -57,7 +57,7 @@ def _load(question: dict[str, Any]) -> Any:
     else:
         import tokenizers
 
-        allow(question["bytes"], LOADING)
+        allow(question["bytes"], _LOADING)
         kind = tokenizers.Tokenizer
         backend = kind.from_str(question["text"]) if "text" in question else kind.from_file(question["file"])
     backend.no_truncation()
@@ -71,7 +71,7 @@ def _older(folder: str, nbytes: int) -> Any:
     modules["torch"] = None  # transformers does without, for a tokenizer
     from transformers import AutoTokenizer
 
-    allow(nbytes, LOADING)
+    allow(nbytes, _LOADING)
     loaded: Any = AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
         folder, local_files_only=True, trust_remote_code=False
     )

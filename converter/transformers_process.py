@@ -14,7 +14,7 @@ from typing import Any
 from .confinement import allow
 
 LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
-BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 seconds
+_BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 seconds
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -27,18 +27,18 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     from transformers.models.auto import modeling_auto
 
     config = dict(question["config"])
-    name = class_name(modeling_auto, config)
+    name = _class_name(modeling_auto, config)
     kind: Any = getattr(transformers, name, None)
     if kind is None:
         raise ValueError(f"transformers {transformers.__version__} has no {name}")
-    allow(0, BUILDING)
+    allow(0, _BUILDING)
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.for_model(**config))
     parameters = [[name, list(value.shape)] for name, value in model.named_parameters()]
     return {"class": name, "parameters": parameters}
 
 
-def class_name(auto: Any, config: dict[str, Any]) -> str:
+def _class_name(auto: Any, config: dict[str, Any]) -> str:
     """The class that a config.json names, else the causal language model of its model_type."""
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):

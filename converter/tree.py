@@ -25,7 +25,7 @@ from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
-LOCAL_SCHEMA = 1
+_LOCAL_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
-    if data.get("schema_version") != LOCAL_SCHEMA:
-        message = f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {LOCAL_SCHEMA}"
+    if data.get("schema_version") != _LOCAL_SCHEMA:
+        message = f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {_LOCAL_SCHEMA}"
         raise ConfigError(message, "Update gptkit, or convert the original again.")
     origin, history = data.get("origin"), data.get("history", [])
     if isinstance(origin, dict):
@@ -137,7 +137,7 @@ def described_tree(spec: ModelSpec, origin: Origin, dtype: str) -> dict[str, Any
     """What gptkit.json says of a tree; `dtype`, by torch's name, is what it is to be computed in."""
     return {
         "gptkit": __version__,
-        "schema_version": LOCAL_SCHEMA,
+        "schema_version": _LOCAL_SCHEMA,
         "dtype": dtype,
         "spec": to_json(spec),
         "origin": {

@@ -30,8 +30,8 @@ from ..errors import InvalidInput
 from .names import CONFIG, json_bytes
 from .tokenizer import Tokenizer, load_tokenizer, token_files
 
-TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
+TOKENIZER, SETTINGS, _GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_OTHER_FORMS = ("tokenizer.model*", "spiece.model", "tekken.json", "*.tiktoken", "token_mappings.json")
 """Files that say the same in a form that is not written, or stand for ids: they would contradict the rewritten ones."""
 
 _ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
@@ -102,7 +102,7 @@ class Vocabulary:
 
     def _settings(self) -> dict[str, Any]:
         """The files whose fields name ids."""
-        here = [name for name in (SETTINGS, GENERATION) if name in self.files]
+        here = [name for name in (SETTINGS, _GENERATION) if name in self.files]
         found = {name: parse_config_text(self.files[name], name) for name in here}
         return found | ({} if self.config is None else {CONFIG: parse_config_text(self.config, CONFIG)})
 
@@ -171,7 +171,7 @@ class Vocabulary:
 
             files["merges.txt"] = "\n".join(filter(stays, self.files["merges.txt"].decode().split("\n"))).encode()
         for name in self.files:
-            if any(fnmatchcase(name, pattern) for pattern in OTHER_FORMS):
+            if any(fnmatchcase(name, pattern) for pattern in _OTHER_FORMS):
                 files[name] = None
         return files
 

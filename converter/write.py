@@ -35,7 +35,7 @@ METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers ask
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
-Around = tuple[bytes, Callable[[int], bytes]]
+_Around = tuple[bytes, Callable[[int], bytes]]
 """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
 
@@ -51,7 +51,7 @@ class Output:
     nbytes: int
     encode: Encode | None = None
     decode: Callable[[np.ndarray], np.ndarray] | None = None
-    around: Around | None = None
+    around: _Around | None = None
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class AttentionModule(nn.Module):
 
 
 @computes(LatentAttention)
-class LatentAttentionModule(nn.Module):
+class _LatentAttentionModule(nn.Module):
     """Keys and values of a latent that all heads share; see `components.LatentAttention`."""
 
     def __init__(self, spec: LatentAttention, kernel: Kernel = "sdpa") -> None:

@@ -15,7 +15,7 @@ from .registry import build_module, computes
 
 
 @computes(FeedForward)
-class FeedForwardModule(nn.Module):
+class _FeedForwardModule(nn.Module):
     """down(activation(up(x)))."""
 
     def __init__(self, spec: FeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
@@ -30,7 +30,7 @@ class FeedForwardModule(nn.Module):
 
 
 @computes(GatedFeedForward)
-class GatedFeedForwardModule(nn.Module):
+class _GatedFeedForwardModule(nn.Module):
     """down(activation(gate(x)) · up(x))."""
 
     def __init__(self, spec: GatedFeedForward, kernel: str = "sdpa") -> None:  # noqa: ARG002 - no feed-forward has two
@@ -193,7 +193,7 @@ class MixtureOfExpertsModule(nn.Module):
         sizes = [count for count in counts if count]
         pairs = zip(used, torch.split(taken, sizes), strict=True)
         first = used[0]
-        if not isinstance(first, GatedFeedForwardModule) or first.fused is None:
+        if not isinstance(first, _GatedFeedForwardModule) or first.fused is None:
             return torch.cat([expert(tokens) for expert, tokens in pairs])
         # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))

@@ -74,7 +74,7 @@ class Sampling:
         return scores
 
 
-GREEDY = Sampling()
+_GREEDY = Sampling()
 
 
 def warn(line: str, stacklevel: int = 3) -> None:
@@ -87,7 +87,7 @@ def generate(
     input_ids: Sequence[int] | Tensor,
     max_new_tokens: int,
     *,
-    sampling: Sampling = GREEDY,
+    sampling: Sampling = _GREEDY,
     stop: Collection[int] = (),
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:

@@ -37,7 +37,7 @@ DEVIATION = 0.02
 TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
 """The initialisation in words."""
 
-PROBED = 16
+_PROBED = 16
 """Tokens of the forward pass that shows that logits are numbers."""
 
 Array = np.ndarray[Any, Any]
@@ -118,7 +118,7 @@ def _size(nbytes: int) -> str:
 def finite_logits(model: Decoder) -> bool:
     """Whether a forward pass over some tokens of the vocabulary gives logits that are numbers."""
     spec = model.spec
-    length = min(PROBED, spec.context_length or PROBED, spec.positions.length if spec.positions else PROBED)
+    length = min(_PROBED, spec.context_length or _PROBED, spec.positions.length if spec.positions else _PROBED)
     ids = torch.linspace(0, spec.vocab_size - 1, length).long()[None]
     device = next(model.parameters()).device
     with torch.inference_mode():

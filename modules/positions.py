@@ -207,7 +207,7 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
 
 
 @computes(ALiBi)
-class AlibiBias:
+class _AlibiBias:
     """What `ALiBi` does: the bias of scores."""
 
     bias = staticmethod(alibi_bias)

@@ -20,7 +20,7 @@ from .generate import Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
-WARNED = partial(warn, stacklevel=4)
+_WARNED = partial(warn, stacklevel=4)
 """A limit of the model as a warning of the code that asks for the next piece."""
 
 
@@ -39,7 +39,7 @@ def generate(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
-    tell: Callable[[str], None] = WARNED,
+    tell: Callable[[str], None] = _WARNED,
 ) -> Iterator[str]:
     """The continuation of a prompt, piece by piece, without the prompt itself.
 

@@ -30,7 +30,7 @@ from .sides import Sides
 _FLOOR = 1e-9
 """Relative difference below which nothing counts: fp64 sums in another order."""
 
-Side = Literal["output", "input"]
+_Side = Literal["output", "input"]
 Key = tuple[int, int]
 
 
@@ -44,8 +44,8 @@ class Tap:
 
     label: str
     layer: int | None
-    ours: tuple[str, Side]
-    theirs: tuple[str, Side]
+    ours: tuple[str, _Side]
+    theirs: tuple[str, _Side]
     rows: Tensor | None = None
     factor: float = 1.0
 
@@ -149,7 +149,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                 if short.endswith(".experts.0.down_proj"):
                     mixture = ours.partition(".experts.")[0]
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
-                    whole: tuple[str, Side] = (outer, "output")
+                    whole: tuple[str, _Side] = (outer, "output")
                     told = label(short.partition(".0.")[0])
                     if at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.").startswith(f"{outer}."):
                         found.append((place, Tap(told, layer, (mixture, "output"), whole)))
@@ -161,7 +161,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                 continue  # a bias that another module of transformers' adds: Japanese GPT-NeoX
             # Our embedding applies its norm itself; the table's own rows are what goes into that norm.
             normed = short == "embedding" and spec.embedding.norm is not None
-            here: tuple[str, Side] = ("embedding.norm", "input") if normed else (ours, "output")
+            here: tuple[str, _Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else 1.0
             found.append((place, Tap(label(short), layer, here, (theirs, "output"), rows, factor)))

@@ -18,13 +18,13 @@ from .passes import trim_heaps
 from .probe import Tokens
 from .rows import head_rows
 
-WIDENED = 128
+_WIDENED = 128
 """Positions that are widened to fp64 at once: a vocabulary is large."""
 CHUNK_BYTES = 8 * 2**20
 """Of a head's widened rows at once, and about of the logits made with them."""
 ROWS = 2048
 """Positions whose logits are made at once."""
-TRIMMED = 2**17
+_TRIMMED = 2**17
 """Logits of one side after which freed memory is given back."""
 
 
@@ -51,7 +51,7 @@ class Difference:
 def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
     """KL(reference ‖ candidate) a position, (N,), in fp64, from logits (N, V)."""
     found = []
-    for a, b in zip(torch.split(reference, WIDENED), torch.split(candidate, WIDENED), strict=True):
+    for a, b in zip(torch.split(reference, _WIDENED), torch.split(candidate, _WIDENED), strict=True):
         p, q = F.log_softmax(a.double(), -1), F.log_softmax(b.double(), -1)
         found.append(F.kl_div(q, p, reduction="none", log_target=True).sum(-1).clamp_min(0))
     return torch.cat(found)
@@ -94,7 +94,7 @@ def mean_gap(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def gaps(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
     """Absolute differences in fp64, some rows at a time."""
     for x, y in zip(a, b, strict=True):
-        for part, other in zip(torch.split(x, WIDENED), torch.split(y, WIDENED), strict=True):
+        for part, other in zip(torch.split(x, _WIDENED), torch.split(y, _WIDENED), strict=True):
             yield (part.double() - other.double()).abs()
 
 
@@ -146,7 +146,7 @@ def compare_heads(
                 a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
                 sums.add(a, b, part.start, None if targets is None else targets[rows])
                 del a, b
-            if step * count > TRIMMED:
+            if step * count > _TRIMMED:
                 trim_heaps()
         found = [sums.total() for sums in blocks]
     return Compared(*(torch.cat(column) for column in zip(*found, strict=True)))

@@ -27,11 +27,11 @@ from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
 
 Array = NDArray[Any]
 
-BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
+_BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
-QUANTISING = ("gguf", "llama2c")
+_QUANTISING = ("gguf", "llama2c")
 """Formats that store blocks of few bits; what lies in no file as it is read is quantised there."""
-SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
+_SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 MAPPED_BYTES = 32 * 2**20
 """Bytes read from mapped files after which their pages are let go."""
 
@@ -97,7 +97,7 @@ class _Comparison:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
-        quantising = [side.leaves if side.format in QUANTISING else [] for side in self.sides]
+        quantising = [side.leaves if side.format in _QUANTISING else [] for side in self.sides]
         self.quantised = [  # the shared tensors that are dequantised when they are read
             {name for leaf in leaves if side.span(leaf) is None for name in leaf.shared}
             for side, leaves in zip(self.sides, quantising, strict=True)
@@ -192,7 +192,7 @@ class _Comparison:
             return None
         x, y = a[0], b[0]
         if x.shape != y.shape:
-            if name not in BY_ROW or x.shape[1:] != y.shape[1:]:
+            if name not in _BY_ROW or x.shape[1:] != y.shape[1:]:
                 return None
             rows = min(len(x), len(y))
             x, y = x[:rows], y[:rows]
@@ -214,7 +214,7 @@ class _Comparison:
             dtype_a=dtypes[0],
             dtype_b=dtypes[1],
             figures=figures,
-            quantised=tuple(side for side, names in zip(SIDES, self.quantised, strict=True) if name in names),
+            quantised=tuple(side for side, names in zip(_SIDES, self.quantised, strict=True) if name in names),
         )
 
     def _pause(self, nbytes: int) -> None:

@@ -259,21 +259,21 @@ def _valued(fields: Fields) -> Apply:
     return apply
 
 
-class MistakenRotary(Rotary, frozen=True, kw_only=True):
+class _MistakenRotary(Rotary, frozen=True, kw_only=True):
     """Rotary positions that code applies to queries or to keys alone, or without rotate_half's minus."""
 
     mistake: Literal["queries", "keys", "added"]
 
 
-del KINDS[MistakenRotary.__name__]  # no file says it
+del KINDS[_MistakenRotary.__name__]  # no file says it
 
 
-@computes(MistakenRotary)
-class MistakenTurn(RotaryTurn):
-    """What `MistakenRotary` says."""
+@computes(_MistakenRotary)
+class _MistakenTurn(RotaryTurn):
+    """What `_MistakenRotary` says."""
 
     @staticmethod
-    def both(rotary: MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    def both(rotary: _MistakenRotary, q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
         """Queries and keys, turned as the mistake has it."""
         if rotary.mistake == "added":  # the sine is that of the second of each pair for both
             sin, half = tables.sin, tables.sin.shape[-1] // 2
@@ -285,16 +285,16 @@ class MistakenTurn(RotaryTurn):
         )
 
 
-class MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
+class _MistakenMixture(MixtureOfExperts, frozen=True, kw_only=True):
     """A mixture in whose weights the bias of the choice is too."""
 
 
-del KINDS[MistakenMixture.__name__]
+del KINDS[_MistakenMixture.__name__]
 
 
-@computes(MistakenMixture)
-class MistakenRouting(MixtureOfExpertsModule):
-    """What `MistakenMixture` says."""
+@computes(_MistakenMixture)
+class _MistakenRouting(MixtureOfExpertsModule):
+    """What `_MistakenMixture` says."""
 
     def weighing(self, scores: Tensor) -> Tensor:
         return scores if self.choice is None else self.choice(scores)
@@ -303,7 +303,7 @@ class MistakenRouting(MixtureOfExpertsModule):
 def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
     def change(node: Any, _: str) -> Any:
         fields = {name: getattr(node, name) for name in MixtureOfExperts.__struct_fields__ if hasattr(node, name)}
-        return MistakenMixture(**fields) if getattr(node, "choice_bias", False) else node
+        return _MistakenMixture(**fields) if getattr(node, "choice_bias", False) else node
 
     return spec.mapped(change), dict(weights)
 
@@ -313,7 +313,7 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
             return node
         fields = {name: getattr(node.position, name) for name in Rotary.__struct_fields__}
-        return replace(node, position=MistakenRotary(**fields, mistake=mistake))
+        return replace(node, position=_MistakenRotary(**fields, mistake=mistake))
 
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 

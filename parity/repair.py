@@ -36,7 +36,7 @@ from .rows import final_norm, head_rows
 from .score import SMALL
 from .sides import Sides
 
-Unit = int | Literal["front", "back"]
+_Unit = int | Literal["front", "back"]
 """A layer by its index, what stands before all layers (embedding, its norm, positions), or behind (norm, head)."""
 
 TOKENS = 256
@@ -45,7 +45,7 @@ ROOM = 2**30
 """Bytes that one side's outputs of all components may take in the temporary folder."""
 FEW = 4
 """Tensors that a repair may take from each other across layers."""
-TRIED = 3
+_TRIED = 3
 """Repairs that are made in the whole of a model too large to be run for each."""
 SHOWN = 5
 
@@ -65,7 +65,7 @@ class Repaired:
     """
 
     def __init__(
-        self, target: Checkpoint, source: Checkpoint, repair: Repair | None = None, only: Unit | None = None
+        self, target: Checkpoint, source: Checkpoint, repair: Repair | None = None, only: _Unit | None = None
     ) -> None:
         self.target, self.source, self.only = target, source, only
         self.repair = repair or Repair("nothing")
@@ -107,14 +107,14 @@ class Repaired:
         self.source.release()
 
 
-def unit_of(name: str) -> Unit:
+def unit_of(name: str) -> _Unit:
     """The unit of a parameter or component by its shared name."""
     if name.startswith("blocks."):
         return int(name.split(".", 2)[1])
     return "back" if name.startswith(("final_norm", "head")) else "front"
 
 
-def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
+def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
     """A tree with one unit of another."""
     change = msgspec.structs.replace
     if unit == "front":
@@ -124,11 +124,11 @@ def _within(own: ModelSpec, other: ModelSpec, unit: Unit) -> ModelSpec:
     return change(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
-Seen = dict[int, Tensor]
+_Seen = dict[int, Tensor]
 """Hidden states (B, T, hidden) by the identity of the batch."""
 
 
-def _run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
+def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:
     """What a unit makes of its inputs, (N, features) a batch in fp64, computed in the inputs' dtype."""
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
@@ -150,7 +150,7 @@ def _run_unit(tree: Repaired, unit: Unit, inputs: Seen, batches: Sequence[Batch]
         yield out
 
 
-def _around(model: nn.Module, name: str, seen: tuple[Seen, Seen]) -> ExitStack:
+def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack:
     """While open, what goes into a module and what comes out of it is left by batch."""
 
     def going_in(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -233,10 +233,10 @@ def _find_causes(
     if first is None:
         return []  # one function, computed with less precision: nothing in it to repair
     source, target = both.source, both.target
-    ends: Unit = "back" if first.label in ("final norm", "head") else "front"
+    ends: _Unit = "back" if first.label in ("final norm", "head") else "front"
     unit = ends if first.layer is None else first.layer
     layer = len(source.spec.blocks) - 1 if unit == "back" else 0 if unit == "front" else unit
-    seen: tuple[Seen, Seen] = {}, {}
+    seen: tuple[_Seen, _Seen] = {}, {}
     assert source.architecture is not None
     bound = source.architecture.bind(source.spec)
     stored = next(leaf.checkpoint for leaf in bound if leaf.shared[0].startswith(f"blocks.{layer}."))
@@ -250,7 +250,7 @@ def _find_causes(
     else:
         inputs, outputs = seen[0], [batch.valid(seen[0 if unit == "front" else 1][id(batch)]) for batch in batches]
 
-    def left(repair: Repair | None = None, only: Unit | None = None) -> float:
+    def left(repair: Repair | None = None, only: _Unit | None = None) -> float:
         """What differs in the whole model where a repair is made in it."""
         tree = Repaired(target, source, repair, only)
         return largest_gap(exact, both.candidate(batches, torch.float64, path, tree=tree))
@@ -272,7 +272,7 @@ def _find_causes(
     helps.sort(key=lambda pair: not pair[0])
     whole, causes = left(), list[Cause]()
     where = f" in layer {unit}" if isinstance(unit, int) else ""
-    for restores, repair in helps[: TRIED if few else None]:  # everywhere, and, where that does not do, in that unit
+    for restores, repair in helps[: _TRIED if few else None]:  # everywhere, and, where that does not do, in that unit
         gap = left(repair)
         if gap <= allowed or gap < whole / 10:
             causes.append(Cause(repair.words, gap <= allowed, gap))

@@ -29,7 +29,7 @@ CHUNK_BYTES = 8 * 2**20
 """Widened rows of a weight that are there at once."""
 MAPPED_BYTES = 32 * 2**20
 """Bytes read from a mapped file after which its pages are let go."""
-LARGE_BYTES = 4 * 2**20
+_LARGE_BYTES = 4 * 2**20
 """A product of this size leaves freed memory behind that is worth giving back."""
 
 See = Callable[[str, Tensor, Any], None]
@@ -155,7 +155,7 @@ class _Rows(nn.Module):
         release()
         if progress is not None:
             progress(stored.nbytes)
-        if out.nbytes > LARGE_BYTES:
+        if out.nbytes > _LARGE_BYTES:
             trim_heaps()
         return out
 

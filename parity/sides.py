@@ -364,7 +364,7 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
 
 
-Watch = Callable[[nn.Module], AbstractContextManager[object]]
+_Watch = Callable[[nn.Module], AbstractContextManager[object]]
 """What is open while a model runs: hooks on its modules."""
 
 
@@ -377,7 +377,7 @@ class Sides:
     folder: Path | None
 
     def reference(
-        self, batches: Sequence[Batch], dtype: torch.dtype, path: str, watch: Watch = nullcontext
+        self, batches: Sequence[Batch], dtype: torch.dtype, path: str, watch: _Watch = nullcontext
     ) -> list[Tensor]:
         """transformers' logits."""
         if self.folder is None:
@@ -392,7 +392,7 @@ class Sides:
         batches: Sequence[Batch],
         dtype: torch.dtype,
         path: Kernel,
-        watch: Watch = nullcontext,
+        watch: _Watch = nullcontext,
         tree: Tree | None = None,
     ) -> list[Tensor]:
         """gptkit's logits: the target's, or those of a tree that is read from it."""

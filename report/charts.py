@@ -160,10 +160,10 @@ def cache_chart(
     return figure("Key-value cache by context", summary, traces, map(Key, styles, names), table, layout)
 
 
-Points = Sequence[tuple[int, int]]  # tokens and bytes there
+_Points = Sequence[tuple[int, int]]  # tokens and bytes there
 
 
-def _one_line(one: Points, other: Points) -> bool:
+def _one_line(one: _Points, other: _Points) -> bool:
     """Whether two lines lie on one another as far as the shorter goes."""
     first, second = dict(one), dict(other)
     shared = first.keys() & second.keys()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MARK = "*"
 GAP = 2  # blank characters between two columns
-MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
+_MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
 MOST_DRAWN = 12  # models whose layers a page draws
 
 
@@ -139,7 +139,9 @@ def shared_out(room: int, columns: Sequence[Sequence[str]]) -> list[int] | None:
             break
         widths[lacking.index(least)] += least
         left -= least
-    tall = any(len(cell) > MOST_LINES * width for column, width in zip(columns, widths, strict=True) for cell in column)
+    tall = any(
+        len(cell) > _MOST_LINES * width for column, width in zip(columns, widths, strict=True) for cell in column
+    )
     return None if tall else widths
 
 

@@ -24,12 +24,12 @@ _Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
 _Words = Callable[[str, int], str]  # how a figure under its label is written
 _Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
 NOTHING = "–"  # where a model has no such figure
-TOTAL, TOTAL_BINARY = "total", "total in GiB"
+TOTAL, _TOTAL_BINARY = "total", "total in GiB"
 BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
 LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
     *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "activations"),
-    *(TOTAL, TOTAL_BINARY, *BESIDE),
+    *(TOTAL, _TOTAL_BINARY, *BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
@@ -141,7 +141,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
 
 
 def _bytes(label: str, nbytes: int) -> str:
-    return binary(nbytes) if label == TOTAL_BINARY else decimal(nbytes, "B")
+    return binary(nbytes) if label == _TOTAL_BINARY else decimal(nbytes, "B")
 
 
 def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet]:
@@ -198,7 +198,7 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
             **({"fp32 weights": training.master} if training.master else {}),
             "activations": training.activations,
             TOTAL: training.total,
-            TOTAL_BINARY: training.total,
+            _TOTAL_BINARY: training.total,
             "checkpointed": training.checkpointed,
             "total, checkpointed": training.total_checkpointed,
         }
@@ -206,7 +206,7 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
 
 
 def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, int]:
-    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, TOTAL_BINARY: total}
+    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, _TOTAL_BINARY: total}
 
 
 def _formats(models: Sequence[_Model]) -> Sheet:

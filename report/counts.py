@@ -23,8 +23,8 @@ from .pages import counted
 from .rows import By
 from .sheets import GAP, Layout, Row, Sheet, drawing, nbytes, percentage
 
-NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
-NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
+_NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
+_NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
 MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
 
 
@@ -110,7 +110,7 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     with_bytes = weights is not None and room >= len(nbytes(weights.total)) + GAP
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
-    with_words = room >= len("100.0 %") + 2 * GAP + NARROWEST_WORDS
+    with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
     rows: list[Row] = []
 
     def row(label: str, what: str, number: int | str, size: int | None, style: str = "", ruled: bool = False) -> None:
@@ -235,7 +235,7 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
     columns.append(("no embedding", [f"{count.non_embedding:,}" for count in counts]))
     columns.append(("layers", [f"{len(model.spec.blocks):,}" for model in models]))
     columns.append(("head", ["tied" if count.tied else "own" for count in counts]))
-    room = page.width - min(NARROWEST_WORDS, max(len(model.name) for model in models))
+    room = page.width - min(_NARROWEST_WORDS, max(len(model.name) for model in models))
     shown: list[tuple[str, list[str]]] = []
     for title, cells in columns:
         room -= GAP + max(map(len, [title, *cells]))
@@ -278,10 +278,10 @@ def _tensors(page: Layout, model: ModelCount, dtype: str | None) -> Grid:
     total = (model.count if named is None else named.count).total
     figures = [f"{total:,}", *([] if weights is None else [nbytes(weights.total)])]
     room = page.width - sum(GAP + max(len(cell), len("parameters")) for cell in figures)
-    if dtype and room < NARROWEST_WORDS:
+    if dtype and room < _NARROWEST_WORDS:
         return _tensors(page, model, None)
     beside = room - GAP - max(map(len, [*shapes, "shape"]))
-    with_shape = beside >= min(names, NARROWEST_NAMES)
+    with_shape = beside >= min(names, _NARROWEST_NAMES)
     with_number = beside - GAP - len("number") >= names
     with_columns = (with_shape, with_number, True, dtype is not None)
     table = page.table(["tensor"], list(compress(("shape", "number", "parameters", dtype or ""), with_columns)))

@@ -17,7 +17,7 @@ from .sheets import held, share, short
 from .treemap import treemap
 
 MOST_NAMES = 6  # models whose names make a page's title
-MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
+_MOST_DIAGRAMS = 4  # kinds of layers that are drawn; `show` has all of them
 
 
 def counts_page(counts: Sequence[ModelCount], asked: Asked | None = None) -> Page:
@@ -116,7 +116,7 @@ def _components(counts: Sequence[ModelCount]) -> Table:
 def layer_diagrams(spec: ModelSpec, name: str = "") -> list[Figure]:
     """One for each kind of layer, of the first that is of it; of many kinds the first ones."""
     kinds = [spec.blocks.index(block) for block in dict.fromkeys(spec.blocks)]
-    return [block_diagram(spec, layer, name) for layer in kinds[:MOST_DIAGRAMS]]
+    return [block_diagram(spec, layer, name) for layer in kinds[:_MOST_DIAGRAMS]]
 
 
 def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:

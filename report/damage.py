@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..parity.damage import Damage, Layer, Place
     from ..surgery.swap import SwapResult
 
-ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
+_ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
 ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
 LAYERS = 3  # layers named, of however many
 LARGEST = "the largest KL"
@@ -146,7 +146,7 @@ def _position_table(damage: Damage) -> Table:
 def _largest(divergences: Sequence[float]) -> frozenset[int]:
     """Where the KL is largest, if it is more than rounding explains."""
     largest, index = max((_or_infinite(kl), -index) for index, kl in enumerate(divergences))
-    return frozenset([-index] if largest > ROUNDING else [])
+    return frozenset([-index] if largest > _ROUNDING else [])
 
 
 def _plain(perplexity: float) -> str:
@@ -164,7 +164,7 @@ def _lens_figure(damage: Damage) -> Figure:
         pair = f"after layer {layer.after} of both" if same else f"after layers {layer.before} and {layer.after}"
         for each, value in zip(damage.bins, layer.by_bin, strict=True):
             lines = (f"KL: {number(value)} nats per token", f"at position {each.name}", pair)
-            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), lines, not value <= ROUNDING))
+            cells.append(Cell(f"at {each.name}", layer.after, _or_infinite(value), lines, not value <= _ROUNDING))
     worst = max(damage.layers, key=lambda layer: _or_infinite(layer.kl))
     columns = (("layer", False), *((f"at {each.name}", True) for each in damage.bins))
     rows = tuple((str(layer.after), *map(number, layer.by_bin)) for layer in damage.layers)

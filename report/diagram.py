@@ -19,10 +19,10 @@ PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
 """Letters that a line of words may have; the first with which the diagram fits a phone is taken."""
 TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
-HEADS_MOST = 130  # how wide that picture makes the box at most
-HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
-GROUPED_ROOM = 2  # the same where several share a key head
-STEP = 14  # pixels between the points that can be pointed at
+_HEADS_MOST = 130  # how wide that picture makes the box at most
+_HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
+_GROUPED_ROOM = 2  # the same where several share a key head
+_STEP = 14  # pixels between the points that can be pointed at
 EDGE = 6  # blank around the picture
 LEAST = 300  # the least width of a picture
 
@@ -95,7 +95,7 @@ def _measure(node: Node, lanes: int, room: int) -> Size:
     wide = max(text_width(line, bold=index < first) for index, line in enumerate(lines))
     tall = LINE * len(lines) + 2 * PAD
     if node.op == "scores":
-        wide, tall = max(wide, min(_heads_of(node)[0] * HEADS_ROOM, HEADS_MOST)), tall + HEADS
+        wide, tall = max(wide, min(_heads_of(node)[0] * _HEADS_ROOM, _HEADS_MOST)), tall + HEADS
     return tuple(lines), wide + 2 * PAD, tall
 
 
@@ -111,7 +111,7 @@ def text_width(text: str, bold: bool = False) -> int:
     return round(FONT * em * (1.1 if bold else 1.0)) + 1
 
 
-FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "var(--good-ground)"}
+_FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "var(--good-ground)"}
 """What boxes with weights are painted in, by the module; the ends are `--raised`."""
 
 
@@ -129,8 +129,8 @@ def _border(box: Box) -> list[dict[str, Any]]:
         plus = f"M{cx - 5},{cy}L{cx + 5},{cy}M{cx},{cy - 5}L{cx},{cy + 5}"
         return [{**circle, "line": line, "fillcolor": "var(--ground)"}, {"type": "path", "path": plus, "line": line}]
     colour, dash = "var(--quiet)" if boxed(node) else "var(--line)", "dot" if node.tied else "solid"
-    fill = FILLS.get(node.id.partition(".")[0], "var(--raised)") if boxed(node) else "var(--ground)"
-    fill = FILLS["norm"] if node.op == "norm" else fill
+    fill = _FILLS.get(node.id.partition(".")[0], "var(--raised)") if boxed(node) else "var(--ground)"
+    fill = _FILLS["norm"] if node.op == "norm" else fill
     return [_rounded(box, 5, {"color": colour, "width": 1, "dash": dash}, fill)]
 
 
@@ -173,7 +173,7 @@ def _heads_of(node: Node) -> tuple[int, int]:
 
 def _shown(box: Box) -> int:
     heads, group = _heads_of(box.node)
-    fit = max((box.width - 2 * PAD) // (group * (HEADS_ROOM if group == 1 else GROUPED_ROOM)), 1)
+    fit = max((box.width - 2 * PAD) // (group * (_HEADS_ROOM if group == 1 else _GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
 
 
@@ -229,13 +229,13 @@ def _pointed(boxes: Sequence[Box]) -> list[dict[str, Any]]:
     for box in boxes:
         hint = _hint(box.node)
         middles.append((box.left + box.width // 2, box.middle, hint))
-        across, down = max(box.width // STEP, 1), max(box.height // STEP, 1)
+        across, down = max(box.width // _STEP, 1), max(box.height // _STEP, 1)
         more += [
             (box.left + round(box.width * (i + 0.5) / across), box.top + round(box.height * (j + 0.5) / down), hint)
             for i in range(across)
             for j in range(down)
         ]
-    marker = {"size": STEP, "opacity": 0, "color": "var(--mark)"}
+    marker = {"size": _STEP, "opacity": 0, "color": "var(--mark)"}
     hidden = {"type": "scatter", "mode": "markers", "hoverinfo": "text", "marker": marker, "showlegend": False}
     traces = []
     for words, points in (("hovertext", middles), ("text", more)):

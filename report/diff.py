@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..parity.changes import Diff, Status, TensorDiff
 
 MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
-UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
+_UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
 """Of tensors that cannot be compared."""
@@ -32,7 +32,7 @@ APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
 """What stands in a cell of the heatmap that has no figure."""
 COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
 SOME = 5  # tensors that are listed unless all are asked for
-INDENT = 2
+_INDENT = 2
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def readings(diff: Diff) -> list[str]:
     both = [each for each in diff.tensors if each.shape_a == each.shape_b and len(each.shape_a or ()) > 1]
     matrices = Group("matrices", None, tuple(both))
     cosine = matrices.cosine if diff.changed else None
-    if cosine is not None and abs(cosine) < UNRELATED and 2 * len(matrices.changed) > len(both):
+    if cosine is not None and abs(cosine) < _UNRELATED and 2 * len(matrices.changed) > len(both):
         about = round(cosine, 2) + 0.0  # not -0.00
         lines.append(f"The matrices have nothing in common (cosine {about:.2f}): neither came from the other.")
     elif diff.changed:
@@ -248,12 +248,12 @@ def diff_report(layout: Layout, diff: Diff, by: By = "component", everything: bo
         yield from _wrapped(layout, line, 0, "dim")
     yield from _wrapped(layout, verdict(diff), 0, "bold")
     for line in readings(diff):
-        yield from _wrapped(layout, line, INDENT)
+        yield from _wrapped(layout, line, _INDENT)
     for heading, lines in _parts(diff, by, everything or by == "tensor"):
         yield ""
         yield from _wrapped(layout, heading, 0, "bold")
         for each in lines:
-            yield from [each] if isinstance(each, Sheet) else _wrapped(layout, each, INDENT)
+            yield from [each] if isinstance(each, Sheet) else _wrapped(layout, each, _INDENT)
     if diff.notes:
         yield ""
     for line in diff.notes:
@@ -295,8 +295,8 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Any]:
     """Lines that fit, broken between words alone; a second line of the text and what is broken off stand further in."""
     for number, line in enumerate(text.split("\n")):
-        first = indent + 2 * INDENT * (number > 0)
-        rest = " " * (first + (INDENT if indent else 3))
+        first = indent + 2 * _INDENT * (number > 0)
+        rest = " " * (first + (_INDENT if indent else 3))
         indents: Any = {"initial_indent": " " * first, "subsequent_indent": rest if number == 0 else " " * first}
         whole: Any = {"break_long_words": False, "break_on_hyphens": False}
         for part in textwrap.wrap(layout.clean(line), layout.width, **indents, **whole):

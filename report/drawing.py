@@ -13,11 +13,11 @@ from ..components.operations import Scores
 from .placement import SHAPED, Box, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
 from .structure import Kind, Node, Structure, layers_label, shape_words
 
-STREAM, TRUNK, LEFT, BESIDE = 2, 0, 6, 2
+_STREAM, _TRUNK, _LEFT, BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
 ROOMS = (28, *range(24, 7, -1))  # letters that a line of words may have; the first with which the drawing fits is taken
 TRUNK_ROOM = 40
-BRACKET = 2  # columns of the bracket on the right that holds the block together
+_BRACKET = 2  # columns of the bracket on the right that holds the block together
 WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
 """What ASCII has instead, in words."""
 
@@ -33,8 +33,8 @@ def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = Fals
     """The lines of the drawing, none wider than `width`; of the list, where a drawing would be."""
     nodes = graph.path(kind)
     label = layers_label(graph, kind)
-    placed = place(nodes, metrics(ascii_only), width - BRACKET, ROOMS)
-    if placed.width + BRACKET > width:
+    placed = place(nodes, metrics(ascii_only), width - _BRACKET, ROOMS)
+    if placed.width + _BRACKET > width:
         yield from _listed(nodes, label, width, ascii_only)
         return
     yield from _Canvas(placed, label, ascii_only).lines()
@@ -54,7 +54,7 @@ def metrics(ascii_only: bool) -> Metrics:
     def least(copies: int) -> int:
         return 2 * (len(experts_words(copies)) + 4)
 
-    return Metrics(measure, least, STREAM, TRUNK, LEFT, BESIDE, gap=0, track=1, around=(2, 1))
+    return Metrics(measure, least, _STREAM, _TRUNK, _LEFT, BESIDE, gap=0, track=1, around=(2, 1))
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
@@ -86,9 +86,9 @@ def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
     return [" ".join(queries), " ".join(keys)]
 
 
-UP, DOWN, LEFTWARDS, RIGHTWARDS = range(4)
+UP, DOWN, _LEFTWARDS, _RIGHTWARDS = range(4)
 
-LIGHT = {
+_LIGHT = {
     (1, 1, 0, 0): "│", (0, 0, 1, 1): "─", (0, 1, 0, 1): "┌", (0, 1, 1, 0): "┐", (1, 0, 0, 1): "└", (1, 0, 1, 0): "┘",
     (1, 1, 0, 1): "├", (1, 1, 1, 0): "┤", (0, 1, 1, 1): "┬", (1, 0, 1, 1): "┴", (1, 1, 1, 1): "┼",
     (1, 0, 0, 0): "│", (0, 1, 0, 0): "│", (0, 0, 1, 0): "─", (0, 0, 0, 1): "─",
@@ -102,7 +102,7 @@ class _Canvas:
     """Characters, the lines between them, and their styles; y counts down."""
 
     def __init__(self, placed: Placement, label: str, ascii_only: bool) -> None:
-        self.width, self.height, self.ascii_only = placed.width + BRACKET, placed.height, ascii_only
+        self.width, self.height, self.ascii_only = placed.width + _BRACKET, placed.height, ascii_only
         self.letters: dict[tuple[int, int], tuple[str, str]] = {}
         self.joints: dict[tuple[int, int], list[int]] = {}
         self.heavy: set[tuple[int, int]] = set()
@@ -121,10 +121,10 @@ class _Canvas:
             self._box(box)
         # What holds the block together, on the right.
         top, bottom, x = placed.box("x").top, placed.box("block_output").top, self.width - 1
-        self._join(x, top, DOWN, LEFTWARDS)
-        self._join(x, bottom, UP, LEFTWARDS)
+        self._join(x, top, DOWN, _LEFTWARDS)
+        self._join(x, bottom, UP, _LEFTWARDS)
         self._down(x, top + 1, bottom)
-        self._join(x - 1, bottom, RIGHTWARDS)
+        self._join(x - 1, bottom, _RIGHTWARDS)
         self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
 
     def _join(self, x: int, y: int, *ways: int) -> None:
@@ -142,7 +142,7 @@ class _Canvas:
         """A line along a row, from the middle of one column to that of another."""
         low, high = min(one, other), max(one, other)
         for x in range(low, high + 1):
-            self._join(x, y, *([LEFTWARDS] if x > low else []), *([RIGHTWARDS] if x < high else []))
+            self._join(x, y, *([_LEFTWARDS] if x > low else []), *([_RIGHTWARDS] if x < high else []))
 
     def _write(self, x: int, y: int, text: str, style: str) -> None:
         self.letters.update({(x + index, y): (letter, style) for index, letter in enumerate(text)})
@@ -154,7 +154,7 @@ class _Canvas:
         (x, top), (_, turn) = points[:2]
         self._down(x, top, turn)
         if len(points) == 2:
-            if x == STREAM:
+            if x == _STREAM:
                 self.heavy |= {(x, y) for y in range(top, turn)}
             return
         self._join(x, turn, UP)
@@ -206,7 +206,7 @@ class _Canvas:
         if joint is None or letter not in " .:╌╎":
             return letter, style
         up, down, left, right = joint
-        heavy, drawn = (x, y) in self.heavy, LIGHT[up, down, left, right]
+        heavy, drawn = (x, y) in self.heavy, _LIGHT[up, down, left, right]
         if self.ascii_only:
             drawn = "+" if (up or down) and (left or right) else "|" if up or down else "-"
         return HEAVY.get(drawn, drawn) if heavy else drawn, "bold" if heavy else "dim"

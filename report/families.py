@@ -15,10 +15,10 @@ from ..architectures import ARCHITECTURES, BY_MODEL_TYPE
 from ..architectures.presets import presets
 from .sheets import GAP, Layout, drawing
 
-MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """What transformers calls its list of causal language models."""
 
-WHY: Mapping[str, str] = {
+_WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
         minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv
@@ -48,7 +48,7 @@ UNCOUNTED = frozenset({
 
 def reason(kind: str) -> str:
     """Why a model type is not read."""
-    return next((why for why, kinds in WHY.items() if kind in kinds.split()), "other components")
+    return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other components")
 
 
 def causal_types() -> dict[str, str]:
@@ -64,7 +64,7 @@ def causal_types() -> dict[str, str]:
     except OSError:
         return {}
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == MAPPING for t in node.targets):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _MAPPING for t in node.targets):
             assert isinstance(node.value, ast.Call)
             pairs: Sequence[tuple[str, str | tuple[str, ...]]] = ast.literal_eval(node.value.args[0])
             return {kind: name if isinstance(name, str) else name[0] for kind, name in pairs}

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from .pages import Figure, Key, Table, figure, safe
 
 NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
-TICKS = 6  # values named on the scale, at most
-ROW, MARGIN, SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
-LABELS, COLUMN, NARROW = 160, 34, 18
+_TICKS = 6  # values named on the scale, at most
+_ROW, MARGIN, SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
+LABELS, _COLUMN, NARROW = 160, 34, 18
 """Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
-MOST_FIGURES = 16  # columns up to which the cells have figures in them
+_MOST_FIGURES = 16  # columns up to which the cells have figures in them
 LONGEST = 17  # characters of a component's name on one line
 SOME = 5  # of narrow columns every so many has its layer above it
-BEFORE, AFTER = "in", "out"
+_BEFORE, _AFTER = "in", "out"
 KINDS = {
     "zero": "exactly 0",
     "rounding": "within rounding",
@@ -63,20 +63,20 @@ def heatmap(
     """The figure of cells in the order of computation. measure: what colours are; marked: the cell with a frame."""
     rows: list[str] = []  # what one layer alone has stands behind what it follows there
     placed: list[tuple[Cell, str]] = []
-    outside, before = BEFORE, None
+    outside, before = _BEFORE, None
     for cell in cells:
         if cell.component not in rows:
             follows = before is not None and before.layer == cell.layer
             rows.insert(rows.index(before.component) + 1 if before and follows else len(rows), cell.component)
-        outside, before = outside if cell.layer is None else AFTER, cell
+        outside, before = outside if cell.layer is None else _AFTER, cell
         placed.append((cell, outside if cell.layer is None else str(cell.layer)))
     layers = sorted({cell.layer for cell in cells if cell.layer is not None})
     used = {column for _, column in placed}
-    columns = [name for name in (BEFORE, *map(str, layers), AFTER) if name in used]
+    columns = [name for name in (_BEFORE, *map(str, layers), _AFTER) if name in used]
     at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
     kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
-    written = len(columns) <= MOST_FIGURES
+    written = len(columns) <= _MOST_FIGURES
     below = SCALE if "counts" in kinds else SCALE // 5
     frames, keys = [], [Key(kind, KINDS[kind]) for kind in kinds]
     if marked is not None:
@@ -92,8 +92,8 @@ def heatmap(
     named = columns
     if not written:  # where columns are narrow only some have their name above, so that names do not touch
         some = {str(layer) for layer in layers if layer % SOME == 0}
-        some -= {*([columns[-2]] if columns[-1] == AFTER else []), *(["0"] if columns[0] == BEFORE else [])}
-        named = [name for name in columns if name in some or name in (BEFORE, AFTER)]
+        some -= {*([columns[-2]] if columns[-1] == _AFTER else []), *(["0"] if columns[0] == _BEFORE else [])}
+        named = [name for name in columns if name in some or name in (_BEFORE, _AFTER)]
     axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
     # Ticks stand by name: a number would be taken for the column that is called so.
     ordered = {"type": "category", "categoryorder": "array", "categoryarray": columns}
@@ -101,7 +101,7 @@ def heatmap(
     below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
     by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
     layout: dict[str, Any] = {
-        "height": ROW * len(rows) + MARGIN + below,
+        "height": _ROW * len(rows) + MARGIN + below,
         "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
     }
     layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
@@ -121,14 +121,14 @@ def heatmap(
         trace["text"] = [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine]
         trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
         traces.append(trace | (_scale(measure, *ends) if scaled else {"colorscale": one, "showscale": False}))
-    width = LABELS + (COLUMN if written else NARROW) * len(columns)
+    width = LABELS + (_COLUMN if written else NARROW) * len(columns)
     return figure(title, summary, traces, keys, table, layout, width)
 
 
 def _scale(measure: str, low: float, high: float) -> dict[str, Any]:
     """The colours of what counts, and their scale: powers of ten, with 2 and 5 between them where few are."""
     powers = range(math.floor(low), math.ceil(high) + 1)
-    step = max(1, math.ceil((high - low) / TICKS))
+    step = max(1, math.ceil((high - low) / _TICKS))
     digits = (1, 2, 3, 5) if high - low < 1 else (1, 2, 5) if high - low < 2 else (1,)
     logs = [math.log10(digit) + power for power in powers[::step] for digit in digits]
     inside = [value for value in logs if low - 1e-9 <= value <= high + 1e-9]

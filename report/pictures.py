@@ -20,11 +20,11 @@ from .pages import Figure, Page, safe
 
 WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
 SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
-NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
+_NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
 SECONDS = 120
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
-TITLE = 26  # pixels above the figure for its name
+_TITLE = 26  # pixels above the figure for its name
 
 
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
@@ -121,7 +121,7 @@ async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
     from kaleido import Kaleido
 
     made = []
-    async with Kaleido(mathjax=False, proxy_server=NOWHERE, timeout=SECONDS, path=_browser()) as kaleido:
+    async with Kaleido(mathjax=False, proxy_server=_NOWHERE, timeout=SECONDS, path=_browser()) as kaleido:
         for figure, form in figures:
             spec = _static(figure)
             size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
@@ -165,8 +165,8 @@ def _static(figure: Figure) -> dict[str, Any]:
         "shapes": shapes,
         "paper_bgcolor": "#ffffff",
         "font": {**layout["font"], "family": FONT, "size": 12},
-        "height": figure.height + TITLE + more,
-        "margin": {**margin, "t": margin["t"] + TITLE, "b": margin.get("b", 0) + more},
+        "height": figure.height + _TITLE + more,
+        "margin": {**margin, "t": margin["t"] + _TITLE, "b": margin.get("b", 0) + more},
         "title": {"text": f"<b>{safe(figure.title)}</b>", "font": {"size": 13}, **corner, "pad": {"t": 6}},
         "showlegend": bool(legend),
         "legend": {"orientation": "h", "traceorder": "normal", **bottom},

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from .structure import Edge, Node
 
 SHAPED = ("linear", "embed", "positions", "scores", "concat", "mix")  # operations whose shape stands in their box
-Point = tuple[int, int]
+_Point = tuple[int, int]
 Size = tuple[tuple[str, ...], int, int]  # a box's lines, its width and its height
-Span = tuple[int, int]  # the first and the last lane
+_Span = tuple[int, int]  # the first and the last lane
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Metrics:
     beside: int
     gap: int
     track: int
-    around: Point
+    around: _Point
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Box(Area):
 
 
 @dataclass(frozen=True)
-class Frame(Area):
+class _Frame(Area):
     """A border around nodes that belong together: the experts."""
 
     nodes: tuple[str, ...]
@@ -87,7 +87,7 @@ class Frame(Area):
 class Wire(Edge):
     """An edge's line, by its corners. It begins below its source, and ends above its target, or at its side."""
 
-    points: tuple[Point, ...]
+    points: tuple[_Point, ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Placement:
 
     boxes: tuple[Box, ...]
     wires: tuple[Wire, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[_Frame, ...]
     width: int
     height: int
 
@@ -155,7 +155,7 @@ def _ways(node: Node) -> list[str]:
     return [source for source in node.inputs if source != node.choice]
 
 
-ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
+_ELEMENTWISE = ("activation", "product", "cap", "shift", "scale")
 """What may be computed of numbers one by one between two linears."""
 
 
@@ -185,7 +185,7 @@ class _Lanes:
             on = self.trunk.index(self.stage.get(node.id, node.id))
             above = [self.rank[self.trunk[on - 1]]] if on else []
             self.rank[node.id] = 1 + max([*above, *(self.rank[source] for source in node.inputs)], default=-1)
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, _Span] = {}
         self.lanes: dict[str, int] = defaultdict(int)
         beside = {node.id: [way for way in _ways(node) if way in self.stage] for node in nodes if node.id in self.stage}
         children: dict[str, list[str]] = defaultdict(list)
@@ -193,7 +193,7 @@ class _Lanes:
             if len(sources) == 1:
                 children[sources[0]].append(name)
 
-        def span(name: str) -> Span:
+        def span(name: str) -> _Span:
             parts = [span(child) for child in children[name]]
             if not parts:
                 lane = self.lanes[self.stage[name]]
@@ -209,14 +209,14 @@ class _Lanes:
             if name not in self.spans:
                 self.spans[name] = self.hull(sources)
 
-    def hull(self, names: Sequence[str]) -> Span:
+    def hull(self, names: Sequence[str]) -> _Span:
         spans = [self.spans[name] for name in names]
         return min(first for first, _ in spans), max(last for _, last in spans)
 
     def expert(self, name: str) -> Node:
         """The node itself, or the linear that leads to it: what is computed between an expert's two linears."""
         node = self.nodes[name]
-        while not node.weights and _ways(node) and node.op in ELEMENTWISE:
+        while not node.weights and _ways(node) and node.op in _ELEMENTWISE:
             node = self.nodes[_ways(node)[0]]
         return node
 
@@ -246,7 +246,7 @@ class _Arrangement:
         trunk = max(self._trunk_left(name) + sizes[name][1] for name in graph.trunk)
         self.width = max(metrics.left + max(totals.values(), default=0), trunk)
         area = self.width - metrics.left
-        self.columns: dict[str, list[Span]] = {stage: [] for stage in stages}
+        self.columns: dict[str, list[_Span]] = {stage: [] for stage in stages}
         for stage, lanes in widths.items():
             x = metrics.left + (area - totals[stage]) // 2
             for gap, width in zip(gaps[stage], lanes, strict=False):
@@ -319,7 +319,7 @@ class _Arrangement:
             left, right = self.columns[stage][first][0] - dx, self.columns[stage][last][1] + dx
             top, bottom = min(boxes[name].top for name in names) - dy, max(boxes[name].bottom for name in names) + dy
             copies = max(graph.nodes[name].copies for name in names)
-            frames.append(Frame(left, top, right - left, bottom - top, tuple(names), copies))
+            frames.append(_Frame(left, top, right - left, bottom - top, tuple(names), copies))
         wires = [wire for box in boxes.values() for wire in self._wires(box, boxes, frames, tracks)]
         return Placement(tuple(boxes.values()), tuple(wires), tuple(frames), self.width, height)
 
@@ -355,14 +355,14 @@ class _Arrangement:
         return rows
 
     def _wires(
-        self, box: Box, boxes: Mapping[str, Box], frames: Sequence[Frame], tracks: Mapping[tuple[int, str], int]
+        self, box: Box, boxes: Mapping[str, Box], frames: Sequence[_Frame], tracks: Mapping[tuple[int, str], int]
     ) -> Iterator[Wire]:
         for edge in box.node.edges():
             source = boxes.get(edge.source)
             if source is None:
                 continue
             start, end = (source.port, source.bottom), (box.port, box.top)
-            points: tuple[Point, ...] = (start, end)
+            points: tuple[_Point, ...] = (start, end)
             if edge.kind == "weights":
                 points = ((source.left, source.middle), (0, source.middle), (0, box.middle), (box.left, box.middle))
             elif edge.kind == "choice":

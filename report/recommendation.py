@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..analysis.recommend import Choice, Recommendation
 
 NARROWEST = 72  # characters below which a choice is told in lines one below the other
-BETWEEN = 2
+_BETWEEN = 2
 
 
 @drawing
@@ -40,7 +40,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
     if page.width >= NARROWEST:  # what, why, and where it is written, beside each other
         rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = plain_table(gap=BETWEEN)
+        table = plain_table(gap=_BETWEEN)
         table.add_column(no_wrap=True, width=widths[0], style="bold")
         table.add_column(overflow="fold")
         table.add_column(no_wrap=True, width=widths[2], style="dim")

@@ -14,7 +14,7 @@ from ..analysis.parameters import ParameterCount
 from ..analysis.params import ModelCount
 from ..terminal import printable
 
-FORMULA = ("=", "+", "-", "@")
+_FORMULA = ("=", "+", "-", "@")
 
 By = Literal["component", "layer", "tensor"]
 
@@ -39,7 +39,7 @@ def _cell(value: str | int) -> str | int:
     if isinstance(value, int):
         return value
     value = printable(value)
-    return f"'{value}" if value.startswith(FORMULA) else value
+    return f"'{value}" if value.startswith(_FORMULA) else value
 
 
 def count_rows(counts: Sequence[ModelCount], by: By, dtype: str | None = None) -> list[Row]:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
-WIDEST_NAME = 24  # longer names, of folders most of them, are folded
+_WIDEST_NAME = 24  # longer names, of folders most of them, are folded
 DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def decimal(number: int, unit: str) -> str:
@@ -39,7 +39,7 @@ def nbytes(number: int) -> str:
 
 def binary(nbytes: int) -> str:
     """Four digits with a prefix of 1024's power, named as such: 15.26 GiB."""
-    return f"{nbytes:,} bytes" if nbytes < 1024 else _prefixed(nbytes, 1024, BINARY)
+    return f"{nbytes:,} bytes" if nbytes < 1024 else _prefixed(nbytes, 1024, _BINARY)
 
 
 def _prefixed(number: int, base: int, units: Sequence[str]) -> str:
@@ -133,9 +133,9 @@ class Sheet:
     words: int = 0
 
     def width(self) -> int:
-        headings = [name[:WIDEST_NAME] for name in self.columns]
+        headings = [name[:_WIDEST_NAME] for name in self.columns]
         widths = [max(map(len, cells)) for cells in zip(headings, *(row.cells for row in self.rows), strict=True)]
-        labels = max((min(len(row.label), WIDEST_NAME) for row in self.rows), default=0)
+        labels = max((min(len(row.label), _WIDEST_NAME) for row in self.rows), default=0)
         return labels + sum(widths) + GAP * len(widths)
 
     def parts(self, width: int) -> list[Sheet]:
@@ -196,7 +196,7 @@ class Layout:
         for title in words:
             table.add_column(self.text(title), overflow="fold")
         for title in numbers:  # in lines where it is long
-            lines = [title[first : first + WIDEST_NAME] for first in range(0, len(title), WIDEST_NAME)]
+            lines = [title[first : first + _WIDEST_NAME] for first in range(0, len(title), _WIDEST_NAME)]
             heading = Text("\n").join(map(self.text, lines or [""]))
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:

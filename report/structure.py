@@ -18,7 +18,7 @@ from ..components.ranges import range_label
 from ..components.words import NOT_THERE
 from ..display import Record
 
-EdgeKind = Literal["data", "residual", "choice", "weights"]
+_EdgeKind = Literal["data", "residual", "choice", "weights"]
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
 
 
@@ -30,7 +30,7 @@ class Edge(Record):
 
     source: str
     target: str
-    kind: EdgeKind
+    kind: _EdgeKind
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Node(Record):
         return dict(self.weights)
 
     def edges(self) -> Iterator[Edge]:
-        kinds: dict[str | None, EdgeKind] = {self.choice: "choice", self.residual: "residual"}
+        kinds: dict[str | None, _EdgeKind] = {self.choice: "choice", self.residual: "residual"}
         for source in self.inputs:
             yield Edge(source, self.id, kinds.get(source, "data"))
         if self.tied is not None:

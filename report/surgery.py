@@ -51,7 +51,7 @@ def flops(value: float) -> str:
     return f"{value / 1000**power:,.2f} {'kMGT'[power - 1]}"
 
 
-TWO, THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
+_TWO, _THREE = (("", False),) * 2, (("", False),) * 3  # columns of words without headings
 
 
 def listing_report(listing: Listing) -> RenderableType:
@@ -70,7 +70,7 @@ def listing_report(listing: Listing) -> RenderableType:
         if entry.verdict != "refused":
             known.setdefault(entry.swap.option, {}).update(dict.fromkeys(entry.swap.source.split("; ")))
     rows = [(Text(f"--{name.replace('_', '-')}"), Text("; ".join(each), style="dim")) for name, each in known.items()]
-    return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*TWO, rows=rows))
+    return Group(*parts, Text(), Text("Where they come from", style="bold"), plain_table(*_TWO, rows=rows))
 
 
 def _possible(entries: Sequence[Listed], before: Costs) -> Table:
@@ -83,7 +83,7 @@ def _possible(entries: Sequence[Listed], before: Costs) -> Table:
             cells = [change(getattr(before, name), getattr(entry.costs, name)) for name in figures]
         limits = f"; {entry.limits}" if entry.limits else ""
         rows.append([Text(entry.asked), Text.assemble(entry.swap.gives_for(entry.value), (limits, "dim")), *cells])
-    return plain_table(*TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
+    return plain_table(*_TWO, ("params", True), ("FLOPs", True), ("KV", True), rows=rows)
 
 
 def _refusals(entries: Sequence[Listed]) -> Table:
@@ -92,7 +92,7 @@ def _refusals(entries: Sequence[Listed]) -> Table:
     for entry in entries:
         reasons.setdefault((entry.said, f"\n{entry.hint}" if entry.hint else ""), []).append(entry.asked)
     rows = [(Text("\n".join(asked)), Text.assemble(said, (hint, "dim"))) for (said, hint), asked in reasons.items()]
-    return plain_table(*TWO, rows=rows)
+    return plain_table(*_TWO, rows=rows)
 
 
 def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> RenderableType:
@@ -109,7 +109,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
                 guarantee = Text(guarantee_in_words(swap.guarantee))
                 rows.append((Text(asked), Text.assemble(f"{swap.takes} -> {swap.gives}", (more, "dim")), guarantee))
         if rows:
-            parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*THREE, rows=rows)]
+            parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*_THREE, rows=rows)]
     notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
     return Group(*parts, Text(), Text(notes))
 

@@ -20,7 +20,7 @@ from .structure import Kind, Node, Structure, sizes, structure
 
 NARROWEST = 18  # a column of words is at least so wide
 GAP = 2  # blanks between two columns
-GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
+_GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
     """A row a module in columns, or what it is stands below its name. Words are folded, figures never."""
 
     def words(text: str) -> str:
-        return "".join(GUIDES.get(letter, letter) for letter in text) if ascii_only else text
+        return "".join(_GUIDES.get(letter, letter) for letter in text) if ascii_only else text
 
     rows = [*tree_rows(graph), Row(0, "total", "", count(graph.spec).total)]
     leads: list[str] = []  # the lines that lead to each row

@@ -15,10 +15,10 @@ from ..components.ranges import layer_ranges, range_label
 from .pages import COLOURS, Figure, Key, Table, counted, figure, safe
 from .sheets import share, short
 
-SMALLEST, TOGETHER = 1 / 60, 1 / 22
+_SMALLEST, TOGETHER = 1 / 60, 1 / 22
 """Of the whole: what the name of a layer needs on a phone, and that of several, which are one area where each has less.
 """
-MOST_CELLS = 2500  # areas up to which each layer has its own; beyond, neighbours alike are one
+_MOST_CELLS = 2500  # areas up to which each layer has its own; beyond, neighbours alike are one
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     first_layer = msgspec.structs.replace(spec, blocks=spec.blocks[:1])
     outside = [_Tensor(p.component, p.name, p.shape, 1) for p in first_layer.parameters() if p.layer is None]
     runs = [(index, index, kinds[block]) for index, block in enumerate(spec.blocks)]
-    if sum(len(tensors) for _, _, tensors in runs) > MOST_CELLS:  # there is no room for all of them
+    if sum(len(tensors) for _, _, tensors in runs) > _MOST_CELLS:  # there is no room for all of them
         runs = alike
     cells: list[_Cell] = [("/", "", name, total, "", (counted(len(spec.blocks), "layer"),))]
     cells += _cells(by_component, total, outside, runs)
@@ -122,7 +122,7 @@ def _together(layers: Sequence[_Run], total: int) -> Iterator[Sequence[_Run]]:
     for _, group in groupby(layers, key=lambda layer: layer[2]):
         alike = list(group)
         number = len(alike)
-        if _size(alike[0]) < SMALLEST * total:
+        if _size(alike[0]) < _SMALLEST * total:
             number = min(number, max(1, int(sum(map(_size, alike)) / (TOGETHER * total))))
         ends = [round(part * len(alike) / number) for part in range(number + 1)]
         yield from (alike[first:last] for first, last in pairwise(ends))

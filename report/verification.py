@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from ..parity.verify import Verification
 
 SHOWN = 5  # tensors named, of however many
-PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
+_PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
 """Columns of a row a prompt: how far the logits are apart."""
 PLACES = (("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
-VERDICTS = {
+_VERDICTS = {
     "identical": "Identical to the last bit",
     "equal": "The same function: what differs is rounding",
     "different": "Different",
 }
 WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
-RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
+_RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
 def some(names: Sequence[str]) -> str:
@@ -83,7 +83,7 @@ def _prompt_table(prompts: Sequence[Difference]) -> Grid:
     for name, *figures in map(_prompt_cells, prompts):
         name = name if name.isprintable() else repr(name)
         rows.append([Text(name if len(name) <= 30 else name[:29] + "…"), *figures])
-    return plain_table(*PROBE, rows=rows)
+    return plain_table(*_PROBE, rows=rows)
 
 
 def verdict_lines(result: Verification) -> list[str]:
@@ -196,7 +196,7 @@ def verification_page(result: Verification) -> Page:
     """The page of a verification."""
     from ..parity.card import command
 
-    verdict = VERDICTS[result.verdict]
+    verdict = _VERDICTS[result.verdict]
     if result.verdict != "different":
         verdict += "" if result.up_to is None else f", up to {result.up_to:,} tokens"
         if result.bytes is not None and not result.bytes.hold:
@@ -231,7 +231,7 @@ def _page(
     worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
     packages = [(name, version(name)) for name in ("transformers", "torch")]
     machine = (("Python", platform.python_version()), ("machine", platform.machine()))
-    probe = Table("Logits by input", PROBE, tuple(map(_prompt_cells, result.prompts)))
+    probe = Table("Logits by input", _PROBE, tuple(map(_prompt_cells, result.prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
     first = [Section("By component and layer", tuple(places)), Section("Probe", (Lines((words,)), probe))]
     return Page(
@@ -267,7 +267,7 @@ def port_page(result: PortVerification) -> Page:
     subtitle = f"a port, verified against {result.model} in transformers"
     notes = noted([f"{note}." for note in result.notes])
     command = shlex.join(["gptkit", "verify", result.model, "--against", result.against])
-    return _page(result, result.against, subtitle, VERDICTS[result.verdict], facts, blocks, notes, command)
+    return _page(result, result.against, subtitle, _VERDICTS[result.verdict], facts, blocks, notes, command)
 
 
 def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
@@ -280,7 +280,7 @@ def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
     summary = f"The difference is exactly 0 at all {many}."
     if worst.relative != 0:
         largest = f"The largest difference is {_figure(worst.relative)}, at {worst.name}"
-        summary = f"{largest}; at {zero} of {many} it is exactly 0. {RELATIVE}"
+        summary = f"{largest}; at {zero} of {many} it is exactly 0. {_RELATIVE}"
     if first is not None:
         where = f"{first.name}: the first component that differs by more than rounding."
     elif zero == len(places):

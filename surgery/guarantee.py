@@ -20,7 +20,7 @@ from .measure import Measurement, measure
 EXACT_FP64 = 1e-12
 EXACT_FP32 = 1e-5
 """The largest relative error of logits that "exact" allows, in fp64 and in fp32."""
-REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
+_REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
 SMALL = 50_000_000
 """Parameters of a model of which each step of a chain is measured without being asked to."""
 
@@ -35,7 +35,7 @@ def hold_to_transformers(folder: Path) -> None:
         raise GptkitError(
             f"transformers computes other logits from these files: {found.verdict}, up to {worst:.1e}. Nothing was"
             " written.",
-            REPORT,
+            _REPORT,
         )
 
 
@@ -59,7 +59,7 @@ def measured_from_files(
         error = measure(before, after, dtypes=("float32",)).relative["float32"]
         if not error <= EXACT_FP32:
             told = f"{done.steps[-1]} changes logits by {error:.1e}, at most {EXACT_FP32:.0e} allowed."
-            raise GptkitError(f"{told} Nothing was written.", REPORT)
+            raise GptkitError(f"{told} Nothing was written.", _REPORT)
     return found
 
 

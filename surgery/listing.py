@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .base import Promise, Stored, Swapped
     from .fits.calibration import Calibration
 
-Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
-FITTED_ON = 256
+_Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
+_FITTED_ON = 256
 """Tokens of text for swaps that look at one before they say what they do: enough for a list."""
 
 
@@ -39,7 +39,7 @@ class Listed:
 
     swap: Swap
     value: str
-    verdict: Verdict
+    verdict: _Verdict
     said: str = ""
     hint: str = ""
     limits: str = ""
@@ -65,7 +65,7 @@ class Listing:
     before: Costs
     entries: tuple[Listed, ...]
 
-    def of(self, verdict: Verdict) -> list[Listed]:
+    def of(self, verdict: _Verdict) -> list[Listed]:
         """Those with this verdict."""
         return [entry for entry in self.entries if entry.verdict == verdict]
 
@@ -98,7 +98,7 @@ def listing(source: Checkpoint) -> Listing:
 
     model, before, entries = Stored(source), costs(source.spec), []
     try:  # the text that comes along with a sample; elsewhere a person has to give one
-        text: Calibration | None = Calibration(read_text(source, None, FITTED_ON), source.spec)
+        text: Calibration | None = Calibration(read_text(source, None, _FITTED_ON), source.spec)
     except UsageError:
         text = None
     for swap in all_swaps():
@@ -125,7 +125,7 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
     else:
         found, fitted, chosen = without_text(partial(apply, model, **given), step)
     after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
-    said: tuple[Verdict, str] = (found.guarantee, " ".join(found.notes))
+    said: tuple[_Verdict, str] = (found.guarantee, " ".join(found.notes))
     said = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else said
     return Listed(swap, value, *said, limits=limits_of(found.promise, source.spec), costs=after)
 

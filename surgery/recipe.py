@@ -42,9 +42,9 @@ PLAY = "the bundled play"
 """What records call the text that comes along."""
 MOST_BYTES = 10**6
 """A larger file is no recipe."""
-HEAD_KEYS = ("name", "description", "as", "step")
-CALIBRATION = {"text": str, "sha256": str, "tokens": int}
-STEP_KEYS: Mapping[str, tuple[type, object]] = {
+_HEAD_KEYS = ("name", "description", "as", "step")
+_CALIBRATION = {"text": str, "sha256": str, "tokens": int}
+_STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "blocks": (str, None),
     "approximate": (bool, False),
     "settings": (dict, {}),
@@ -171,7 +171,7 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
 def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     """A recipe from TOML's or JSON's values. Raises InvalidInput, with the place, for what is none."""
     written = "sources" in data  # by gptkit
-    known = (*HEAD_KEYS, "dtype", "calibration", "sources") if written else HEAD_KEYS
+    known = (*_HEAD_KEYS, "dtype", "calibration", "sources") if written else _HEAD_KEYS
     for key in data:
         if key not in known:
             raise InvalidInput(f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options go into [[step]]")
@@ -189,7 +189,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
         if wrong:
             raise InvalidInput(f"{where}: {wrong[0]} is not what gptkit writes")
         drawn = data.get("calibration", {})
-        if any(type(drawn[key]) is not kind for key, kind in CALIBRATION.items() if key in drawn):
+        if any(type(drawn[key]) is not kind for key, kind in _CALIBRATION.items() if key in drawn):
             raise InvalidInput(f"{where}: calibration is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
@@ -199,21 +199,21 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
 def _step(table: Mapping[str, Any], where: str) -> Step:
     """One [[step]]."""
     known = {option.name: option for option in all_options()}
-    names = {key: key.replace("-", "_") for key in table if key not in STEP_KEYS}
+    names = {key: key.replace("-", "_") for key in table if key not in _STEP_KEYS}
     for key, name in names.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}, {', '.join(STEP_KEYS)}"
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}, {', '.join(_STEP_KEYS)}"
             raise InvalidInput(f"{where}: unknown option {key!r}", hint)
     if len(names) != 1:
         has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
         raise InvalidInput(f"{where}: {has}; a step has one", "Steps run one after the other: give each its [[step]].")
     ((key, name),) = names.items()
     option = known[name]
-    for part, (kind, _) in STEP_KEYS.items():
+    for part, (kind, _) in _STEP_KEYS.items():
         if part in table and not isinstance(table[part], kind):
             raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
-    given = {part: table.get(part, default) for part, (_, default) in STEP_KEYS.items()}
+    given = {part: table.get(part, default) for part, (_, default) in _STEP_KEYS.items()}
     for part, setting in given["settings"].items():
         if (wanted := option.settings.get(part)) is None:
             known_settings = f"known: {', '.join(option.settings)}" if option.settings else None

@@ -140,7 +140,7 @@ class Asked:
         return Step(option, str(max(old))) if len(old) == 1 and number > max(old) else None
 
 
-ANY = object()
+_ANY = object()
 
 
 class Clears:
@@ -151,14 +151,14 @@ class Clears:
     for what the family has; by default the swap by its form alone.
     """
 
-    def __init__(self, path: str, *steps: str, ours: Any = ANY, theirs: Any = ANY) -> None:
+    def __init__(self, path: str, *steps: str, ours: Any = _ANY, theirs: Any = _ANY) -> None:
         self.path, self.steps, self.ours, self.theirs = path, steps, ours, theirs
 
     def remedy(self, swap: Swap, obstacle: Obstacle) -> tuple[Step, ...]:
         """The steps that may clear an obstacle; none where it is another."""
 
         def alike(value: Any, wanted: Any) -> bool:
-            return wanted is ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
+            return wanted is _ANY or (isinstance(value, wanted) if isinstance(wanted, type) else bool(value == wanted))
 
         here = fnmatchcase(obstacle.path, self.path) and alike(obstacle.ours, self.ours)
         if not here or not alike(obstacle.theirs, self.theirs):

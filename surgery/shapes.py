@@ -147,9 +147,9 @@ class _Chain:
             usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
         except SwapRefused as error:
             if trained.made:
-                raise SwapRefused(f"{error.message}{AS_FAR}", error.hint or HINT) from error
+                raise SwapRefused(f"{error.message}{_AS_FAR}", error.hint or HINT) from error
             if not self.settled:  # of the tree that the weights give it may be possible
-                raise SwapRefused(f"{error.message}{AS_FAR}", error.hint) from error
+                raise SwapRefused(f"{error.message}{_AS_FAR}", error.hint) from error
             raise
         zeros: Swapped | SwapRefused = usual
         if trained.made:
@@ -225,5 +225,5 @@ def swapped(
     return Reshaped(chain.spec, usual if surely else DEPENDS, notes, usual, chain.settled, spec, tuple(chain.done))
 
 
-AS_FAR = ", as far as shapes tell"
+_AS_FAR = ", as far as shapes tell"
 HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."

@@ -21,7 +21,7 @@ head_dim]; with one key-value head it is MQA's q … q, k, v."""
 GROUPED_BIAS = Layout("(kv_heads slot head_dim)", split="slot", parts=("group", "1", "1"))
 
 
-def read_residual(config: ConfigReader, name: str, default: bool) -> str:
+def _read_residual(config: ConfigReader, name: str, default: bool) -> str:
     """To what a block adds."""
     return "normed" if config.boolean(name, default) else "stream"
 
@@ -34,7 +34,7 @@ DECODER = Decoder(
         "n_head": Field("heads", 8),
         "layer_norm_epsilon": Field("eps", 1e-5),
         "apply_residual_connection_post_layernorm": Field(
-            "block.residual", False, read_residual, lambda residual: residual == "normed"
+            "block.residual", False, _read_residual, lambda residual: residual == "normed"
         ),
         "tie_word_embeddings": Field("tied", True),
         "seq_length": Field("context"),

@@ -16,26 +16,28 @@ from ..config import ConfigReader
 from ..layout import Layout
 from .gptj import ALIASES, DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
 
-CORES = 4
-QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
+_CORES = 4
+_QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))
 
-CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": True}, layers=turning("keys"))
+_CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": True}, layers=turning("keys"))
 
 
 def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     heads = config.integer("n_head", 16)
-    if heads % CORES:
-        raise config.fail("n_head", heads, f"a multiple of {CORES}")
-    return CODEGEN_DECODER.read(config)
+    if heads % _CORES:
+        raise config.fail("n_head", heads, f"a multiple of {_CORES}")
+    return _CODEGEN_DECODER.read(config)
 
 
 def write(spec: ModelSpec) -> dict[str, object]:
     """Tree -> the config.json fields that describe it."""
     heads = spec.blocks[0].attention.heads
-    if heads % CORES:
-        raise CannotExpress(f"codegen's q, k and v lie on {CORES} cores, between which {heads} heads are not to divide")
-    return CODEGEN_DECODER.write(spec)
+    if heads % _CORES:
+        raise CannotExpress(
+            f"codegen's q, k and v lie on {_CORES} cores, between which {heads} heads are not to divide"
+        )
+    return _CODEGEN_DECODER.write(spec)
 
 
 CODEGEN = Architecture(
@@ -53,7 +55,7 @@ CODEGEN = Architecture(
     leaves=(
         *leaves_of(EMBEDDING),
         Leaf(
-            T + "attn.qkv_proj.weight", tuple(f"{B}attention.{name}_proj.weight" for name in ("q", "v", "k")), QUARTERS
+            T + "attn.qkv_proj.weight", tuple(f"{B}attention.{name}_proj.weight" for name in ("q", "v", "k")), _QUARTERS
         ),
         *leaves_of(REST),
     ),

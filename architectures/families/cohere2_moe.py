@@ -63,7 +63,7 @@ def averaged(config: ConfigReader, name: str, default: str) -> bool:
     return found
 
 
-def dense_size(config: ConfigReader, name: str, _default: None) -> int:
+def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
     """The width of dense layers, that of an expert where it is not said."""
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
@@ -73,7 +73,7 @@ DECODER = Decoder(
         **FIELDS,
         "head_dim": Field("head_dim", 128),
         "intermediate_size": Field("expert_size", 22528),
-        "prefix_dense_intermediate_size": Field("intermediate", None, dense_size),
+        "prefix_dense_intermediate_size": Field("intermediate", None, _dense_size),
         "num_shared_experts": Field("shared_experts", 0, none_or_more),
         "shared_expert_combination_strategy": Field(
             "mixture.averaged", "average", averaged, lambda value: "average" if value else "sum"

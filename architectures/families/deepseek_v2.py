@@ -24,12 +24,12 @@ from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 GROUPS = ("n_group", "topk_group", "norm_topk_prob")
 """Fields of DeepSeek-V3 that say something else here."""
-METHODS = {"greedy": False, "group_limited_greedy": True}
+_METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
 def read(config: ConfigReader) -> ModelSpec:
     """The tree; groups are there where `topk_method` says so."""
-    grouped = config.choice("topk_method", "greedy", METHODS)
+    grouped = config.choice("topk_method", "greedy", _METHODS)
     names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
     found = {role: config.optional_integer(name) for name, role in names.items()}
     for name, role in names.items():

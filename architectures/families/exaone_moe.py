@@ -15,9 +15,9 @@ from .glm4_moe import CORRECTION, GROUPED, ROUTER
 from .llama import LLAMA_DROPPED, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-STORED = T + "mlp.e_score_correction_bias"
+_STORED = T + "mlp.e_score_correction_bias"
 LEAVES = tuple(  # where transformers' own name stands
-    replace(leaf, checkpoint=STORED) if leaf.checkpoint == CORRECTION else leaf
+    replace(leaf, checkpoint=_STORED) if leaf.checkpoint == CORRECTION else leaf
     for leaf in mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 )
 
@@ -43,7 +43,7 @@ EXAONE_MOE = DECODER.architecture(
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
-    stacked=(*STACKED, Stacked(CORRECTION, (STORED,))),
+    stacked=(*STACKED, Stacked(CORRECTION, (_STORED,))),
     drafts=("mtp.",),
     irrelevant=OF_ROUTERS,
 )

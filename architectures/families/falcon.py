@@ -27,7 +27,7 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, hidden_size by num_attention_heads")
     # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
-    grouped, heads = is_grouped(config), config.integer("num_attention_heads", 71)
+    grouped, heads = _is_grouped(config), config.integer("num_attention_heads", 71)
     multi_query, stated = config.boolean("multi_query", True), config.optional_integer("num_kv_heads")
     if not grouped and not multi_query and stated not in (None, heads):
         raise config.fail("num_kv_heads", stated, f"{heads} (num_attention_heads) without the new decoder architecture")
@@ -42,7 +42,7 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     return (fields,) * count
 
 
-def is_grouped(config: ConfigReader) -> bool:
+def _is_grouped(config: ConfigReader) -> bool:
     """Whether it is of the new decoder architecture, that of 40b."""
     return config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
 
@@ -79,7 +79,7 @@ def read(config: ConfigReader) -> ModelSpec:
     parallel, norms, grouped = (
         config.boolean("parallel_attn", True),
         config.raw("num_ln_in_parallel_attn"),
-        is_grouped(config),
+        _is_grouped(config),
     )
     if grouped and not parallel:
         raise config.fail("parallel_attn", parallel, "true with the new decoder architecture")

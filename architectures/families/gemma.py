@@ -40,12 +40,12 @@ BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def first_activation(config: ConfigReader, name: str, default: str) -> Any:
+def _first_activation(config: ConfigReader, name: str, default: str) -> Any:
     """The activation that a field names, of which gelu is the tanh approximation."""
     return config.choice(name, default, {**ACTIVATIONS, "gelu": "gelu_tanh"})
 
 
-DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=first_activation)}, fixed=FIXED)
+DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=_first_activation)}, fixed=FIXED)
 
 GEMMA = DECODER.architecture(
     "gemma",

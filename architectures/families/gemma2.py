@@ -14,7 +14,7 @@ from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
 from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 
-def read_scale(config: ConfigReader, name: str, default: int) -> float:
+def _read_scale(config: ConfigReader, name: str, default: int) -> float:
     """The factor of scores of what it is the inverse root of."""
     return float(config.integer(name, default) ** -0.5)
 
@@ -28,7 +28,7 @@ FIELDS = {
         num_attention_heads=8,
         num_key_value_heads=4,
     ),
-    "query_pre_attn_scalar": Field("attention.scale", 256, read_scale, lambda scale: max(round(scale**-2), 1)),
+    "query_pre_attn_scalar": Field("attention.scale", 256, _read_scale, lambda scale: max(round(scale**-2), 1)),
     "final_logit_softcapping": Field("head.cap", 30.0, ConfigReader.optional_number),
 }
 NORMS = ("attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm")

@@ -33,7 +33,7 @@ def scales(config: ConfigReader, layers: int, head_dim: int) -> Sequence[Mapping
     return [{"scale": scale / float(layer + 1) if by_layer else scale} for layer in range(layers)]
 
 
-def write_scales(spec: ModelSpec) -> dict[str, Any]:
+def _write_scales(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's factor of scores."""
     first = of_kind(spec.blocks[0].attention, Attention)
     return {  # `without_rounding` rounds scales
@@ -42,7 +42,7 @@ def write_scales(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def read_upcast(config: ConfigReader, name: str, default: bool) -> str:
+def _read_upcast(config: ConfigReader, name: str, default: bool) -> str:
     """In which dtype scores are made."""
     return "float32" if config.boolean(name, default) else "input"
 
@@ -57,7 +57,7 @@ DECODER = Decoder(
         "n_inner": Field("intermediate"),
         "activation_function": Field("activation", "gelu_new"),
         "layer_norm_epsilon": Field("eps", 1e-5),
-        "reorder_and_upcast_attn": Field("attention.scores", False, read_upcast, lambda scores: scores == "float32"),
+        "reorder_and_upcast_attn": Field("attention.scores", False, _read_upcast, lambda scores: scores == "float32"),
         "tie_word_embeddings": Field("tied", True),
     },
     norm=LayerNorm,
@@ -75,7 +75,7 @@ DECODER = Decoder(
     rotary=None,
     learned=True,
     layers=scales,
-    written=write_scales,
+    written=_write_scales,
 )
 
 B, T = "blocks.{layer}.", "transformer.h.{layer}."

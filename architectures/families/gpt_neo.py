@@ -15,14 +15,14 @@ from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 
-GLOBAL, LOCAL = "global", "local"
+_GLOBAL, LOCAL = "global", "local"
 
 
 def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Of the layers that are local."""
     groups = config.raw("attention_types")
     found: list[Any] = []
-    for group in [[[GLOBAL, LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
+    for group in [[[_GLOBAL, LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
         if (
             not isinstance(group, list)
             or len(group) != 2
@@ -31,8 +31,8 @@ def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mappin
         ):
             raise config.fail("attention_types", groups, 'a list of pairs, as [[["global", "local"], 12]]')
         found += group[0] * min(group[1], count)
-    if len(found) != count or any(kind not in (GLOBAL, LOCAL) for kind in found):
-        raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {GLOBAL} or {LOCAL}")
+    if len(found) != count or any(kind not in (_GLOBAL, LOCAL) for kind in found):
+        raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {LOCAL}")
     if config.raw("attention_layers", found) != found:
         raise config.fail("attention_layers", config.raw("attention_layers"), "what attention_types says")
     width = config.integer("window_size", 256)
@@ -42,11 +42,11 @@ def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mappin
 def written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of the windows."""
     found = [block.attention.window for block in spec.blocks]
-    kinds = [GLOBAL if window is None else LOCAL for window in found]
+    kinds = [_GLOBAL if window is None else LOCAL for window in found]
     pairs, last = divmod(len(kinds), 2)
-    alternate = not last and kinds == [GLOBAL, LOCAL] * pairs
+    alternate = not last and kinds == [_GLOBAL, LOCAL] * pairs
     return {
-        "attention_types": [[[GLOBAL, LOCAL], pairs]] if alternate else [[kinds, 1]],
+        "attention_types": [[[_GLOBAL, LOCAL], pairs]] if alternate else [[kinds, 1]],
         "window_size": next((window for window in found if window is not None), 256),
     }
 

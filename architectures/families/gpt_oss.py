@@ -28,7 +28,7 @@ FIELDS = with_defaults(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
 )
-YARN = {
+_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -58,7 +58,7 @@ DECODER = Decoder(
         "mixture.chosen_by": "logits",
         "mixture.scored_in": "input",
     },
-    rotary=RotaryKind(150_000.0, usual=YARN, joined=True),
+    rotary=RotaryKind(150_000.0, usual=_YARN, joined=True),
     layers=sliding(2, 128),
     mixtures=Mixtures(),
     written=write_sliding,
@@ -72,7 +72,7 @@ def both(suffix: str) -> tuple[str, str]:
     return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
 
 
-TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
+_TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
 LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "self_attn.sinks", B + "attention.sinks"),
@@ -80,9 +80,9 @@ LEAVES = (
     Leaf(
         MLP + "gate_up_proj",
         both("weight"),
-        Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **TURNS),
+        Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **_TURNS),
     ),
-    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **TURNS)),
+    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **_TURNS)),
     Leaf(
         MLP + "down_proj",
         EXPERT + "down_proj.weight",

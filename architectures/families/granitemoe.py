@@ -25,9 +25,9 @@ FIXED: dict[str, Any] = {**granite.DECODER.fixed, "mixture.chosen_by": "logits",
 DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
 
 MOE, EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
-INPUT, OUTPUT, ROUTER = MOE + "input_linear.weight", MOE + "output_linear.weight", MOE + "router.layer.weight"
+INPUT, _OUTPUT, ROUTER = MOE + "input_linear.weight", MOE + "output_linear.weight", MOE + "router.layer.weight"
 MIXTURE = (
-    Leaf(OUTPUT, EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(_OUTPUT, EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
     Leaf(
         INPUT,
         (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
@@ -37,7 +37,7 @@ MIXTURE = (
 )
 STACKED = (
     Stacked(MOE + "experts.gate_up_proj", (INPUT,)),
-    Stacked(MOE + "experts.down_proj", (OUTPUT,)),
+    Stacked(MOE + "experts.down_proj", (_OUTPUT,)),
     Stacked(MOE + "router.weight", (ROUTER,)),
 )
 LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)

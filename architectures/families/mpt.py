@@ -18,20 +18,20 @@ from ..layout import Layout
 from ..obstacles import of_kind
 
 FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
-ONLY = "transformers computes what this says otherwise"
-INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "alibi": ((True, None), ONLY),
-    "alibi_bias_max": ((8, None), ONLY),
-    "attn_type": (("multihead_attention",), ONLY),
-    "prefix_lm": ((False, None), ONLY),
-    "qk_ln": ((False, None), ONLY),
+_ONLY = "transformers computes what this says otherwise"
+_INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "alibi": ((True, None), _ONLY),
+    "alibi_bias_max": ((8, None), _ONLY),
+    "attn_type": (("multihead_attention",), _ONLY),
+    "prefix_lm": ((False, None), _ONLY),
+    "qk_ln": ((False, None), _ONLY),
 }
 
 
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """What `attn_config` says of all layers."""
     inner = config.inner("attn_config")
-    inner.refuse({**COMMON_REFUSED, **INNER_REFUSED})
+    inner.refuse({**COMMON_REFUSED, **_INNER_REFUSED})
     scale = inner.optional_number("softmax_scale")
     clip = inner.optional_number("clip_qkv") if inner.raw("clip_qkv") else None
     return [{"scale": 1 / math.sqrt(head_dim) if scale is None else scale, "clip": clip}] * count
@@ -114,7 +114,7 @@ MPT = Architecture(
         "tokenizer_name": "tokenizer",
         "verbose": "output format",
     },
-    refused={"expansion_ratio": ((4, None), ONLY), "logit_scale": ((None,), ONLY), "no_bias": ((True, None), ONLY)},
+    refused={"expansion_ratio": ((4, None), _ONLY), "logit_scale": ((None,), _ONLY), "no_bias": ((True, None), _ONLY)},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for mpt",
 )

@@ -17,13 +17,13 @@ from ..decoder import Decoder, Field
 from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
 from .opt import POST
 
-ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
-NAMES = {ours: name for name, ours in reversed(list(ACT_FNS.items()))}
+_ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
+NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
 
 
-def read_activation(config: ConfigReader, name: str, default: str) -> Any:
+def _read_activation(config: ConfigReader, name: str, default: str) -> Any:
     """The activation of one of the names that the family has."""
-    return config.choice(name, default, ACT_FNS)
+    return config.choice(name, default, _ACT_FNS)
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
@@ -41,7 +41,7 @@ DECODER = Decoder(
         "n_embd": Field("hidden", 768),
         "n_layer": Field("layers", 12),
         "n_head": Field("heads", 12),
-        "afn": Field("activation", "gelu", read_activation),
+        "afn": Field("activation", "gelu", _read_activation),
         "layer_norm_epsilon": Field("eps", 1e-5),
         "tie_word_embeddings": Field("tied", True),
     },

@@ -18,7 +18,7 @@ POST = ("attention_sum_norm", "feed_forward_sum_norm")
 """Where a block has its norms: behind the sum of each sub-layer and what it read."""
 
 
-def read_width(config: ConfigReader, name: str, default: int | None) -> int | None:
+def _read_width(config: ConfigReader, name: str, default: int | None) -> int | None:
     """How wide the vocabulary is, None where it is as wide as the stream."""
     width = config.optional_integer(name, default)
     return None if width == config.integer("hidden_size", 768) else width
@@ -31,7 +31,7 @@ DECODER = Decoder(
         "num_hidden_layers": Field("layers", 12),
         "ffn_dim": Field("intermediate", 3072),
         "max_position_embeddings": Field("context", 2048),
-        "word_embed_proj_dim": Field("embedding.width head.width", None, read_width),
+        "word_embed_proj_dim": Field("embedding.width head.width", None, _read_width),
         "num_attention_heads": Field("heads", 12),
         "activation_function": Field("activation", "relu"),
         "enable_bias": Field(
@@ -74,7 +74,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 B, T = "blocks.{layer}.", "model.decoder.layers.{layer}."
 HEADS = {f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
 HEADS |= {T + "self_attn.out_proj": B + "attention.o_proj"}
-INNER = {T + "fc1": B + "feed_forward.up_proj", T + "fc2": B + "feed_forward.down_proj"}
+_INNER = {T + "fc1": B + "feed_forward.up_proj", T + "fc2": B + "feed_forward.down_proj"}
 
 OPT = Architecture(
     name="opt",
@@ -102,7 +102,7 @@ OPT = Architecture(
         *leaves_of(
             {
                 T + "self_attn_layer_norm": B + "attention_sum_norm",
-                **INNER,
+                **_INNER,
                 T + "final_layer_norm": B + "feed_forward_norm",
             }
         ),

@@ -25,10 +25,10 @@ from ..pickles import Unpickler
 from ..safetensors import DTYPES, MAX_DIMS, parse_json_object, read_header
 from ..weights import Stored, Weights
 
-MAX_CHUNKS = 2**14  # of one tensor
+_MAX_CHUNKS = 2**14  # of one tensor
 HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
 AGAIN = "Fetch or save it again, with all its files."
-SHARDING = "DCP_SHARDING_INFO"
+_SHARDING = "DCP_SHARDING_INFO"
 
 
 class _Chunk(NamedTuple):
@@ -79,7 +79,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
 def _filling(where: str, shape: tuple[int, ...], chunks: Sequence[_Chunk], hint: str) -> tuple[_Chunk, ...]:
     """The chunks, but for empty ones. Raises CheckpointError unless each element is in exactly one of them."""
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
-    if len(full) > MAX_CHUNKS:
+    if len(full) > _MAX_CHUNKS:
         raise CheckpointError(f"{where} lies in {len(full):,} chunks", hint)
     for offsets, stored in full:
         if len(offsets) != len(shape) or len(stored.shape) != len(shape):
@@ -124,8 +124,8 @@ def hugging_face(files: Sequence[Path]) -> dict[str, _Chunked]:
     boxes: dict[str, list[_Chunk]] = {}
     for path in files:
         header = read_header(path)
-        text = header.metadata.get(SHARDING)
-        said = {} if text is None else parse_json_object(text.encode(), f"{path}: {SHARDING}")
+        text = header.metadata.get(_SHARDING)
+        said = {} if text is None else parse_json_object(text.encode(), f"{path}: {_SHARDING}")
         for name, info in header.tensors.items():
             entry, others = said.get(name), boxes.setdefault(name, [])
             offsets: Any = entry.get("saved_offsets") if isinstance(entry, dict) else None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
 """What the gguf package dequantises, by ggml's names."""
 
-MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
+_MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
 
 COMPARED = 2**20  # bytes of two tensors that are compared at a time
 
@@ -209,7 +209,7 @@ def _floats(header: Header, name: str) -> tuple[float, ...]:
     """A small fp32 tensor's values. Raises CheckpointError."""
     tensor = header.tensors[name]
     count = (tensor.end - tensor.start) // 4
-    if tensor.type.name != "F32" or count > MAX_FLOATS:
+    if tensor.type.name != "F32" or count > _MAX_FLOATS:
         raise CheckpointError(f"{header.where}: {name} is not a small tensor of F32")
     values: tuple[Any, ...] = struct.unpack(f"<{count}f", header.read(tensor.start, tensor.start + 4 * count))
     return values

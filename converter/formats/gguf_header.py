@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 ALIGNMENT = 32
-MAX_ALIGNMENT = 2**20
+_MAX_ALIGNMENT = 2**20
 MAX_KEYS = 2**16
-MAX_TENSORS = 2**17
+_MAX_TENSORS = 2**17
 MAX_STRINGS = 1_500_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
 MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
-MAX_NAME = 2**16 - 1
+_MAX_NAME = 2**16 - 1
 SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
 
 PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
@@ -143,12 +143,12 @@ def parse_header(
         what = "its numbers are big-endian" if version & 0xFFFF == 0 else f"version {version}"
         raise CheckpointError(f"{where}: {what}; gptkit reads little-endian GGUF of versions 2 and 3")
     # Each takes at least so many bytes, so that no count can make anything large.
-    if keys > min(MAX_KEYS, size // 13) or tensors > min(MAX_TENSORS, size // 32):
+    if keys > min(MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
         raise CheckpointError(f"{where} claims {keys} metadata keys and {tensors} tensors, in {size} bytes")
     cursor = _Cursor(where, buffer, size, _START.size)
     metadata = _metadata(cursor, keys)
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+    if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
     return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere)
@@ -213,7 +213,7 @@ class _Cursor:
 def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for _ in range(keys):
-        key = cursor.string("a metadata key", MAX_NAME)
+        key = cursor.string("a metadata key", _MAX_NAME)
         if key in found:
             raise CheckpointError(f"{cursor.where}: the metadata key {key!r:.60} is there twice")
         (kind,) = cursor.numbers("I", "a type")
@@ -255,7 +255,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
 
 def _tensor(cursor: _Cursor, alignment: int) -> _GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
-    name = cursor.string("a tensor's name", MAX_NAME)
+    name = cursor.string("a tensor's name", _MAX_NAME)
     where = f"{cursor.where}: tensor {name!r:.60}"
     (dims,) = cursor.numbers("I", "a tensor's sizes")
     if not 1 <= dims <= 4:

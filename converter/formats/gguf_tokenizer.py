@@ -26,11 +26,11 @@ SPACE = "▁"
 ID_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 """transformers' names of special tokens -> GGUF's, misspelt as it is."""
 
-MAX_SQUARES = 2**27
+_MAX_SQUARES = 2**27
 """The sum of the squares of tokens' lengths, which is what it costs to try every part of every token: a vocabulary of
 262,000 tokens has a tenth of it, and no token of real ones is longer than a thousand characters."""
-MAX_TOKENS = 2**19  # the largest vocabularies have half of that
-MAX_CHARSMAP = 2**22  # bytes; SentencePiece's own has 240,000
+_MAX_TOKENS = 2**19  # the largest vocabularies have half of that
+_MAX_CHARSMAP = 2**22  # bytes; SentencePiece's own has 240,000
 
 # --- how byte-level BPE splits text, by llama.cpp's names ------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def _byte_level(use_regex: bool) -> Step:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
-ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for individual in (True, False))
+_ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for individual in (True, False))
 
 
 def _split_first(pattern: str) -> tuple[Step, ...]:
@@ -71,7 +71,7 @@ _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
-_DIGITS = (ONE_DIGIT, _byte_level(True))
+_DIGITS = (_ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
 
 PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
@@ -88,7 +88,7 @@ PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
     "deepseek-coder": (
         *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
-        ONE_DIGIT,
+        _ONE_DIGIT,
         _byte_level(False),
     ),
 }
@@ -97,7 +97,7 @@ PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
 WORDS_FIRST = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
 """With these a word that is a token is taken whole, whatever the merges say; and a text begins with <s> by default."""
 
-NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
+_NORMALIZED = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 """Those whose checkpoints compose characters (NFC) first."""
 
 
@@ -123,7 +123,7 @@ def _get(header: Header, key: str, kind: type) -> Any:
 
 def check_lengths(tokens: Collection[str], where: str) -> None:
     """Raise CheckpointError for tokens longer than tokens are, before anything tries their every part."""
-    if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
+    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         longest = max(map(len, tokens))
         raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
 
@@ -185,7 +185,7 @@ class Texts(UserDict[str, bytes]):
                 raise self._error(f"the merge of {left!r:.30} and {right!r:.30} is not one of tokens")
         level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
         return {
-            "normalizer": {"type": "NFC"} if pre in NORMALIZED else None,
+            "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(PRE_TOKENIZERS[pre])},
             "post_processor": self._post_processor(default_bos=pre in WORDS_FIRST) or {**level, "trim_offsets": False},
             "decoder": level,
@@ -222,7 +222,7 @@ class Texts(UserDict[str, bytes]):
     def _unigram(self) -> dict[str, Any]:
         scores = self._scores()
         normalizers: list[Step] = []
-        charsmap = self._header.values(PREFIX + "precompiled_charsmap", MAX_CHARSMAP)
+        charsmap = self._header.values(PREFIX + "precompiled_charsmap", _MAX_CHARSMAP)
         if charsmap:
             if not all(isinstance(value, int) for value in charsmap):
                 raise self._error(f"{PREFIX}precompiled_charsmap is not bytes")
@@ -295,7 +295,7 @@ class Texts(UserDict[str, bytes]):
         count = array.count if isinstance(array, Array) else len(array) if isinstance(array, list) else 0
         if count > self._rows:
             raise self._error(f"{count} tokens for a token table of {self._rows} rows")
-        return self._header.values(PREFIX + "tokens", MAX_TOKENS) or []
+        return self._header.values(PREFIX + "tokens", _MAX_TOKENS) or []
 
     @cached_property
     def _types(self) -> list[Any]:

@@ -40,7 +40,7 @@ from .gguf_tokenizer import (
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] | list[bool]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
-ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
+_ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Metadata:
             special = each.get("special") or forgotten
             self.types[index] = CONTROL if special else USER_DEFINED
             self.texts[index] = text if special or not space else text.replace(space, " ")
-            self.scores[index] = ADDED_SCORE
+            self.scores[index] = _ADDED_SCORE
 
     def list_tokens(self, model: str, pre: str = "default") -> None:
         """One token a row of the embedding: spare rows get names, tokens beyond the last one none."""
@@ -82,7 +82,7 @@ class _Metadata:
             raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":
-            self.say(scores=[self.scores.get(index, ADDED_SCORE) for index in range(self.rows)])
+            self.say(scores=[self.scores.get(index, _ADDED_SCORE) for index in range(self.rows)])
         types = self.types | dict.fromkeys(set(range(self.rows)) - self.texts.keys(), UNUSED)
         self.say(token_type=[types.get(index, NORMAL) for index in range(self.rows)])
 
@@ -290,7 +290,7 @@ def _words(steps: Sequence[Step]) -> Iterator[str]:
 # --- tokenizer.model -------------------------------------------------------------------------------------------------
 
 
-SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
+_SPECIAL = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 """The fields of special tokens' ids, with their defaults; "none" is -1, which a varint makes huge."""
 
 
@@ -311,7 +311,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
             elif number == 3:
                 normalizer = dict(_fields(value))
         kind = {1: "t5", 2: "llama"}.get(int(trainer.get(3, 1)))  # unigram, BPE
-        ids = {name: trainer.get(*field) for name, field in SPECIAL.items()}
+        ids = {name: trainer.get(*field) for name, field in _SPECIAL.items()}
         ids = {name: index for name, index in ids.items() if 0 <= index < len(found.texts)}
         charsmap = bytes(normalizer.get(2, b""))
         prefixed, merged = bool(normalizer.get(3, True)), bool(normalizer.get(4, True))

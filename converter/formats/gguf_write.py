@@ -140,7 +140,7 @@ def q8_0(name: str) -> Encode:
     return encode
 
 
-def one_more(rows: np.ndarray, dtype: str) -> np.ndarray:
+def _one_more(rows: np.ndarray, dtype: str) -> np.ndarray:
     """What a norm multiplies by, of the weight to which it adds 1, in fp32."""
     found: np.ndarray = cast(rows, dtype, "F32") + np.float32(1)
     return found
@@ -172,7 +172,7 @@ def _lay_out(
     header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data.values()))
     outputs = []
     for (leaf, kind), place, nbytes in zip(tensors, places[len(data) :], sizes[len(data) :], strict=False):
-        coders: tuple[Any, ...] = (one_more,) if leaf.shared[0] in factors else ()
+        coders: tuple[Any, ...] = (_one_more,) if leaf.shared[0] in factors else ()
         if kind == "Q8_0":
             coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]]))
         outputs.append(Output(leaf, kind, start + place, nbytes, *coders))

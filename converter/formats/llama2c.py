@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from ..weights import Weights
     from ..write import Plan
 
-MAGIC = struct.pack("<I", 0x616B3432)
-HEADER = 256  # bytes of the header from version 1 on
+_MAGIC = struct.pack("<I", 0x616B3432)
+_HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
-MAX_GROUP = 2**16
+_MAX_GROUP = 2**16
 ROWS = 4096  # positions of the tables that are checked at a time
 
 
@@ -103,7 +103,7 @@ def plan(request: Request, version: int = 0) -> Plan:
     vocab = sizes.vocab_size if version or sizes.shared else -sizes.vocab_size
     header = _SIZES.pack(*astuple(sizes)[:5], vocab, sizes.max_seq_len)
     if version:
-        header = (MAGIC + struct.pack("<i", version) + header + bytes([sizes.shared])).ljust(HEADER, b"\0")
+        header = (_MAGIC + struct.pack("<i", version) + header + bytes([sizes.shared])).ljust(_HEADER, b"\0")
     outputs, constants, end = [], [], len(header)
     for name, _, start, nbytes in places(sizes, version, len(header)):
         end = start + nbytes
@@ -145,19 +145,19 @@ class _Header:
     def __init__(self, path: Path) -> None:
         self.path, self.version, self.group = path, 0, 1
         head = _head(path)
-        if head[:4] != MAGIC:
+        if head[:4] != _MAGIC:
             self.sizes = _legacy(head)
         else:
-            if len(head) < HEADER:
-                raise CheckpointError(f"{path} is truncated: {HEADER} bytes of header expected, {len(head)} found")
+            if len(head) < _HEADER:
+                raise CheckpointError(f"{path} is truncated: {_HEADER} bytes of header expected, {len(head)} found")
             self.version, shared = struct.unpack_from("<i", head, 4)[0], head[36]
             if self.version not in (1, 2):
                 raise CheckpointError(f"{path} is a llama2.c file of version {self.version}; gptkit reads 0, 1 and 2")
             self.sizes = replace(Sizes(*_SIZES.unpack_from(head, 8)), shared=bool(shared))
             self.group = struct.unpack_from("<i", head, 37)[0] if self.version == 2 else 1
-            if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= MAX_GROUP:
+            if shared > 1 or not self.sizes.plausible or not 1 <= self.group <= _MAX_GROUP:
                 raise CheckpointError(f"{path}: its header's sizes are no model's: {self.sizes}")
-        self.start = HEADER if self.version else _SIZES.size
+        self.start = _HEADER if self.version else _SIZES.size
         # Before anything is made for every layer: a header alone may claim any number of them.
         nbytes = self.start
         for template, shape, count in self.sizes.stacked(self.version):
@@ -176,7 +176,7 @@ class _Header:
 
 def _looks_right(path: Path) -> bool:
     head = _head(path)
-    if head[:4] == MAGIC:
+    if head[:4] == _MAGIC:
         return True
     return path.suffix == ".bin" and len(head) >= _SIZES.size and _legacy(head).plausible
 
@@ -184,7 +184,7 @@ def _looks_right(path: Path) -> bool:
 def _head(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return os.pread(fd, HEADER, 0)
+        return os.pread(fd, _HEADER, 0)
     finally:
         os.close(fd)
 

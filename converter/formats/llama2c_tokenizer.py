@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.bin"
 MAX_BYTES = 2**28
-BOS, EOS, BYTES = 1, 2, 3  # fixed ids: of <s>, of </s>, and of the first of the 256 bytes
-NAMED = [f"<0x{value:02X}>" for value in range(256)]
+_BOS, _EOS, BYTES = 1, 2, 3  # fixed ids: of <s>, of </s>, and of the first of the 256 bytes
+_NAMED = [f"<0x{value:02X}>" for value in range(256)]
 
 _ENTRY = struct.Struct("<fI")
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -42,7 +42,7 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
             continue
         pieces = _pieces(file, sizes.vocab_size)
         if pieces is not None:
-            texts = Texts(_as_header(file, pieces), sizes.vocab_size, sizes.max_seq_len, {"bos": [BOS], "eos": [EOS]})
+            texts = Texts(_as_header(file, pieces), sizes.vocab_size, sizes.max_seq_len, {"bos": [_BOS], "eos": [_EOS]})
             return texts, [f"its tokenizer is {name}, which lies beside it"]
         passed.append(name)
     found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
@@ -75,21 +75,21 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
     """The same tokenizer in the words of GGUF, which knows how to say it to Hugging Face."""
     tokens = [text.replace(" ", SPACE) for text, _ in pieces]
     types = [NORMAL] * len(tokens)
-    for index, text, kind in ((0, "<unk>", UNKNOWN), (BOS, "<s>", CONTROL), (EOS, "</s>", CONTROL)):
+    for index, text, kind in ((0, "<unk>", UNKNOWN), (_BOS, "<s>", CONTROL), (_EOS, "</s>", CONTROL)):
         if index < len(tokens) and tokens[index].strip("\n") == text:
             tokens[index], types[index] = text, kind
     if len(tokens) >= BYTES + 256:
         plain = [chr(value).replace(" ", SPACE) for value in range(256)]  # as the first versions wrote them
-        if tokens[BYTES : BYTES + 256] in (NAMED, plain):
-            tokens[BYTES : BYTES + 256] = NAMED
+        if tokens[BYTES : BYTES + 256] in (_NAMED, plain):
+            tokens[BYTES : BYTES + 256] = _NAMED
             types[BYTES : BYTES + 256] = [BYTE] * 256
     metadata: dict[str, Any] = {
         "model": "llama",
         "tokens": tokens,
         "scores": [score for _, score in pieces],
         "token_type": types,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
+        "bos_token_id": _BOS,
+        "eos_token_id": _EOS,
         "unknown_token_id": 0,
         "add_bos_token": True,
         "add_eos_token": False,
@@ -116,7 +116,7 @@ def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[st
     tokens, scores = found[PREFIX + "tokens"], found[PREFIX + "scores"]
     assert isinstance(tokens, list) and isinstance(scores, list)
     texts = [str(token).replace(SPACE, " ") for token in tokens]
-    texts[BOS], texts[EOS] = f"\n{texts[BOS]}\n", f"\n{texts[EOS]}\n"
+    texts[_BOS], texts[_EOS] = f"\n{texts[_BOS]}\n", f"\n{texts[_EOS]}\n"
     parts = [text.encode() for text in texts]
     entries = (_ENTRY.pack(score, len(part)) + part for score, part in zip(scores, parts, strict=True))
     return struct.pack("<I", max(map(len, parts))) + b"".join(entries), []
@@ -126,9 +126,9 @@ def _unlike(found: Mapping[str, Any], sizes: Sizes) -> str | None:
     """What of a tokenizer, in GGUF's words, llama2.c does otherwise."""
     if found[PREFIX + "model"] != "llama":
         return "llama2.c has SentencePiece's BPE alone"
-    if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (BOS, EOS):
-        return f"llama2.c takes ids {BOS} and {EOS} for the beginning and the end of a text"
-    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != NAMED:
+    if (found.get(PREFIX + "bos_token_id"), found.get(PREFIX + "eos_token_id")) != (_BOS, _EOS):
+        return f"llama2.c takes ids {_BOS} and {_EOS} for the beginning and the end of a text"
+    if sizes.vocab_size < BYTES + 256 or found[PREFIX + "tokens"][BYTES : BYTES + 256] != _NAMED:
         return f"llama2.c takes ids {BYTES} to {BYTES + 255} for the 256 bytes"
     if not found.get(PREFIX + "add_space_prefix"):
         return "llama2.c puts a space before every text"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..write import Plan
 
 NAME = "ckpt.pt"
-COMPILED = "_orig_mod."  # what torch.compile puts before every name
-NOTE = "gptkit"
+_COMPILED = "_orig_mod."  # what torch.compile puts before every name
+_NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
 
@@ -61,7 +61,7 @@ def read(file: Path, allow_pickle: bool) -> Opened:
         raise not_as_it_is(file, content)
     weights, notes = _weights(file, content["model"])
     arguments, bias = _arguments(file, content["model_args"], weights)
-    said = content.get(NOTE)
+    said = content.get(_NOTE)
     activation: Activation = "gelu"
     if isinstance(said, dict) and said.get("activation_function") == "gelu_new":
         activation = "gelu_new"
@@ -72,7 +72,7 @@ def read(file: Path, allow_pickle: bool) -> Opened:
     if arguments["n_layer"] > len(weights.info):
         raise CheckpointError(f"{file} has {len(weights.info)} tensors for {arguments['n_layer']} layers")
     spec = spec_of(arguments, activation, bias)
-    kept = [key for key in content if key not in ("model", "model_args", NOTE)]
+    kept = [key for key in content if key not in ("model", "model_args", _NOTE)]
     if kept:
         notes.append(f"left out, since it is no part of a model: {', '.join(str(key) for key in kept)}")
     if not bias:
@@ -91,9 +91,9 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     found: dict[str, Stored] = {}
     dropped = []
     for own, tensor in named_tensors(file, state):
-        name = own.removeprefix(COMPILED)
+        name = own.removeprefix(_COMPILED)
         if name in found:
-            raise CheckpointError(f"{file}: {name!r:.80} is there with and without {COMPILED}")
+            raise CheckpointError(f"{file}: {name!r:.80} is there with and without {_COMPILED}")
         if is_buffer(name):
             dropped.append(name)
         else:
@@ -158,5 +158,5 @@ def _program(arguments: Mapping[str, Any], tensors: list[tuple[BoundLeaf, str]],
     content: dict[str, Any] = {"model": state, "model_args": dict(arguments)}
     content |= {"iter_num": 0, "best_val_loss": 1e9, "config": {}}
     if activation != "gelu":
-        content[NOTE] = {"activation_function": activation}
+        content[_NOTE] = {"activation_function": activation}
     return program(content)

@@ -25,7 +25,7 @@ from typing import Any
 
 ALIGNMENT = 64
 STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
-UTF8, CRC_BEHIND = 0x800, 0x8
+_UTF8, _CRC_BEHIND = 0x800, 0x8
 """Flags of a member: the encoding of its name; its crc32 stands behind its bytes and in the directory only."""
 ELSEWHERE = 0xFFFFFFFF
 """What stands for a size or an offset of LIMIT and more, which is in eight bytes elsewhere (zip64)."""
@@ -68,7 +68,7 @@ class _Member:
 
     @property
     def _flags(self) -> int:
-        return UTF8 | (CRC_BEHIND if self.crc is None else 0)
+        return _UTF8 | (_CRC_BEHIND if self.crc is None else 0)
 
     @property
     def _sizes(self) -> tuple[int, int]:

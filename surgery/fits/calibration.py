@@ -30,11 +30,11 @@ from ..base import Exactly, Model, Promise
 Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 TOKENS = 2048
 """Tokens that are fitted on, unless told otherwise."""
-HELD_OUT = 2048
+_HELD_OUT = 2048
 """Tokens at the end of the text that are never fitted on, at most; at least an eighth of what is."""
 WINDOW = 512
 """Tokens a row, where the model takes as many."""
-READ_BYTES = 16 * 2**20
+_READ_BYTES = 16 * 2**20
 """More of a file is not read: it would not be used."""
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 """A tenth of the text that the samples come from, which they were not trained on."""
@@ -73,12 +73,12 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
         path, name = Path(file), str(file)
     try:
         with path.open("rb") as opened:
-            data = opened.read(READ_BYTES)
+            data = opened.read(_READ_BYTES)
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror}") from error
     try:
         # A file that is cut may end within a character, which then waits for the rest.
-        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < READ_BYTES)
+        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < _READ_BYTES)
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{name} is not plain text in UTF-8, from byte {error.start:,} on") from error
     tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
@@ -92,7 +92,7 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
             f"{name} is too short: {len(ids):,} tokens, {tokens:,} are to be fitted on and {held:,} to be measured on",
             "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )
-    held = min(HELD_OUT, len(ids) - tokens)
+    held = min(_HELD_OUT, len(ids) - tokens)
     digest = hashlib.sha256(data).hexdigest()
     return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest)
 

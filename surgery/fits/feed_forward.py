@@ -17,7 +17,7 @@ from .calibration import Calibration, Layer
 from .regression import Moment, best_slope, ridge
 
 Dense = FeedForward | GatedFeedForward
-GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
+_GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
 SAMPLES = 100_000
 """Pre-activations of a layer that its slope is fitted on."""
 STRENGTH = 1e-3
@@ -40,8 +40,8 @@ def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Ten
     times the square of its other factor, times that of its column of `down`; `SAMPLES` of them.
     """
     gated = "gate_proj.weight" in dense.shapes()
-    _, seen = layer.run(*((GATE, UP) if gated else (UP,)))
-    x = seen[GATE if gated else UP][1].to(torch.float64)
+    _, seen = layer.run(*((_GATE, UP) if gated else (UP,)))
+    x = seen[_GATE if gated else UP][1].to(torch.float64)
     weight = down.square().sum(dim=0).expand_as(x)
     if gated:
         weight = weight * seen[UP][1].to(torch.float64).square()
@@ -57,8 +57,8 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
     for layer in calibration.walk(model, layers):
         name = f"blocks.{layer.index}.feed_forward.down_proj.weight"
         down = torch.from_numpy(model.wide(name).copy())
-        _, seen = layer.run(GATE, UP)
-        gate, up = (seen[part][1].flatten(0, 1).to(torch.float64) for part in (GATE, UP))
+        _, seen = layer.run(_GATE, UP)
+        gate, up = (seen[part][1].flatten(0, 1).to(torch.float64) for part in (_GATE, UP))
         gate = layer.module.feed_forward.activation(gate)
         power = gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
         share = (gate.square() * up).sum(dim=0) / power

@@ -60,7 +60,7 @@ ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
 RIDGE = 1.0
 """Strength of the projections' ridges: as much weight on where they start as on the text."""
-GROUPING_WORK = 10**11
+_GROUPING_WORK = 10**11
 """Multiplications that finding similar heads may take; beyond it, neighbours are put together."""
 DOWN = "feed_forward.down_proj"
 
@@ -184,7 +184,7 @@ class _LayerFit:
         self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
         self.heads = Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
-        self.sublayer = sublayer_of(record, "attention")
+        self.sublayer = _sublayer_of(record, "attention")
         norm = nn.Identity() if self.sublayer.norm is None else block.attention_norm
         self.before, after = norm(teacher), norm(student)
         ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
@@ -294,7 +294,7 @@ class _LayerFit:
         heads, spec, dim, rows = self.heads, self.spec, _turning(self.spec), _as_halves(self.spec)
         old = len(heads.keys)
         work = old * (old - 1) // 2 * self.covariance.shape[0] ** 3
-        if _biased(spec) or spec.sinks or new == 1 or spec.q_norm is not None or work > GROUPING_WORK:
+        if _biased(spec) or spec.sinks or new == 1 or spec.q_norm is not None or work > _GROUPING_WORK:
             return contiguous_groups(old, new)
         own = heads.queries[:, rows], heads.keys[:, rows], heads.values, heads.outputs
         return group_similar(head_similarity(*own, self.covariance, dim), new)
@@ -308,7 +308,7 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
     return ridge(start, Moment.of(inputs, wanted, weight), RIDGE)
 
 
-def sublayer_of(block: Block, slot: str) -> SubLayer:
+def _sublayer_of(block: Block, slot: str) -> SubLayer:
     """A block's sub-layer of this slot."""
     return next(each for each in block.sublayers if each.mixer.slot == slot)
 
@@ -328,7 +328,7 @@ def _refit_down(
         return run_block(block, student, context)[0], None
     output, seen = run_block(block, student, context, DOWN)
     inner, made = seen[DOWN]
-    linear, sublayer = block.feed_forward.down_proj, sublayer_of(block.spec, "feed_forward")
+    linear, sublayer = block.feed_forward.down_proj, _sublayer_of(block.spec, "feed_forward")
     if not added(sublayer):
         return output, linear.weight.detach().double()
     bias = 0 if linear.bias is None else linear.bias.detach()

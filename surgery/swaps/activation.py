@@ -30,14 +30,14 @@ from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Step, Swap
 from .mlp import Dense, dense_of, paths, with_dense
 
-Slope = Callable[[Model], float]
+_Slope = Callable[[Model], float]
 """A number that may be fitted to the model."""
 QUICK = 1.702
 """quick_gelu's slope (Hendrycks & Gimpel 1606.08415)."""
 LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
-NEEDS: dict[Activation, str] = {
+_NEEDS: dict[Activation, str] = {
     "gelu": "exact from relu; near from the tanh forms, silu and quick_gelu",
     "gelu_new": "exact from gelu_tanh and relu; near from the others",
     "gelu_tanh": "exact from gelu_new and relu; near from the others",
@@ -46,10 +46,10 @@ NEEDS: dict[Activation, str] = {
     "relu": "training: nothing else is near it",
     "silu": "exact from quick_gelu and relu; near from the others",
 }
-TARGETS = tuple(NEEDS)
+TARGETS = tuple(_NEEDS)
 """What may be asked for."""
 FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
-DOUBLED: tuple[Activation, ...] = FITTED[:4]
+_DOUBLED: tuple[Activation, ...] = FITTED[:4]
 TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
 PHI: tuple[Activation, ...] = ("gelu", "gelu_python")
@@ -95,7 +95,7 @@ def around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
     return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]
 
 
-def one_unit(path: str, dense: Dense, s: Slope) -> dict[str, Tensor]:
+def one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
     """act(x) -> new(s·x)/s: s before the activation, 1/s behind."""
 
     def scaled(name: str, power: int) -> Computed:
@@ -267,7 +267,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *(entry(name, name, _to_other, needs) for name, needs in NEEDS.items()),
-    *(entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in DOUBLED),
+    *(entry(name, name, _to_other, needs) for name, needs in _NEEDS.items()),
+    *(entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in _DOUBLED),
     *(entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in FITTED),
 )

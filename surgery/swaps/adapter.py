@@ -26,7 +26,7 @@ from ...converter.weights import Weights
 from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
@@ -38,7 +38,7 @@ REFUSED: Mapping[str, str] = {
     "use_qalora": "it pools its input",
 }
 """Settings that change what an adapter computes, and how."""
-INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
+_INITIALISED = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model stays as it is."""
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -167,7 +167,7 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
     start = config.get("init_lora_weights", True)
-    if not any(start is each or start == each for each in INITIALISED):
+    if not any(start is each or start == each for each in _INITIALISED):
         raise SwapRefused(
             f"{reference} is trained with init_lora_weights {start!r:.40}: it starts from weights that are not the"
             " base model's",
@@ -201,7 +201,7 @@ def _files(reference: str, offline: bool) -> tuple[Path, Path]:
         raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
     if weights is not None:
         return config, weights
-    if path_of(PICKLE) is not None:
+    if path_of(_PICKLE) is not None:
         hint = f"peft writes {WEIGHTS} where it loads and saves it again."
-        raise UntrustedInput(f"{reference} has its weights as {PICKLE}, a pickle, which can run code", hint)
+        raise UntrustedInput(f"{reference} has its weights as {_PICKLE}, a pickle, which can run code", hint)
     raise InvalidInput(f"{reference} has no {WEIGHTS}")

@@ -22,7 +22,7 @@ from ..base import Computed, Filled, Model, Tensor, Wide
 from ..layerwise import head_weight, readers, unknown, weighed, with_blocks, written
 
 Compute = Callable[[Model], Wide]
-Into = Callable[[Model, Wide], Wide]
+_Into = Callable[[Model, Wide], Wide]
 """Rows [n, d] of the old coordinates in the new ones, [n, d']; the model is there for what is fitted to it."""
 CENTRED = 1e-15
 """A mean this small beside the largest value of its tensor is what fp64 leaves of one that was subtracted."""
@@ -38,12 +38,12 @@ def eps_for(eps: float, old: int, new: int) -> float:
     return eps * old / new
 
 
-def reader(weight: str, gamma: str, ratio: float, into: Into) -> Compute:
+def reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
     """ratio · R γ Uᵀ."""
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
-def written_in(name: str, axis: int, into: Into) -> Compute:
+def written_in(name: str, axis: int, into: _Into) -> Compute:
     """What writes into the stream, along an axis, in new coordinates: U W, U b, or the rows of a table."""
 
     def compute(model: Model) -> Wide:
@@ -70,7 +70,7 @@ def normed_row(rows: Wide, eps: float) -> Wide:
 
 
 def in_basis(
-    spec: ModelSpec, size: int, into: Into, norm_of: Callable[[str, Norm], Norm]
+    spec: ModelSpec, size: int, into: _Into, norm_of: Callable[[str, Norm], Norm]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
     """A tree whose norms are RMSNorms, `size` wide and with the stream in other coordinates.
 

@@ -154,7 +154,7 @@ def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
 
 
 entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
-UNSCALED = "an ALiBi bias, where there is one, outside the scale"
+_UNSCALED = "an ALiBi bias, where there is one, outside the scale"
 
 
 # --- biases that go ---------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ SWAPS = (
         form="scale",
         takes="the scale of scores",
         gives="queries, and a scale of 1",
-        needs=UNSCALED,
+        needs=_UNSCALED,
         reshape=_fold_scale,
         inverse=unscaled,
         clears=(Clears("*.scale"),),
@@ -312,7 +312,7 @@ SWAPS = (
         form="scale:WHERE",
         takes="the scale of scores",
         gives="queries, and a scale of 1/√head_dim",
-        needs=UNSCALED,
+        needs=_UNSCALED,
         reshape=_fold_scale,
         examples=lambda spec: ("scale:head",),
         clears=(Clears("*.scale", "fold=scale:head"),),

@@ -64,7 +64,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
             continue
         path = f"blocks.{layer}.attention"
         unclipped(path, attention)
-        by_rms(path, attention)
+        _by_rms(path, attention)
         weighed(f"{path}.q_norm", attention.q_norm, "1 + weight")
         weighed(f"{path}.k_norm", attention.k_norm, "1 + weight")
         plan = choose(spec, asked, path, attention, size, how)
@@ -81,7 +81,7 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary, tuple(dict.fromkeys(filter(None, notes))))
 
 
-def by_rms(path: str, attention: Attention) -> None:
+def _by_rms(path: str, attention: Attention) -> None:
     """Raise SwapRefused where queries or keys are normed otherwise than each head by its mean square, for a swap that
     changes how wide heads are.
     """

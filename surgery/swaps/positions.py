@@ -252,7 +252,7 @@ def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
 
 entry = partial(Swap, "position", takes="positions")
 TRAINED = "to be trained, but where nothing told positions apart before either"
-DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
+_DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 ROPE: dict[str, Any] = {
     "gives": "RoPE",
     "guarantee": "retrained",
@@ -261,20 +261,20 @@ ROPE: dict[str, Any] = {
     "reshape": _to_rope,
     "by_layer": True,
 }
-LEARNED: dict[str, Any] = {
+_LEARNED: dict[str, Any] = {
     "gives": "a table of positions, all zero",
     "needs": TRAINED,
     "source": "derived for gptkit",
     "reshape": _to_learned,
     "inverse": _back_to_none,
 }
-TO_ROPE = tuple(
+_TO_ROPE = tuple(
     clears
     for step in ("position=rope", "position=rope:neutral")
     for clears in (Clears("*.position", step, theirs=Rotary), Clears("positions", step))
 )
 """Where both cost as much, RoPE that turns comes first."""
-TO_LEARNED = (
+_TO_LEARNED = (
     *(Clears("*.position", ours=turned, theirs=None) for turned in (Rotary, ALiBi)),
     Clears("positions", theirs=LearnedPositions),
 )
@@ -371,7 +371,7 @@ SWAPS = (
         by_layer=True,
         inverse=_back_to_none,
     ),
-    entry("rope", **ROPE, clears=TO_ROPE),
+    entry("rope", **ROPE, clears=_TO_ROPE),
     entry("rope:BASE", **ROPE),
     entry(
         "alibi",
@@ -387,14 +387,14 @@ SWAPS = (
         "none",
         gives="no positions",
         needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
-        source=DROPE,
+        source=_DROPE,
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
         inverse=_back_to_neutral,
     ),
-    entry("learned", **LEARNED, clears=TO_LEARNED),
-    entry("learned:LENGTH", **LEARNED, examples=partial(examples, form="learned:LENGTH")),
+    entry("learned", **_LEARNED, clears=_TO_LEARNED),
+    entry("learned:LENGTH", **_LEARNED, examples=partial(examples, form="learned:LENGTH")),
     Swap(
         option="context",
         form="N",

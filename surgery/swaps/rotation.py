@@ -29,7 +29,7 @@ Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
 """Positions divided by so much that nothing turns: cos is 1 in every dtype and sin at most 1e-21."""
-DISTANCES = 4096
+_DISTANCES = 4096
 """Distances that a mean rotation is taken over, at most."""
 
 
@@ -101,7 +101,7 @@ def mean_rotation(rotary: Rotary, context: int | None, window: int | None = None
 
     A distance d counts (context - d) / (1 + d)^near: as often as it occurs, and more the nearer, since attention does.
     """
-    length = min(each for each in (context, window, DISTANCES) if each is not None)
+    length = min(each for each in (context, window, _DISTANCES) if each is not None)
     distances = np.arange(length)
     weights = (length - distances) / (1 + distances) ** near
     turned = np.exp(1j * np.outer(frequencies(rotary, context or 1), distances))

@@ -208,15 +208,15 @@ def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("vocab", str(before.vocab_size)) if grows else None
 
 
-PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
+_PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
 entry = partial(Swap, option="vocab", takes="vocabulary")
-pruned = partial(entry, needs=PRUNED, source="Load What You Need 2010.05609")
+pruned = partial(entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 
 
 # --- the head tied to the embedding -----------------------------------------------------------------------------------
 
 
-BOTH = ("embedding.weight", "head.weight")
+_BOTH = ("embedding.weight", "head.weight")
 
 
 def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
@@ -238,18 +238,18 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     if spec.head.tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    table, head = (shapes[name] for name in BOTH)
+    table, head = (shapes[name] for name in _BOTH)
     if table != head:
         raise SwapRefused(f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: no one matrix")
-    if asked.weights.same(*BOTH):
+    if asked.weights.same(*_BOTH):
         # In the wider dtype of both, whose values are the same.
-        return _retied(spec, "exact", {BOTH[0]: Moved(BOTH, lambda table, head: table)})
-    differ = asked.weights.ask(lambda model: sum(differing(model, *BOTH)), table[0], 0)
+        return _retied(spec, "exact", {_BOTH[0]: Moved(_BOTH, lambda table, head: table)})
+    differ = asked.weights.ask(lambda model: sum(differing(model, *_BOTH)), table[0], 0)
     note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so no tying is exact: "
     if asked.approximate:
         return _retied(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
-    mean = Computed(lambda model: (model.wide(BOTH[0]) + model.wide(BOTH[1])) / 2)
-    return _retied(spec, "approximate", {BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
+    mean = Computed(lambda model: (model.wide(_BOTH[0]) + model.wide(_BOTH[1])) / 2)
+    return _retied(spec, "approximate", {_BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
 
 
 tying = partial(Swap, form="", source="Press and Wolf 1608.05859")
