@@ -145,18 +145,30 @@ def convert(
     say(conversion_lines(done), quiet)
 
 
-@command("gptkit check gpt2-local")
-def check(folder: Path = argument("FOLDER", "A folder that gptkit wrote."), quiet: bool = QUIET) -> None:
-    """Hash a folder's files again and compare with its manifest; say which tensor changed, and where."""
+@command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
+def check(
+    folder: Path = argument("FOLDER", "A checkpoint's folder."),
+    quiet: bool = QUIET,
+    *,
+    opening: ForWeights,
+) -> None:
+    """Hold a folder to its manifest, hashing its files again, or without one to its own headers, index and config."""
+    from ..converter.checkpoint import Checkpoint, open_files
     from ..converter.manifest import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput
+    from ..report.pages import counted
 
     if folder.is_file():
         raise InvalidInput(f"{folder} is a file, and manifests are those of folders", "gptkit load checks its header.")
     if not folder.is_dir():
-        raise InvalidInput(f"no such folder: {folder}", "Name a folder that gptkit wrote.")
+        raise InvalidInput(f"no such folder: {folder}", "Name a checkpoint's folder.")
     if not (folder / MANIFEST).exists():
-        raise InvalidInput(f"{folder} has no {MANIFEST}: gptkit did not write it", "gptkit load checks any checkpoint.")
+        opened = open_files(folder, **opening)
+        tensors = f"{counted(len(opened.leaves), 'tensor')} in {counted(len(opened.files), 'file')}"
+        whole = "that config.json says" if isinstance(opened, Checkpoint) else "that its headers and index say"
+        notes = [f"note: {note}" for note in opened.notes]
+        say([f"{folder}: {tensors}, all {whole}; no {MANIFEST}, so no bytes to compare with", *notes], quiet)
+        return
     problems = check_manifest(folder)
     if problems:
         some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]

@@ -1,8 +1,15 @@
 """show: how a model is built, its tree and the path of the data through one of its layers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ..errors import UsageError
 from ..terminal import answer, say
 from .base import JSON, MODEL, ForTree, Pictures, command, option
+
+if TYPE_CHECKING:
+    from ..analysis.params import ModelCount
 
 
 @command(
@@ -20,18 +27,28 @@ def show(
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
     from ..analysis.params import params
-    from ..report.show import model_drawing, show_json, show_page
+    from ..report.show import model_drawing, named_drawing, named_json, named_page, show_json, show_page
     from ..report.structure import structure
 
     (counted,) = params(model, **opening)
+    if counted.named is not None and layer is None:
+        answer(json, lambda: named_json(counted), lambda: named_drawing(counted))
+        _source(counted, json)
+        drawn.write(lambda: named_page(counted), quiet=json)
+        return
     layers = len(counted.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
     graph = structure(counted.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
     answer(json, lambda: show_json(counted, graph, kinds), lambda: model_drawing(counted, graph, kinds[0], layer))
-    if not json and (counted.revision or counted.notes):
-        from ..report.checkpoints import source_lines
-
-        say(["", *source_lines([counted])], quiet=False)
+    _source(counted, json)
     drawn.write(lambda: show_page(counted, graph, kinds), quiet=json)
+
+
+def _source(model: ModelCount, json: bool) -> None:
+    """Where it comes from, for a person."""
+    from ..report.checkpoints import source_lines
+
+    if not json and (model.revision or model.notes):
+        say(["", *source_lines([model])], quiet=False)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures import Architecture, BoundLeaf, named
-from ..architectures.layout import IDENTITY
 from ..components import ModelSpec
-from ..errors import CheckpointError, InvalidInput
+from ..errors import CheckpointError, InvalidInput, UnknownFamily
 from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
@@ -25,7 +24,8 @@ from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
 from .tree import Origin, Quantised
 from .weights import Checkpoint as Checkpoint
-from .weights import Weights
+from .weights import TensorFiles as TensorFiles
+from .weights import Weights, own_leaves
 from .weights import identity_leaves as identity_leaves
 
 
@@ -83,6 +83,55 @@ def weight_headers_of(reference: str | Reference, *, offline: bool = False, allo
     found, remote = _find(reference, offline, allow_pickle, True, None)
     assert found.path is not None
     return remote or weight_files(found.path, allow_pickle, found.names)
+
+
+def open_files(
+    reference: str | Path | Reference,
+    *,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    headers_only: bool = False,
+    **options: bool,
+) -> TensorFiles:
+    """A checkpoint as `open_checkpoint` opens it; of a family that is not known, or quantised, its tensors by name."""
+    how = {"offline": offline, "allow_pickle": allow_pickle, "headers_only": headers_only}
+    try:
+        return open_checkpoint(reference, **how, **options)
+    except (UnknownFamily, Quantised) as error:
+        opened = open_tensors(reference, **how)
+        opened.notes.append(f"its tensors are told by their own names: {error.message}")
+        return opened
+
+
+def open_tensors(
+    reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False, headers_only: bool = False
+) -> TensorFiles:
+    """The tensors in a reference's weight files by their own names, of whatever family; raises as `open_checkpoint`."""
+    found, remote = _find(reference, offline, allow_pickle, headers_only, None)
+    assert found.path is not None and found.source is not None
+    config: str | None = None
+    files: tuple[Path, ...] = (found.source,)
+    by_name = getattr(found.other, "tensors", None)
+    if by_name is not None:
+        weights = by_name(found.source)
+    else:
+        stored = remote or weight_files(found.path, allow_pickle, found.names)
+        files, pickled = stored.files, stored.format == "pickle"
+        weights = pickle_weights(files) if pickled else Weights(stored.tensors, fetched=remote is None)
+        config = found.source.read_text("utf-8") if found.source.is_file() and found.other is None else None
+    name = found.path.name if found.kind == "path" else found.text
+    return TensorFiles(
+        reference=found.text,
+        path=found.path,
+        revision=found.revision,
+        format=str(found.format),
+        leaves=own_leaves((name, shape) for name, (_, shape) in weights.info.items()),
+        origin=Origin(reference=name, revision=found.revision, config_text=config),
+        notes=list(found.notes),
+        files=files,
+        _weights=weights,
+        _found={name: name for name in weights.info},
+    )
 
 
 def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
@@ -206,9 +255,7 @@ def _match(
         how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
     if drafts:
-        checkpoint.drafts = tuple(
-            BoundLeaf(x, info[y][1], (x,), (info[y][1],), IDENTITY, {}) for x, y in drafts.items()
-        )
+        checkpoint.drafts = tuple(own_leaves((x, info[y][1]) for x, y in drafts.items()))
         checkpoint._found |= drafts
         checkpoint.notes.append(checkpoint.drafted)
     if dropped:
@@ -230,7 +277,7 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
     if len(known) < len(extra):
         left = [name for name in extra if name not in known]
         checkpoint.notes.append(f"tensors without a place in the model that cannot be read left out: {_some(left)}")
-    checkpoint.extra = tuple(BoundLeaf(x, info[x][1], (x,), (info[x][1],), IDENTITY, {}) for x in known)
+    checkpoint.extra = tuple(own_leaves((name, info[name][1]) for name in known))
     checkpoint._found.update({name: name for name in known})
     checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
 from ..architectures.base import TOKEN_IDS
-from ..architectures.layout import IDENTITY
 from ..architectures.obstacles import OWN_FORMAT, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
@@ -33,7 +32,7 @@ from .targets import target as parsed
 from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
-from .weights import Stored
+from .weights import Stored, own_leaves
 from .write import DEFAULT_SHARD_BYTES, Plan, as_it_was, plan
 
 
@@ -289,7 +288,7 @@ def _as_tree(source: Checkpoint, spec: ModelSpec, architecture: Architecture) ->
     gained, lost = theirs.keys() - shapes.keys(), sorted(shapes.keys() - theirs.keys())
     dtype = widest([source.dtype_of(leaf) for leaf in source.leaves])
     zeros = {name: Stored(None, dtype, shape) for name, shape in theirs.items() if name in gained}
-    leaves = [BoundLeaf(name, zero.shape, (name,), (zero.shape,), IDENTITY, {}) for name, zero in zeros.items()]
+    leaves = own_leaves((name, zero.shape) for name, zero in zeros.items())
     notes = list(source.notes)
     if gained:
         notes.append(f"{architecture.name} has {_kinds(zeros)}: added as zeros, which change nothing")

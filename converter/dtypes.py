@@ -20,6 +20,9 @@ HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "floa
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 """Types that are no weights as they stand, but whose every value fp64 holds: cast where somebody asks for it."""
 
+VALUES = (*FLOATS, *INTEGERS, "F8_E4M3", "F8_E5M2")
+"""Types whose every value `to_float64` tells."""
+
 Array = NDArray[Any]
 
 
@@ -44,8 +47,23 @@ def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
     """The values of an array in its carrier dtype, exactly."""
     if dtype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
+    elif dtype == "F8_E5M2":  # the upper half of fp16
+        array = (array.astype(np.uint16) << 8).view(np.float16)
+    elif dtype == "F8_E4M3":
+        array = _E4M3[array]
     with np.errstate(invalid="ignore"):  # what a signalling NaN makes the processor say
         return array.astype(np.float64)
+
+
+def _e4m3() -> NDArray[np.float64]:
+    """What each byte is as F8_E4M3: 4 bits of exponent and 3 of mantissa, no infinity (arXiv 2209.05433, table 1)."""
+    exponent, mantissa = np.divmod(np.arange(128), 8)
+    values = np.where(exponent, (1 + mantissa / 8) * 2.0 ** (exponent - 7), mantissa / 8 * 2.0**-6)
+    values[-1] = np.nan
+    return np.concatenate([values, -values])
+
+
+_E4M3 = _e4m3()
 
 
 def from_float64(values: NDArray[np.float64], dtype: str) -> Array:

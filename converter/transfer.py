@@ -20,7 +20,7 @@ import numpy as np
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError, UsageError
 from .block_file import CHUNK, BlockFile
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TensorFiles
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
 from .manifest import FileRecord
 from .publish import Staging
@@ -113,7 +113,7 @@ def dependents(count: int, pairs: Iterable[Sequence[int]]) -> list[list[int]]:
     return [members[least] for least in sorted(members)]
 
 
-def shared_tensors(checkpoint: Checkpoint, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     """The leaves' tensors under shared names, views of the files where layouts allow it, with their dtypes."""
     return {
         name: (array, checkpoint.dtype_of(leaf))

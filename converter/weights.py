@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -19,10 +19,10 @@ import numpy as np
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.layout import IDENTITY
-from ..components import ModelSpec
+from ..components import ModelSpec, Shape
 from ..display import Shown
 from ..errors import CheckpointError
-from .dtypes import parse_dtype
+from .dtypes import VALUES, parse_dtype
 from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
@@ -62,6 +62,14 @@ class Weights:
         info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         more.info = info if alone else self.info | info
         return more
+
+    def numeric(self) -> Weights:
+        """The same, every tensor of numbers that fp64 holds: one of any other type is the bytes that it has."""
+        apart = {name: each for name, each in self._tensors.items() if each.dtype not in VALUES}
+        as_bytes = {
+            name: replace(each, dtype="U8", shape=(each.nbytes,), kind=each.dtype) for name, each in apart.items()
+        }
+        return self.with_more(as_bytes)
 
     def place(self, name: str) -> tuple[Path, int]:
         """The file that holds the tensor, and where in it the tensor begins; of what lies nowhere no file."""
@@ -144,62 +152,38 @@ class Tree(Protocol):
         ...
 
 
-@dataclass
-class Checkpoint(Shown):
-    """An opened checkpoint.
+@dataclass(kw_only=True)
+class TensorFiles(Shown):
+    """The tensors of weight files by the names that they have, whatever they compute.
 
     Attributes:
         reference, path, revision: what was asked for, where it lies, and the commit if it came from the hub.
         format: "hf", "local" for gptkit's own, or the name of another (`converter.formats`).
-        spec: the tree.
-        leaves: the files' tensors, each with the shared tensors it holds.
-        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
-        dtypes: each leaf's stored dtype, by its checkpoint name.
+        leaves: the files' tensors, each with the shared tensors it holds; those of no known family hold themselves.
+        origin: where they come from, with the text of their config.json.
         notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
         texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
-        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
-        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
-        drafts: the tensors of layers behind the last, which draft tokens and are not computed: not in `leaves`.
     """
 
     reference: str
     path: Path
     revision: str | None
     format: str
-    spec: ModelSpec
     leaves: list[BoundLeaf]
-    dtype: str
     origin: Origin
     notes: list[str] = field(default_factory=list)
     files: tuple[Path, ...] = ()
     texts: Mapping[str, bytes] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-    extra: tuple[BoundLeaf, ...] = ()
-    drafts: tuple[BoundLeaf, ...] = ()
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
 
     def __repr__(self) -> str:
-        layers = f"{len(self.spec.blocks):,} layers"
-        return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
-
-    @property
-    def drafted(self) -> str:
-        """How much drafts tokens, in words; "" for nothing."""
-        number = sum(math.prod(leaf.shape) for leaf in self.drafts)
-        names = ", ".join(leaf.checkpoint for leaf in self.drafts[:3]) + (", …" if len(self.drafts) > 3 else "")
-        told = "parameters beside these draft tokens (multi-token prediction) and are not computed"
-        return f"{number:,} {told}: {names}" if self.drafts else ""
+        return f"<tensors of {self.reference} ({self.format}): {len(self.leaves):,}>"
 
     @property
     def folder(self) -> Path:
         """Where the files that travel with the weights lie."""
         return self.path if self.path.is_dir() else self.path.parent
-
-    @property
-    def architecture(self) -> Architecture | None:
-        """The family it belongs or belonged to."""
-        return None if self.origin.family is None else named(self.origin.family)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -257,9 +241,47 @@ class Checkpoint(Shown):
         return {name: all_of_them or self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
 
 
+@dataclass(kw_only=True)
+class Checkpoint(TensorFiles):
+    """An opened checkpoint of a family, or of a tree.
+
+    Attributes:
+        spec: the tree.
+        dtype: the dtype to compute in unless told otherwise, by safetensors' name.
+        missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
+        extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
+        drafts: the tensors of layers behind the last, which draft tokens and are not computed: not in `leaves`.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    missing: tuple[str, ...] = ()
+    extra: tuple[BoundLeaf, ...] = ()
+    drafts: tuple[BoundLeaf, ...] = ()
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.spec.blocks):,} layers"
+        return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
+
+    @property
+    def drafted(self) -> str:
+        """How much drafts tokens, in words; "" for nothing."""
+        number = sum(math.prod(leaf.shape) for leaf in self.drafts)
+        names = ", ".join(leaf.checkpoint for leaf in self.drafts[:3]) + (", …" if len(self.drafts) > 3 else "")
+        told = "parameters beside these draft tokens (multi-token prediction) and are not computed"
+        return f"{number:,} {told}: {names}" if self.drafts else ""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The family it belongs or belonged to."""
+        return None if self.origin.family is None else named(self.origin.family)
+
+
 def identity_leaves(spec: ModelSpec) -> list[BoundLeaf]:
     """The leaves of gptkit's own format: every shared tensor under its own name."""
-    return [
-        BoundLeaf(parameter.name, parameter.shape, (parameter.name,), (parameter.shape,), IDENTITY, {})
-        for parameter in spec.parameters()
-    ]
+    return own_leaves((parameter.name, parameter.shape) for parameter in spec.parameters())
+
+
+def own_leaves(shapes: Iterable[tuple[str, Shape]]) -> list[BoundLeaf]:
+    """The leaves of tensors that stand for themselves, by their own names."""
+    return [BoundLeaf(name, shape, (name,), (shape,), IDENTITY, {}) for name, shape in shapes]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..components import without_rounding
-from ..converter.checkpoint import Checkpoint
+from ..converter.checkpoint import Checkpoint, TensorFiles
 from ..display import Shown
 from .surroundings import FileChange, TreeChange
 from .tensor_diff import Figures
@@ -194,8 +194,8 @@ class _LowRank:
 class Diff(Shown):
     """What differs between checkpoints A and B; see the functions' and records' own words for each part."""
 
-    a: Checkpoint
-    b: Checkpoint
+    a: TensorFiles
+    b: TensorFiles
     tensors: tuple[TensorDiff, ...]
     tree: tuple[TreeChange, ...]
     files: tuple[FileChange, ...]
@@ -211,8 +211,9 @@ class Diff(Shown):
         """The same function of the same values: in whatever dtypes, with whatever files beside."""
         values = self.all.same == len(self.tensors)
         # Without what decides the last bits, and without the length that a model was trained for.
-        a, b = (without_rounding(msgspec.structs.replace(each.spec, context_length=None)) for each in (self.a, self.b))
-        return values and bool(a == b)
+        specs = [each.spec for each in (self.a, self.b) if isinstance(each, Checkpoint)]
+        trees = [without_rounding(msgspec.structs.replace(spec, context_length=None)) for spec in specs]
+        return values and (len(trees) < 2 or bool(trees[0] == trees[1]))
 
     @property
     def same_bytes(self) -> bool:
@@ -295,7 +296,7 @@ def _groups(tensors: Iterable[TensorDiff], key: Callable[[TensorDiff], tuple[str
     return [Group(name, layer, tuple(members)) for (name, layer), members in found.items()]
 
 
-def _side(checkpoint: Checkpoint, parameters: int) -> dict[str, Any]:
+def _side(checkpoint: TensorFiles, parameters: int) -> dict[str, Any]:
     return {
         "model": checkpoint.reference,
         "revision": checkpoint.revision,

@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
+from ..analysis.named import by_names
 from ..architectures import BoundLeaf
 from ..components import Parameter
 from ..components.ranges import layer_ranges, range_label
-from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.checkpoint import Checkpoint, TensorFiles, open_files, open_tensors
 from ..converter.threads import available_cores
 from ..converter.transfer import IN_FLIGHT, Scheduler, dependents, shared_tensors
+from ..converter.weights import own_leaves
 from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
@@ -64,11 +67,16 @@ def diff(
         InvalidInput: one of them cannot be used as it is.
         Offline: one is not here and there is no network.
     """
-    options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra, "partial": True}
-    first, second = open_checkpoint(a, **options), open_checkpoint(b, **options)
+    options = {"offline": offline, "allow_pickle": allow_pickle}
+    sides = [open_files(each, **options, allow_extra=allow_extra, partial=True) for each in (a, b)]
+    if not all(isinstance(side, Checkpoint) for side in sides):  # then names are all that both have
+        pairs = zip((a, b), sides, strict=True)
+        sides = [_by_names(open_tensors(x, **options) if isinstance(y, Checkpoint) else y) for x, y in pairs]
+    first, second = sides
     found = _Comparison(first, second, rank, progress, workers or available_cores()).run()
     tensors = tuple(sorted(found, key=_order(_parameters(first), _parameters(second))))
-    tree = changed_tree(first.spec, second.spec)
+    trees = [side.spec for side in (first, second) if isinstance(side, Checkpoint)]
+    tree = changed_tree(*trees) if len(trees) == 2 else []
     return Diff(
         a=first,
         b=second,
@@ -92,7 +100,7 @@ class _Comparison:
     """The state of one comparison that its threads share."""
 
     def __init__(
-        self, a: Checkpoint, b: Checkpoint, rank: bool, progress: Callable[[int, int], None] | None, workers: int
+        self, a: TensorFiles, b: TensorFiles, rank: bool, progress: Callable[[int, int], None] | None, workers: int
     ) -> None:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
@@ -121,7 +129,7 @@ class _Comparison:
         leaves = [(side, leaf) for side in (0, 1) for leaf in self.sides[side].leaves]
         at = {(side, name): index for index, (side, leaf) in enumerate(leaves) for name in leaf.shared}
         pairs = [(name, name) for _, name in at if (0, name) in at and (1, name) in at]
-        tied = tuple(side.spec.head.tied for side in self.sides)
+        tied = tuple(map(_is_tied, self.sides))
         if tied[0] != tied[1]:  # the one's embedding is the other's head too
             pairs.append(("embedding.weight", "head.weight") if tied[0] else ("head.weight", "embedding.weight"))
         known = ((at[0, one], at[1, other]) for one, other in pairs if (0, one) in at and (1, other) in at)
@@ -157,7 +165,7 @@ class _Comparison:
         for name in dict.fromkeys(names):
             here, there = (held[side].get(name) for side in (0, 1))
             if name == "head.weight" and (here is None or there is None):
-                tied = self.sides[0 if here is None else 1].spec.head.tied
+                tied = _is_tied(self.sides[0 if here is None else 1])
                 other = held[0 if here is None else 1].get("embedding.weight") if tied else None
                 here, there = here or other, there or other
             found.append(self._told(name, self._figures(name, here, there)))
@@ -227,8 +235,21 @@ class _Comparison:
                 side.release()
 
 
-def _parameters(checkpoint: Checkpoint) -> list[Parameter]:
+def _by_names(side: TensorFiles) -> TensorFiles:
+    """The same with tensors of numbers alone: what packs others (booleans, four bits) is compared as bytes."""
+    weights = side._weights.numeric()
+    leaves = own_leaves((name, shape) for name, (_, shape) in weights.info.items())
+    return replace(side, leaves=leaves, _weights=weights)
+
+
+def _is_tied(side: TensorFiles) -> bool:
+    return isinstance(side, Checkpoint) and side.spec.head.tied
+
+
+def _parameters(checkpoint: TensorFiles) -> list[Parameter]:
     """What the files have, in the tree's order; behind it what has no place there, in the layer that its name says."""
+    if not isinstance(checkpoint, Checkpoint):
+        return list(by_names((leaf.checkpoint, leaf.shape) for leaf in checkpoint.leaves))
     missing = set(checkpoint.missing)
     held = [each for each in checkpoint.spec.parameters() if each.name not in missing]
     for leaf in checkpoint.extra:
@@ -261,7 +282,7 @@ def _order(a: Sequence[Parameter], b: Sequence[Parameter]) -> Callable[[TensorDi
     return lambda each: places[each.name]
 
 
-def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str]:
+def _notes(a: TensorFiles, b: TensorFiles, tree: Sequence[TreeChange]) -> list[str]:
     """What a person should know before believing the figures."""
     notes = []
     one, other = (each.origin.family for each in (a, b))
@@ -270,7 +291,7 @@ def _notes(a: Checkpoint, b: Checkpoint, tree: Sequence[TreeChange]) -> list[str
     if any(each.path.endswith(".position.pairs") for each in tree):
         told = "rows of q_proj and k_proj that do the same lie in another order"
         notes.append(f"rotary positions turn other pairs: {told}")
-    moved = same_layers(a, b)
+    moved = same_layers(a, b) if isinstance(a, Checkpoint) and isinstance(b, Checkpoint) else None
     if moved is not None:
         shifts = layer_ranges(None if layer is None else layer - index for index, layer in enumerate(moved))
         runs = [(first, last, shift) for first, last, shift in shifts if shift]

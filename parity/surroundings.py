@@ -12,7 +12,7 @@ import msgspec
 
 from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import number_ranges
-from ..converter.checkpoint import Checkpoint
+from ..converter.checkpoint import Checkpoint, TensorFiles
 from ..converter.dtypes import to_float64
 from ..converter.tokenizer import token_files
 from ..converter.vocabulary import Vocabulary
@@ -105,7 +105,7 @@ def _words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
+def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
     """config.json and the tokenizer's files, those that differ. Nothing where a side has no such files at all. What a
     file of another format (a GGUF) holds inside is put into these terms when it is read: of that the tokens alone are
     compared.
@@ -128,7 +128,7 @@ def changed_files(a: Checkpoint, b: Checkpoint) -> list[FileChange]:
     return found
 
 
-def _texts(checkpoint: Checkpoint) -> Mapping[str, bytes]:
+def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
     """The small files of a checkpoint by name: in a GGUF, inside; else beside the weights. No licences."""
     paths = [path for path in token_files(checkpoint.folder) if not path.name.upper().startswith(("LICENSE", "NOTICE"))]
     stored = checkpoint.format in ("hf", "local")

@@ -51,6 +51,16 @@ def model_drawing(page: Layout, model: ModelCount, graph: Structure, kind: Kind,
         yield from line(f"{len(graph.kinds) - len(others):,} more kinds of layers: --layer N draws any", "")
 
 
+@drawing
+def named_drawing(page: Layout, model: ModelCount) -> RenderResult:
+    """A model of an unknown family: its name, and the tree that the names of its tensors make."""
+    assert model.named is not None
+    yield Text(page.clean(model.name), style="bold")
+    yield page.note(f"by names; no family that gptkit knows · from {model.named.source}")
+    yield ""
+    yield from tree_lines(model.named, page.width, page.ascii_only)
+
+
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
     """Each kind of layer with the aspects in which kinds differ, in words; more than `MOST_KINDS` are not told."""
     kinds = graph.kinds[:MOST_KINDS]
@@ -75,9 +85,30 @@ def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dic
         nodes = [{**node.as_json(), "in_block": node.id in inside} for node in path]
         edges = [edge.as_json() for node in path for edge in node.edges()]
         paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": edges})
+    return {**_told(model), "total": model.count.total, "tree": tree_json(graph), "paths": paths}
+
+
+def named_json(model: ModelCount) -> dict[str, Any]:
+    """The same of a model of an unknown family: no path, since names do not tell what is computed."""
+    assert model.named is not None
+    tree = tree_json(model.named)
+    return {**_told(model), "by_names": model.named.source, "total": model.named.count.total, "tree": tree}
+
+
+def _told(model: ModelCount) -> dict[str, Any]:
     data = {"schema_version": 1, "model": model.name, "family": model.family, "revision": model.revision}
-    data |= {"notes": list(model.notes), "total": model.count.total}
-    return {**data, "tree": tree_json(graph), "paths": paths}
+    return {**data, "notes": list(model.notes)}
+
+
+def named_page(model: ModelCount) -> Page:
+    """The page of a model of an unknown family."""
+    assert model.named is not None
+    return Page(
+        title=model.name,
+        subtitle=f"by names; no family that gptkit knows, from {model.named.source}",
+        facts=(("parameters", f"{model.named.count.total:,}"),),
+        sections=(Section("The tree", (tree_table(model.named),)), *noted(model.notes)),
+    )
 
 
 def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Page:

@@ -1,6 +1,9 @@
 """A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +11,8 @@ import msgspec
 from rich.text import Text
 
 from ..analysis.aspects import describe
-from ..analysis.parameters import count
-from ..components import ModelSpec
+from ..analysis.named import Named
+from ..components import ModelSpec, Parameter, Shape
 from ..components.operations import Norm
 from ..components.ranges import range_label
 from ..display import Record
@@ -20,6 +23,7 @@ from .structure import Kind, Node, Structure, sizes, structure
 
 NARROWEST = 18  # a column of words is at least so wide
 GAP = 2  # blanks between two columns
+_Branch = dict[str, "_Branch | Shape"]
 _GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
 
@@ -49,10 +53,67 @@ class Row(Record):
         return f"{self.copies:,} × {self.number:,}" if self.copies > 1 else f"{self.number:,}"
 
 
-def tree_rows(graph: Structure) -> list[Row]:
+def tree_rows(graph: Structure | Named) -> list[Row]:
     """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
+    if isinstance(graph, Named):
+        return list(_branch("", _nested(graph.parameters), 0))
     ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
     return [*ends[0], *_blocks(graph), *ends[1]]
+
+
+def _total(rows: Iterable[Row]) -> Row:
+    return Row(0, "total", "", sum(row.number * row.copies for row in rows if not row.depth))
+
+
+def _nested(parameters: Iterable[Parameter]) -> _Branch:
+    """Names as a tree of their parts; a tensor has a dot before its last part, so that a module may be called alike."""
+    root: _Branch = {}
+    for each in parameters:
+        *path, last = each.name.split(".")
+        at = root
+        for part in path:
+            at = at.setdefault(part, {})  # type: ignore[assignment]
+        at[f".{last}"] = each.shape
+    return root
+
+
+def _branch(label: str, branch: _Branch, depth: int) -> Iterator[Row]:
+    """What lies below a part of names: what numbers alone tell apart is told once."""
+    while len(branch) == 1:
+        ((part, below),) = branch.items()
+        if not isinstance(below, dict) or part.isdecimal():
+            break
+        label, branch = f"{label}.{part}" if label else part, below
+    alike: dict[str, tuple[_Branch, list[int]]] = {}
+    for part, below in branch.items():
+        if part.isdecimal() and isinstance(below, dict):
+            alike.setdefault(repr(below), (below, []))[1].append(int(part))
+    single = sum(map(len, (numbers for _, numbers in alike.values()))) == len(branch)
+    if label and len(branch) > 1 and not single:
+        yield Row(depth, label, "", _size(branch), group=True)
+        label, depth = "", depth + 1
+    prefix = f"{label}." if label else ""
+    for part, below in branch.items():
+        if not isinstance(below, dict):
+            yield Row(depth, prefix + part[1:], f"[{sizes(below)}]", math.prod(below))
+        elif not part.isdecimal():
+            yield from _branch(prefix + part, below, depth)
+    for below, numbers in alike.values():
+        what = f"{len(numbers):,} alike, each" if len(numbers) > 1 else ""
+        yield Row(depth, f"{prefix}{_numbered(sorted(numbers))}", what, _size(below), len(numbers))
+        for part, inside in below.items():
+            yield from _branch("", {part: inside}, depth + 1)
+
+
+def _size(branch: _Branch) -> int:
+    return sum(_size(below) if isinstance(below, dict) else math.prod(below) for below in branch.values())
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    """Rising numbers in short: 0–35; 5; 0, 2, 4, …"""
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return range_label(numbers[0], numbers[-1])
+    return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> Row:
@@ -78,10 +139,7 @@ def _blocks(graph: Structure) -> Iterator[Row]:
         number = sum(row.number for row in rows if row.depth == 1)
         what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
         layers.sort()
-        name = range_label(layers[0], layers[-1])  # 0–35; 5; 0, 2, 4, …
-        if layers[-1] - layers[0] + 1 != len(layers):
-            name = ", ".join(map(str, layers[:3])) + (", …" if len(layers) > 3 else "")
-        yield Row(0, f"blocks.{name}", what, number, len(layers), layers=tuple(layers))
+        yield Row(0, f"blocks.{_numbered(layers)}", what, number, len(layers), layers=tuple(layers))
         yield from rows
 
 
@@ -114,13 +172,14 @@ def tree_drawing(layout: Layout, model: Structure | ModelSpec) -> Iterator[Text]
     return tree_lines(graph, layout.width, layout.ascii_only)
 
 
-def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterator[Text]:
+def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -> Iterator[Text]:
     """A row a module in columns, or what it is stands below its name. Words are folded, figures never."""
 
     def words(text: str) -> str:
         return "".join(_GUIDES.get(letter, letter) for letter in text) if ascii_only else text
 
-    rows = [*tree_rows(graph), Row(0, "total", "", count(graph.spec).total)]
+    rows = tree_rows(graph)
+    rows.append(_total(rows))
     leads: list[str] = []  # the lines that lead to each row
     open_at: set[int] = set()
     for row in reversed(rows):
@@ -132,7 +191,7 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
     whats = max(len(words(row.what)) for row in rows)
     figures = max(len(words(row.figures)) for row in rows)
     room = width - names - figures - 2 * GAP
-    below = min(whats, room) < NARROWEST
+    below = room < min(whats, NARROWEST)
     whats = 0 if below else min(whats, room)
     line_width = names + figures + (GAP if below else 2 * GAP + whats)
     for lead, row in zip(leads, rows, strict=True):
@@ -155,17 +214,17 @@ def tree_lines(graph: Structure, width: int, ascii_only: bool = False) -> Iterat
             yield more.append(" " * (3 if below else names + GAP - len(onwards))).append(part, "dim" if below else "")
 
 
-def tree_table(graph: Structure) -> Table:
+def tree_table(graph: Structure | Named) -> Table:
     """The same on a page; what is in a block has its name there."""
     rows, above = [], [""]
-    for row in tree_rows(graph):
+    tree = tree_rows(graph)
+    for row in [*tree, _total(tree)]:
         above = [*above[: row.depth], row.name]
         rows.append((".".join(above[1:]) if row.depth else row.name, row.what, row.figures))
-    total = ("total", "", f"{count(graph.spec).total:,}")
     columns = (("module", False), ("what it is", False), ("parameters", True))
-    return Table("The tree", columns, (*rows, total), lit=frozenset({len(rows)}), bold="the total")
+    return Table("The tree", columns, tuple(rows), lit=frozenset({len(tree)}), bold="the total")
 
 
-def tree_json(graph: Structure) -> list[dict[str, Any]]:
+def tree_json(graph: Structure | Named) -> list[dict[str, Any]]:
     """The same as plain JSON values."""
     return [row.as_json() | ({"layers": list(row.layers)} if row.layers else {}) for row in tree_rows(graph)]

@@ -53,7 +53,10 @@ class Request:
 
 
 class Format(Protocol):
-    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written."""
+    """A module of this folder. `plan` is None for formats that are only read, `read` for those only written.
+
+    One whose files tell their tensors whatever model they are of has `tensors`, from a path to `Weights`, as well.
+    """
 
     finds: Callable[[Path, frozenset[str] | None], Path | None] | None
     """What of a path is of this format, by names and first bytes: a file itself (the names of a folder's files are None

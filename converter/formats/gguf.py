@@ -13,6 +13,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -27,11 +28,12 @@ from ...components import ModelSpec
 from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from ..tree import Origin
 from . import Opened, Request
-from .gguf_header import Array, Header, dequantised, open_header
+from .gguf_header import Array, GgufTensor, Header, dequantised, open_header
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..weights import Stored, Weights
     from ..write import Plan
 
 READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {"Q8_1", "Q8_K"}
@@ -77,7 +79,7 @@ def describe_header(where: Path | str, header: Header) -> tuple[ModelSpec, Origi
 
 def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every format's
     """Open the file, reading its header alone. Raises InvalidInput; UsageError: the gguf package is needed."""
-    from ..weights import Stored, Weights
+    from ..weights import Weights
     from .gguf_tokenizer import Texts, without_tokenizer
 
     found = _Model(path, open_header(path))
@@ -110,13 +112,26 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
         # To ggml a dimension of one more or less is the same tensor.
         wanted = shapes.get(name, tensor.shape)
         shape = wanted if _without_ones(wanted) == _without_ones(tensor.shape) else tensor.shape
-        kind, at = tensor.type, (shape, tensor.start, tensor.end - tensor.start)
-        stored[name] = Stored(path, kind.name, *at)
+        stored[name] = _stored(path, tensor, shape)
         if name in ones:
-            stored[name] = Stored(path, "F32", *at, decode=partial(_one_less, kind=kind))
-        elif kind.block > 1:
-            stored[name] = Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
+            stored[name] = replace(stored[name], dtype="F32", decode=partial(_one_less, kind=tensor.type), kind="")
     return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
+
+
+def tensors(path: Path) -> Weights:
+    """What a file holds by the names that it has, of any architecture. Raises CheckpointError."""
+    from ..weights import Weights
+
+    return Weights({name: _stored(path, each, each.shape) for name, each in open_header(path).tensors.items()})
+
+
+def _stored(path: Path, tensor: GgufTensor, shape: Shape) -> Stored:
+    from ..weights import Stored
+
+    kind, at = tensor.type, (shape, tensor.start, tensor.end - tensor.start)
+    if kind.block == 1:
+        return Stored(path, kind.name, *at)
+    return Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
 
 
 def _without_ones(shape: Shape) -> Shape:

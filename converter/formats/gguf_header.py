@@ -47,7 +47,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class _GgufTensor:
+class GgufTensor:
     """Where a tensor lies: bytes `start` to `end` (exclusive) of the file. `shape` is numpy's, the innermost last."""
 
     name: str
@@ -85,7 +85,7 @@ class Header:
 
     where: str
     metadata: dict[str, Any]
-    tensors: dict[str, _GgufTensor]
+    tensors: dict[str, GgufTensor]
     buffer: _Buffer
     elsewhere: Callable[[int, int], bytes] | None = None
 
@@ -253,7 +253,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
     return [value == 1 for value in values]
 
 
-def _tensor(cursor: _Cursor, alignment: int) -> _GgufTensor:
+def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
     name = cursor.string("a tensor's name", _MAX_NAME)
     where = f"{cursor.where}: tensor {name!r:.60}"
@@ -271,12 +271,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> _GgufTensor:
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
     if offset % alignment:
         raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
-    return _GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
+    return GgufTensor(name, kind, tuple(reversed(sizes)), offset, offset + nbytes)
 
 
-def _place(where: str, infos: list[_GgufTensor], end: int, alignment: int, size: int) -> dict[str, _GgufTensor]:
+def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: int) -> dict[str, GgufTensor]:
     """The tensors by name, at their places in the file, which they fill from the end of the header without holes."""
-    found: dict[str, _GgufTensor] = {}
+    found: dict[str, GgufTensor] = {}
     data = at = -(-end // alignment) * alignment
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
@@ -288,7 +288,7 @@ def _place(where: str, infos: list[_GgufTensor], end: int, alignment: int, size:
         if end > size:
             message = f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found"
             raise CheckpointError(message, "Fetch or copy this file again.")
-        found[info.name] = _GgufTensor(info.name, info.type, info.shape, start, end)
+        found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment
     if size > max(at, end):
         raise CheckpointError(f"{where} has trailing bytes: {at} bytes expected, {size} found")
