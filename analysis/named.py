@@ -23,7 +23,7 @@ from ..errors import UnknownFamily, UsageError
 from .parameters import LayerCount, TensorCount
 from .tensors import TensorGroup, braces
 
-_LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.]+)\.(?P<index>[0-9]+)\.(?P<inside>.+)")
+LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.]+)\.(?P<index>[0-9]+)\.(?P<inside>.+)")
 """A name within a numbered layer: `model.layers.3.mlp.up_proj.weight`, by the first number in it."""
 
 
@@ -88,7 +88,7 @@ def by_names(shapes: Iterable[tuple[str, Shape]]) -> tuple[Parameter, ...]:
     `mlp.experts.7.up_proj.weight`); outside of layers the first part behind what all stacks begin with.
     """
     listed = list(shapes)
-    places = [_LAYER.fullmatch(name) for name, _ in listed]
+    places = [LAYER.fullmatch(name) for name, _ in listed]
     stacks = list(dict.fromkeys(place["stack"] for place in places if place))
     numbers: dict[str, set[int]] = {stack: set() for stack in stacks}
     for place in places:

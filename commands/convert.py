@@ -147,10 +147,7 @@ def convert(
 
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
 def check(
-    folder: Path = argument("FOLDER", "A checkpoint's folder."),
-    quiet: bool = QUIET,
-    *,
-    opening: ForWeights,
+    folder: Path = argument("FOLDER", "A checkpoint's folder."), quiet: bool = QUIET, *, opening: ForWeights
 ) -> None:
     """Hold a folder to its manifest, hashing its files again, or without one to its own headers, index and config."""
     from ..converter.checkpoint import Checkpoint, open_files

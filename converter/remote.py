@@ -37,7 +37,7 @@ def weight_headers(repository: Repository, allow_pickle: bool = False) -> Weight
         return None
     shards = [name for name in names if name != INDEX]
     with ThreadPoolExecutor(8) as pool:
-        read = dict(zip(shards, pool.map(lambda name: _header(repository, name), shards), strict=True))
+        read = dict(zip(shards, pool.map(lambda name: header_of(repository, name), shards), strict=True))
     repository.record()
     if INDEX not in names:
         found = single(folder / shards[0], read[shards[0]])
@@ -113,7 +113,8 @@ class _Remote:
         return bytes(data[skip:wanted]), size, headers.get("ETag")
 
 
-def _header(repository: Repository, name: str) -> Header:
+def header_of(repository: Repository, name: str) -> Header:
+    """The header of one of a repository's files, of which no more is read. Raises InvalidInput, Offline."""
     path = repository.cached(name)
     if path is not None:
         return read_header(path)

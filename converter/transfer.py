@@ -20,7 +20,7 @@ import numpy as np
 from ..architectures import BoundLeaf
 from ..errors import CheckpointError, UsageError
 from .block_file import CHUNK, BlockFile
-from .checkpoint import Checkpoint, TensorFiles
+from .checkpoint import TensorFiles
 from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, rounding, widest
 from .manifest import FileRecord
 from .publish import Staging
@@ -152,7 +152,7 @@ class Transferred:
             getattr(self, name).update(getattr(other, name))
 
 
-def jobs_of(plan: Plan, source: Checkpoint) -> list[_Job]:
+def jobs_of(plan: Plan, source: TensorFiles) -> list[_Job]:
     """The plan's work in the order in which the source's tensors lie."""
     holder = {name: index for index, leaf in enumerate(source.leaves) for name in leaf.shared}
     outputs = [(shard, output) for shard in plan.shards for output in shard.outputs]
@@ -166,7 +166,7 @@ def jobs_of(plan: Plan, source: Checkpoint) -> list[_Job]:
     return jobs
 
 
-def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
+def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
     copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
@@ -178,7 +178,7 @@ def _job(source: Checkpoint, leaves: Sequence[BoundLeaf], outputs: Sequence[tupl
     return _Job(tuple(leaves), tuple(outputs), copied, memory)
 
 
-def _same_bytes(source: Checkpoint, leaf: BoundLeaf, output: Output) -> bool:
+def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
     """Whether the output is stored as the source's tensor is."""
     if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
         return False
@@ -200,7 +200,7 @@ def memory_of(jobs: Sequence[_Job], max_memory: int | None = None) -> int:
 
 def transfer(
     plan: Plan,
-    source: Checkpoint,
+    source: TensorFiles,
     staging: Staging,
     *,
     workers: int | None = None,
@@ -242,7 +242,7 @@ def transfer(
 class _Carrier:
     """What the workers of a transfer share. left: tensors to come, by file. crcs: where something stands around."""
 
-    source: Checkpoint
+    source: TensorFiles
     staging: Staging
     done: Transferred
     progress: Callable[[int], None] | None

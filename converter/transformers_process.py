@@ -7,6 +7,7 @@ meta device, where no parameter takes memory, and in this process, whose time an
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from typing import Any
@@ -35,7 +36,58 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.for_model(**config))
     parameters = [[name, list(value.shape)] for name, value in model.named_parameters()]
-    return {"class": name, "parameters": parameters}
+    tensors = question.get("tensors")
+    loading = {} if tensors is None else {"loading": _loading(model, {name: tuple(shape) for name, shape in tensors})}
+    return {"class": name, "parameters": parameters, **loading}
+
+
+def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What `from_pretrained` would make of a checkpoint's tensors, by the steps of its
+    `core_model_loading.convert_and_load_state_dict_in_model` and `_adjust_missing_and_unexpected_keys`: the names that
+    it leaves out without a word ("ignored"), for want of a place ("unexpected"), expects in another shape, renames; and
+    its own that nothing fills ("missing"), or that it makes itself ("unneeded").
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    owners = {pattern: each for each in converters for pattern in each.source_patterns}
+    own, prefix = model.state_dict(), model.base_model_prefix
+    unexpected, mismatched, renamed = [], [], {}
+    filled: set[str] = set()
+    for name, shape in tensors.items():
+        key, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if key not in own and name in own:
+            key, pattern = rename_source_key(name, [], [], prefix, own)
+        if key not in own:
+            unexpected.append(name)
+            continue
+        first = owners[pattern].target_patterns if pattern is not None else [""]
+        filled.update(key.replace(first[0], each) if pattern is not None else key for each in first)
+        if pattern is None and tuple(own[key].shape) != shape:
+            mismatched.append(name)
+        if key != name:
+            renamed[name] = key
+    tied = dict((model.all_tied_weights_keys or {}).items())
+    filled |= {x for x, y in tied.items() if y in filled} | {y for x, y in tied.items() if x in filled}
+    missing = [name for name in own if name not in filled]
+    buffers = [name for name, _ in model.named_buffers()]
+    left = set(model._keys_to_ignore_on_load_unexpected or ())
+    left |= {r"rotary_emb\.inv_freq"} if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else set()
+    left |= {r"(^|\.)position_ids$"} if any(name.endswith("position_ids") for name in buffers) else set()
+    made = set(model._keys_to_ignore_on_load_missing or ())
+    ignored = [name for name in unexpected if any(re.search(each, name) for each in left)]
+    unneeded = [name for name in missing if any(re.search(each, name) for each in made)]
+    return {
+        "ignored": ignored,
+        "unexpected": [name for name in unexpected if name not in ignored],
+        "missing": [name for name in missing if name not in unneeded],
+        "unneeded": unneeded,
+        "mismatched": mismatched,
+        "renamed": renamed,
+    }
 
 
 def _class_name(auto: Any, config: dict[str, Any]) -> str:

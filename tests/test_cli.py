@@ -292,7 +292,7 @@ def test_an_output_that_exists(command: str, tmp_path: Path) -> None:
         (["load", ""], 4, "not a model reference"),
         (["params", "no-such-folder/"], 4, "no such file or folder"),
         (["check", "no-such-folder"], 4, "no such folder"),
-        (["check", str(SAMPLE)], 4, "gptkit did not write it"),
+        (["check", str(SAMPLE / "config.json")], 4, "is a file"),
         (["convert", str(SAMPLE / "config.json"), "out"], 4, "not a weight file"),
         (["load", "org/name"], 5, "sample:gpt2"),
         (["convert", "org/name"], 5, "sample:gpt2"),

@@ -1,0 +1,45 @@
+"""audit: what is wrong with a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..terminal import answer, print_json, progress_bar
+from .base import FORCE, JSON, QUIET, argument, command, flag, option
+from .completion import complete_model
+
+
+@command(
+    "gptkit audit ./exported",
+    "gptkit audit ./exported --source org/name --values   (exit 0: nothing wrong, 3: something is)",
+    "gptkit audit ./exported --for transformers --json",
+)
+def audit(
+    model: str = argument(
+        "NEW", "A checkpoint of safetensors files, of any family: a folder, a file, org/name.", complete=complete_model
+    ),
+    source: str | None = option("--source OLD", "Hold it against the checkpoint that it was made from."),
+    loader: str | None = option("--for PROGRAM", "Tell what this program would make of it: transformers."),
+    values: bool = flag("--values", "Read the weights too, not their headers alone."),
+    everything: bool = flag("--all", "List every tensor of every finding."),
+    fix: Path | None = option("--fix OUT", "Write it again with what can be mended without loss, and audit that."),
+    force: bool = FORCE,
+    sarif: bool = flag("--sarif", "Print the findings as SARIF, for programs that gather them."),
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Find what is wrong with a checkpoint: lost tensors, a stale index, a config that is not its own, odd values."""
+    from ..parity import audit as audits
+    from ..report.audit import audit_report
+
+    with progress_bar("reading", quiet or json or sarif or not values) as advance:
+        how: Any = {"source": source, "loader": loader, "values": values, "offline": offline, "progress": advance}
+        found = audits.audit(model, **how) if fix is None else audits.fix(model, fix, force=force, **how)
+    if sarif:
+        print_json(found.as_sarif())
+    else:
+        answer(json, found.as_json, lambda: audit_report(found, everything), quiet, crop=False)
+    if not found.clean:
+        raise typer.Exit(3)
