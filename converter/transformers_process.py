@@ -27,7 +27,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    config = dict(question["config"])
+    decoded = getattr(transformers.PreTrainedConfig, "_decode_special_floats", dict)  # infinity, as its files have it
+    config = decoded(question["config"])
     name = _class_name(modeling_auto, config)
     kind: Any = getattr(transformers, name, None)
     if kind is None:

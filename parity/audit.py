@@ -398,8 +398,8 @@ def _config(subject: _Subject) -> Iterator[Finding]:
     if not isinstance(subject.spec, ModelSpec):
         experts = [int(match[1]) for name in files.tensors if (match := re.search(r"\.experts\.(\d+)\.", name))]
         said = next((files.config[key] for key in _EXPERTS if type(files.config.get(key)) is int), None)
-        if experts and said is not None and max(experts) + 1 != said:
-            message = f"config.json says {said:,} experts, the names end at {max(experts)}"
+        if experts and said is not None and max(experts) + 1 < said:
+            message = f"config.json says {said:,} experts, and the names end at {max(experts)}"
             yield Finding("config-experts", "error", message, (), f"Correct {CONFIG}, or find the others.")
     stated = files.config.get("dtype") or files.config.get("torch_dtype")
     floats = {info.dtype for info in files.tensors.values() if info.dtype in FLOATS}

@@ -1,0 +1,308 @@
+"""audit: what is wrong with a checkpoint is named with its tensors, and what is right is left in peace."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.command import call
+from helpers.covering import few
+from helpers.hubserver import Hub, Repo
+from helpers.unknown import UNKNOWN, saved
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import gptkit
+from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.parity.audit import Audit, audit, fix
+from gptkit.parity.diff import diff
+from gptkit.report.tree import tree_rows
+
+Tensors = dict[str, torch.Tensor]
+SAMPLES = Path(gptkit.__file__).parent / "samples"
+SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
+INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
+SHARDS = 3
+
+
+def tensors() -> Tensors:
+    return load_file(SAMPLES / "llama" / "model.safetensors")
+
+
+def write(folder: Path, held: Tensors, sample: str = "llama") -> Path:
+    """A sharded checkpoint of these tensors, with the small files of a sample."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(SAMPLES / sample, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    names, places = list(held), {}
+    each = -(-len(names) // SHARDS)
+    for shard in range(SHARDS):
+        part = {name: held[name].contiguous() for name in names[shard * each : (shard + 1) * each]}
+        file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in held.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}))
+    return folder
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def found(result: Audit, rule: str) -> tuple[str, ...]:
+    """The tensors of a finding that there is once."""
+    (finding,) = [each for each in result.findings if each.rule == rule]
+    return finding.tensors
+
+
+def without(*words: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        write(folder, {name: each for name, each in tensors().items() if not any(word in name for word in words)})
+
+    return change
+
+
+def with_values(name: str, values: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    return lambda folder: write(folder, {**tensors(), name: values(tensors()[name])})
+
+
+def not_a_number(values: torch.Tensor) -> torch.Tensor:
+    values.view(-1)[3] = torch.nan
+    return values
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model-00001-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def fp8(folder: Path) -> None:
+    held = tensors()
+    write(folder, {**held, UP: held[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(1, 1)})
+
+
+def config(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: edit(folder / "config.json", lambda data: data.update(fields))
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], object]:
+    return lambda folder: edit(folder / INDEX, lambda data: change(data["weight_map"]))
+
+
+PLANTED: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "the head is gone": (without("lm_head"), "lost-tensor", "lm_head.weight"),
+    "the head is gone, by config": (without("lm_head"), "missing-tensor", "lm_head.weight"),
+    "two layers are gone": (without("layers.2.", "layers.3."), "missing-tensor", "model.layers.3.mlp.up_proj.weight"),
+    "a tensor of one layer is gone": (without(UP), "lost-tensor", UP),
+    "a shard is gone": (
+        lambda p: (p / "model-00002-of-00003.safetensors").unlink(),
+        "dangling-index",
+        "model.layers.2.mlp.up_proj.weight",
+    ),
+    "a shard is cut": (truncated, "missing-tensor", "model.embed_tokens.weight"),
+    "the index names what is not there": (
+        index(lambda places: places.update({"mtp.w": "model-00001-of-00003.safetensors"})),
+        "dangling-index",
+        "mtp.w",
+    ),
+    "the index does not name what is there": (index(lambda places: places.pop(UP)), "unlisted-tensor", UP),
+    "config has fewer layers": (config(num_hidden_layers=3), "config-layers", "model.layers.4.mlp.up_proj.weight"),
+    "config has fewer rows": (config(vocab_size=500), "config-vocabulary", "model.embed_tokens.weight"),
+    "config ties another head": (config(vocab_size=500, tie_word_embeddings=True), "config-vocabulary", ""),
+    "names have a prefix": (
+        lambda p: write(p, {f"module.{name}": each for name, each in tensors().items()}),
+        "other-name",
+        f"module.{UP}",
+    ),
+    "a tensor is not a number": (with_values(UP, not_a_number), "not-finite", UP),
+    "a tensor is zeros": (with_values(UP, torch.zeros_like), "zero-tensor", UP),
+    "a tensor is one value": (with_values(UP, torch.ones_like), "constant-tensor", UP),
+    "a tensor is another layer's": (
+        with_values(UP, lambda _: tensors()[UP.replace(".1.", ".2.")]),
+        "repeated-tensor",
+        UP,
+    ),
+    "a tensor is transposed": (with_values(UP, lambda each: each.T), "source-shape", UP),
+    "a tensor is another": (with_values(UP, lambda each: 2 * each), "source-value", UP),
+    "a tensor is narrower": (with_values(UP, lambda each: each.to(torch.float8_e5m2)), "source-dtype", UP),
+    "a tensor is quantised in secret": (fp8, "config-quantisation", f"{UP}_scale_inv"),
+    "a tensor came from elsewhere": (
+        lambda p: write(p, {**tensors(), "value_head": torch.ones(3)}),
+        "added-tensor",
+        "",
+    ),
+    "a special id has no row": (config(eos_token_id=512), "special-token", ""),
+    "the tokenizer has more tokens": (
+        lambda p: edit(p / "tokenizer.json", lambda data: data["model"]["vocab"].update(more=512)),
+        "tokenizer-vocabulary",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_loss_is_named(case: str, tmp_path: Path) -> None:
+    change, rule, tensor = PLANTED[case]
+    folder = write(tmp_path / "model", tensors())
+    change(folder)
+    result = audit(folder, source=SAMPLES / "llama", values=True)
+    assert not result.clean
+    named = [name for each in result.findings if each.rule == rule for name in each.tensors]
+    assert tensor in named if tensor else rule in {each.rule for each in result.findings}
+
+
+@pytest.mark.parametrize("sample", ["gpt2", "llama", "bloom", "falcon"])
+def test_what_is_right_is_left_in_peace(sample: str, tmp_path: Path) -> None:
+    held = load_file(SAMPLES / sample / "model.safetensors")
+    folder = write(tmp_path / "sharded", held, sample)
+    gptkit.convert(f"sample:{sample}", tmp_path / "local")
+    gptkit.convert(tmp_path / "local", tmp_path / "back", to="hf")
+    for each in (SAMPLES / sample, folder, tmp_path / "back"):
+        result = audit(each, source=f"sample:{sample}", values=True)
+        assert not result.findings, result.findings
+        assert result.tensors == len(held)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the trained checkpoints are not here")
+@pytest.mark.parametrize("name", ["capp-gpt2", "stories260K-llama"])
+def test_checkpoints_of_others_are_clean(name: str) -> None:
+    assert audit(SHARED / name, values=True).clean
+
+
+def test_what_loses_nothing_is_mended(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {f"module.{name}": each for name, each in tensors().items()})
+    edit(folder / INDEX, lambda data: data["weight_map"].pop(f"module.{UP}"))
+    mended = fix(folder, tmp_path / "mended", source="sample:llama", values=True)
+    assert mended.clean
+    assert diff(tmp_path / "mended", "sample:llama", rank=False).same_bytes
+    assert len(list((tmp_path / "mended").glob("*.safetensors"))) == SHARDS
+    with pytest.raises(UsageError, match="exists"):
+        fix(folder, tmp_path / "mended")
+    truncated(folder)
+    with pytest.raises(InvalidInput, match="nothing is written"):
+        fix(folder, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_nothing_is_no_pass(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    save_file({}, tmp_path / "none.safetensors")
+    for path, source, why in (
+        ("empty", None, "nothing to audit"),
+        ("none.safetensors", None, "nothing to audit"),
+        ("w.safetensors", SAMPLES / "llama", "no tensor in common"),
+    ):
+        with pytest.raises(InvalidInput, match=why):
+            audit(tmp_path / path, source=source)
+    assert call("audit", tmp_path / "empty").exit_code == 4
+    assert call("audit", "sample:llama", "--for", "nobody").exit_code == 2
+
+
+def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {name: each for name, each in tensors().items() if name != UP})
+    told = call("audit", folder)
+    assert told.exit_code == 3
+    assert UP in told.stdout
+    assert max(map(len, told.stdout.replace(str(folder), "").splitlines())) <= 80
+    data = json.loads(call("audit", folder, "--json").stdout)
+    assert [each["tensors"] for each in data["findings"]] == [[UP]]
+    assert data["clean"] is False
+    (run,) = json.loads(call("audit", folder, "--sarif").stdout)["runs"]
+    assert run["results"][0]["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == UP
+    assert call("audit", "sample:llama").exit_code == 0
+
+
+def test_layers_of_an_unknown_family_are_held_against_one_another(tmp_path: Path) -> None:
+    held = {f"net.layers.{layer}.{part}": torch.rand(3, 2) for layer in range(8) for part in ("a", "b")}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody", "num_hidden_layers": 9}))
+    save_file({name: each for name, each in held.items() if ".5." not in name and name != "net.layers.2.b"},
+              tmp_path / "model.safetensors")  # fmt: skip
+    result = audit(tmp_path)
+    assert found(result, "layer-incomplete") == ("net.layers.2.b",)
+    assert {each.rule for each in result.findings} == {"layer-incomplete", "layer-gap", "config-layers"}
+
+
+def test_stacked_experts_are_not_lost(tmp_path: Path) -> None:
+    """By names and numbers of elements where no family says how they lie."""
+    listed = {f"h.0.experts.{i}.{name}.weight": torch.rand(4, 6) for i in range(3) for name in ("gate", "up")}
+    save_file({**listed, "x.w": torch.ones(5)}, tmp_path / "old.safetensors")
+    joined = [torch.cat([listed[f"h.0.experts.{i}.{name}.weight"] for name in ("gate", "up")]) for i in range(3)]
+    save_file({"h.0.experts.gate_up": torch.stack(joined), "x.w": torch.ones(5)}, tmp_path / "new.safetensors")
+    result = audit(tmp_path / "new.safetensors", source=tmp_path / "old.safetensors")
+    assert result.clean
+    assert found(result, "renamed-tensor") == ("h.0.experts.gate_up",)
+
+
+def test_a_repository_is_held_to_itself_by_headers(tmp_path: Path, hub: Hub) -> None:
+    folder = write(tmp_path / "model", tensors())
+    edit(folder / INDEX, lambda data: data["weight_map"].pop(UP))
+    hub.repos["org/name"] = Repo({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert found(audit("org/name"), "unlisted-tensor") == (UP,)
+    with pytest.raises(UsageError, match="on the hub"):
+        audit("org/name", values=True)
+
+
+@few(3)
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_models_of_no_known_family_are_told_by_names(kind: str, tmp_path: Path) -> None:
+    """params, show, diff, check and audit of what transformers itself saved: nothing is refused, nothing is wrong."""
+    model = saved(kind, tmp_path / "model")
+    if model is None:
+        pytest.skip("transformers makes none of sizes cut down like this")
+    held = {file: load_file(file) for file in (tmp_path / "model").glob("*.safetensors")}
+    total = sum(each.numel() for file in held.values() for each in file.values())
+    (counted,) = gptkit.params(tmp_path / "model")
+    assert counted.named is not None
+    rows = tree_rows(counted.named)
+    assert counted.named.count.total == total == sum(row.number * row.copies for row in rows if not row.depth)
+    assert call("show", tmp_path / "model").exit_code == call("check", tmp_path / "model").exit_code == 0
+    assert diff(tmp_path / "model", tmp_path / "model").same_bytes
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    file, inside = next(iter(held.items()))
+    name = next(name for name, each in inside.items() if each.is_floating_point())
+    save_file({**inside, name: inside[name] + 1}, tmp_path / "other" / file.name, metadata={"format": "pt"})
+    changed = diff(tmp_path / "model", tmp_path / "other")
+    assert [each.name for each in changed.changed] == [name]
+    assert audit(tmp_path / "model").clean
+
+
+def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
+    """A Qwen3-Next with a layer that drafts tokens, saved again by transformers."""
+    import transformers
+
+    assert saved("qwen3_next", tmp_path / "model") is not None
+    file = tmp_path / "model" / "model.safetensors"
+    drafts = {"mtp.fc.weight": torch.rand(32, 64), "mtp.norm.weight": torch.rand(32)}
+    save_file({**load_file(file), **drafts}, file, metadata={"format": "pt"})
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "saved")
+    before = audit(tmp_path / "model", loader="transformers")
+    assert found(before, "loader-ignores") == tuple(drafts)
+    assert found(audit(tmp_path / "saved", source=tmp_path / "model"), "lost-tensor") == tuple(drafts)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(data=st.data())
+def test_broken_files_are_findings_or_errors(data: st.DataObject, tmp_path: Path) -> None:
+    """Whatever a byte of an index, a header or a config is changed to; the folder itself is never written to."""
+    folder = write(tmp_path / "model", dict(list(tensors().items())[:6]))
+    file = folder / data.draw(st.sampled_from([INDEX, "config.json", "model-00001-of-00003.safetensors"]))
+    raw = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(raw), 600) - 1))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    file.write_bytes(raw)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    try:
+        audit(folder, source="sample:llama")
+        fix(folder, tmp_path / "out", force=True)
+    except GptkitError:
+        pass
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
