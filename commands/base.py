@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 ORDER = (
-    *("params", "compare", "show", "diff", "presets", "families", "recommend"),
+    *("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
     *("load", "inspect", "convert", "check", "swap", "swaps", "verify", "generate", "demo"),
 )
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
