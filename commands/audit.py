@@ -12,7 +12,7 @@ from .completion import complete_model
 
 @command(
     "gptkit audit ./exported",
-    "gptkit audit ./exported --source org/name --values   (exit 0: nothing wrong, 3: something is)",
+    "gptkit audit ./exported --source org/name --values   (exit 0: right, 3: not)",
     "gptkit audit ./exported --for transformers --json",
 )
 def audit(
