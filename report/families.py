@@ -1,7 +1,5 @@
 """The list of families, for the terminal and for programs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Mapping, Sequence

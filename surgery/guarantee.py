@@ -1,7 +1,5 @@
 """What a swap guarantees, held against the files that were written."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

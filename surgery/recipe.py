@@ -18,8 +18,6 @@ A number may depend on the model that a step finds: "auto:75%" of its layers (ro
 fitted on and the sha256 of what they were made of.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

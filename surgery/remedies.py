@@ -5,8 +5,6 @@ What stands in the way `architectures.obstacles` says, and which swap clears whi
 less is left in the way after it; what turned out needless is given up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache

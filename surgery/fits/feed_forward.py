@@ -2,8 +2,6 @@
 place, the output projection whose gate's other factor goes, and how much of its weight a router gives to each expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np

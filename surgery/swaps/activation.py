@@ -13,8 +13,6 @@ GELU by two SiLU units of different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b�
 Only ReLU in place of a smooth activation is another matter: it needs training (ReLUfication, 2310.04564).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

@@ -11,8 +11,6 @@ are turned into them and no norm follows: it adds the same to all of a query's s
 Any other is missed; what that costs is measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

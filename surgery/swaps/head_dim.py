@@ -15,8 +15,6 @@ from the width, 1/√N, is made up for in the queries: q·√(N/d).
 Narrower: the same backwards, where the elements that go reach no score and no output. (Derived for this project.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

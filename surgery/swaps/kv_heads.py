@@ -13,8 +13,6 @@ Rotary keys become one that all heads share. Lossless where R is as much as ther
 head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import partial

@@ -5,8 +5,6 @@ latent without a norm gets one that leaves it as it is, beside constant elements
 divides by.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -22,8 +22,6 @@ Back: experts that are alike are one; those that a router of zeros all takes sta
 is their mean, each expert weighted with how much the router gave it on a text.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any, cast

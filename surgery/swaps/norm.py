@@ -17,8 +17,6 @@ and there the two norms are one function. A stream that is centred already needs
 reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

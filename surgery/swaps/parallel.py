@@ -12,8 +12,6 @@ Both norms stay. Falcon 7b's and GPT-J's parallel blocks have one for both branc
 where it is the same as the first, and on the way to serial blocks a shared norm is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -12,8 +12,6 @@ From one to another is a start for training but where nothing was told apart bef
 `--approximate` leaves the means out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -2,8 +2,6 @@
 turning as they did and the others no longer turn.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

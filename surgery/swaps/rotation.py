@@ -8,8 +8,6 @@ Re(q · conj(k) · e^(iθ(m-n))). So
 - pairs may be listed in any order, and their elements may lie in any place, if q and k agree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

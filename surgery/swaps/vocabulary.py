@@ -13,8 +13,6 @@ KL of 1.8 nats per token, where H for both costs 5.3 and E for both 7.3: a sum o
 still holds either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
