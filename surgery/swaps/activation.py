@@ -25,7 +25,7 @@ from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
 from ..layerwise import in_words, tensors_of, with_blocks
 from ..options import FEED_FORWARD, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 from .mlp import Dense, dense_of, paths, with_dense
 
 _Slope = Callable[[Model], float]
@@ -216,15 +216,6 @@ def swapped(
     return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, tuple(notes))
 
 
-def back(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back, where it is exact too."""
-    new = asked.value
-    old = {dense_of(before.blocks[i]).activation for i in asked.chosen(before)}
-    if len(old) != 1 or (name := old.pop()) == new or how(new, name) != "exact":  # type: ignore[arg-type]
-        return None
-    return asked.again("activation", name)
-
-
 def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
     """Two units, where every layer has an activation that they are for; what needs a text is not worth trying."""
     old = {dense_of(block).activation for block in spec.blocks} - {new}
@@ -247,7 +238,6 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
         examples=partial(worth, new, form),
         by_layer=True,
         calibrated=form.endswith(":fit"),
-        inverse=back if plain else lambda before, asked: None,
         clears=(Clears("*.activation", theirs=new),) if plain else (),
     )
 

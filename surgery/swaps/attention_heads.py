@@ -221,7 +221,6 @@ SWAPS = (
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=lambda before, asked: asked.smaller("heads", (block.attention.heads for block in before.blocks)),
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )

@@ -265,6 +265,5 @@ SWAPS = (
         examples=examples,
         clears=(Clears("*.head_dim", "head_dim={theirs}"),),
         by_layer=True,
-        inverse=lambda before, asked: asked.smaller("head_dim", (width or 0 for width in widths(before))),
     ),
 )

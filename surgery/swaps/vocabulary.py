@@ -28,7 +28,7 @@ from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
 from ..base import Array, Computed, Guarantee, Moved, Promise, Swapped, Tensor, differing
 from ..options import VOCABULARY, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 
 TOLD = 4
 """Tokens that a message names."""
@@ -201,11 +201,6 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     return found
 
 
-def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
-    grows = asked.argument is not None or int(asked.value) > before.vocab_size
-    return Step("vocab", str(before.vocab_size)) if grows else None
-
-
 _PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
 entry = partial(Swap, option="vocab", takes="vocabulary")
 pruned = partial(entry, needs=_PRUNED, source="Load What You Need 2010.05609")
@@ -273,7 +268,6 @@ SWAPS = (
         gives="tied head",
         needs="the head's matrix equal to the embedding's; else their mean, approximate",
         reshape=tie,
-        inverse=lambda before, asked: Step("untie", ""),
         clears=(Clears("head.tied", theirs=True),),
     ),
     tying(
@@ -282,7 +276,6 @@ SWAPS = (
         gives="untied head",
         needs="a tied head",
         reshape=untie,
-        inverse=lambda before, asked: Step("tie", ""),
         clears=(Clears("head.tied", theirs=False),),
     ),
     entry(
@@ -292,7 +285,6 @@ SWAPS = (
         source="Megatron-LM's padding, with zeros",
         reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
-        inverse=_unpadded,
     ),
     pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
     pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
@@ -303,6 +295,5 @@ SWAPS = (
         source="derived for gptkit: rows of zeros, or rows left out",
         reshape=partial(_to_size, False),
         examples=lambda spec: (str(spec.vocab_size + 3),),
-        inverse=_unpadded,
     ),
 )

@@ -126,7 +126,6 @@ SWAPS = (
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=lambda before, asked: asked.smaller("intermediate", (width or 0 for width in widths(before))),
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )
