@@ -13,8 +13,7 @@ from ..architectures import ARCHITECTURES, BY_MODEL_TYPE
 from ..architectures.presets import presets
 from .sheets import GAP, Layout, drawing
 
-_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""What transformers calls its list of causal language models."""
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its list of causal language models
 
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from .base import Guarantee, Model, Swapped
     from .fits.calibration import Calibration
 
-PLUGINS: list[str] = []
-"""The modules with swaps that plugins have registered, by their full names."""
+PLUGINS: list[str] = []  # the modules with swaps that plugins have registered, by their full names
 LARGEST = 1_000_000
 """Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
 

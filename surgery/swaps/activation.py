@@ -28,10 +28,8 @@ from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
 from .mlp import Dense, dense_of, paths, with_dense
 
-_Slope = Callable[[Model], float]
-"""A number that may be fitted to the model."""
-QUICK = 1.702
-"""quick_gelu's slope (Hendrycks & Gimpel 1606.08415)."""
+_Slope = Callable[[Model], float]  # a number that may be fitted to the model
+QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)
 LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
@@ -44,17 +42,14 @@ _NEEDS: dict[Activation, str] = {
     "relu": "training: nothing else is near it",
     "silu": "exact from quick_gelu and relu; near from the others",
 }
-TARGETS = tuple(_NEEDS)
-"""What may be asked for."""
+TARGETS = tuple(_NEEDS)  # what may be asked for
 FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
 _DOUBLED: tuple[Activation, ...] = FITTED[:4]
 TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
-PHI: tuple[Activation, ...] = ("gelu", "gelu_python")
-"""One function."""
+PHI: tuple[Activation, ...] = ("gelu", "gelu_python")  # one function
 GELUS: tuple[Activation, ...] = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
-NEAR = (*GELUS, "silu", "quick_gelu", "relu")
-"""What another activation can stand for, at some slope."""
+NEAR = (*GELUS, "silu", "quick_gelu", "relu")  # what another activation can stand for, at some slope
 FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
 """What two units of an activation stand for one of."""
 TWO_UNITS: dict[str, tuple[float, float, float]] = {

@@ -33,12 +33,9 @@ from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
 from .rotation import for_width
 
-SAME = 1e-13
-"""How near, relative, frequencies in fp64 are to be called the same."""
-ANGLE = 1e-4
-"""Radians by which fp32 may round angles otherwise, at the longest of the positions looked at."""
-POSITIONS = 1024
-"""Positions looked at, at most."""
+SAME = 1e-13  # how near, relative, frequencies in fp64 are to be called the same
+ANGLE = 1e-4  # radians by which fp32 may round angles otherwise, at the longest of the positions looked at
+POSITIONS = 1024  # positions looked at, at most
 
 
 class Plan(NamedTuple):

@@ -47,8 +47,7 @@ from .basis import (
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
-SAME = 1e-15
-"""How near, beside the largest value, what is computed in fp64 comes to what it should be."""
+SAME = 1e-15  # how near, beside the largest value, what is computed in fp64 comes to what it should be
 
 
 def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:

@@ -157,10 +157,8 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-MOST = 1024
-"""Experts that a mixture may have; see `components.MixtureOfExperts`."""
-NORMALISED = True
-"""The weights of the experts that are taken are made to sum to 1."""
+MOST = 1024  # experts that a mixture may have; see `components.MixtureOfExperts`
+NORMALISED = True  # the weights of the experts that are taken are made to sum to 1
 
 
 def is_mixture(block: Block) -> bool:

@@ -30,8 +30,7 @@ from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
-BASE = 10_000.0
-"""RoPE's base (2104.09864)."""
+BASE = 10_000.0  # RoPE's base (2104.09864)
 TABLE = "positions.weight"
 
 

@@ -30,8 +30,7 @@ from ..base import Array, Computed, Guarantee, Moved, Promise, Swapped, Tensor, 
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Swap
 
-TOLD = 4
-"""Tokens that a message names."""
+TOLD = 4  # tokens that a message names
 
 
 def tables(spec: ModelSpec) -> list[str]:
