@@ -244,7 +244,7 @@ def plain_table(*columns: tuple[str, bool], rows: Iterable[Sequence[str | Text]]
     shown = any(heading for heading, _ in columns)
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=shown)
     for heading, figures in columns:
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
