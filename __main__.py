@@ -1,7 +1,5 @@
 """`python -m gptkit`, and the `gptkit` command: `main`."""
 
-from __future__ import annotations
-
 import sys
 
 from .process import INTERRUPTED, TERMINATED, Terminated, answer_signals, leave_at_signals, open_streams

@@ -1,7 +1,5 @@
 """How values show themselves: in a notebook, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from operator import attrgetter

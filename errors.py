@@ -4,8 +4,6 @@ wrong, 3 verified and different, 4 a file or reference that cannot be used as it
 Every message is one or two lines: what is wrong, then what to do about it.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

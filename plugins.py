@@ -6,8 +6,6 @@ a format by `converter.targets.register`. It is found by an entry point of the g
 `--plugin MODULE` or in GPTKIT_PLUGINS (several by commas). Each is imported once, before anything else is done.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

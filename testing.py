@@ -9,8 +9,6 @@ Each raises AssertionError where it does not hold. A reference is a torch module
 names, and which returns what has `logits`; that of a family which names its own (`Architecture.model`) is `reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 

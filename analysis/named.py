@@ -5,8 +5,6 @@ that name, which a process of its own makes without weights. What they tell is c
 tensors compute, so that no other figure is told.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The families gptkit knows, each a file of `families/`; nothing else asks for a family's name."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib.util

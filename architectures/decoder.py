@@ -6,8 +6,6 @@ A field of the table names what it says by a *role*. Plain roles are sizes that 
 such fields it says as arguments of `Decoder.read`, and adds to what `Decoder.write` gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

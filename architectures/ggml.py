@@ -1,7 +1,5 @@
 """ggml's element types: their numbers, and how many elements share a block of how many bytes. Plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

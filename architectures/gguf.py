@@ -6,8 +6,6 @@ holds tensors under llama.cpp's own names (`blk.0.attn_q.weight`). What each is 
 that stand for numbers of the tree (`rope_freqs.weight`) are `extras`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import cast
 

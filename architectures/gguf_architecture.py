@@ -3,8 +3,6 @@
 Source: llama.cpp, src/models/*.cpp and llama-model.cpp (what is read, and what is assumed where nothing is said).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

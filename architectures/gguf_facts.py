@@ -1,7 +1,5 @@
 """What a GGUF file's header says about its model, with every number typed and bounded. No numpy."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ is divided by; `fit_llama3` finds numbers that give these divisors again, with l
 factors and the original context alike changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Source: llama.cpp, conversion/*.py (what is written), src/models/*.cpp and llama
 assumed where nothing is said). What a row does not say of biases, windows or divisors llama.cpp does not compute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

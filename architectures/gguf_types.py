@@ -5,8 +5,6 @@ as llama-quantize runs without an importance matrix and without options. A file 
 the vocabulary, which is not counted here.
 """
 
-from __future__ import annotations
-
 from ..components import ModelSpec, Parameter
 from ..errors import CannotExpress
 from .ggml import TYPES

@@ -4,8 +4,6 @@ Source: transformers models/deepseek_v2/modeling_deepseek_v2.py, DeepseekV2Atten
 One rotary key is shared by all heads, and the latents' norms have an eps of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -18,8 +18,6 @@ The steps are reshape, permute, split, reshape, and backwards reshape, concatena
 numpy arrays and torch tensors alike, and on shapes alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ are those of its model.py, which are Meta's; rows of wq and wk are in Meta's ord
 Source: llama2.c, export.py (legacy_export, version1_export, version2_export), run.c, runq.c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Whose names a file's tensors have: told to a person where a checkpoint is refused, never used to read one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

@@ -7,8 +7,6 @@ before, it was GPT-2's tanh formula, and a checkpoint does not say which.
 Source: nanoGPT, model.py (GPT, GPTConfig, GPT.from_pretrained) and train.py (what is saved).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

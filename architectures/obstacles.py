@@ -7,8 +7,6 @@ declares the kinds of component that it has, so that `write` is never handed one
 AttributeError in it is a mistake in it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The data lie in presets.json beside this file, each with the page that it was taken from.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from functools import cache

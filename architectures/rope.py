@@ -5,8 +5,6 @@ Values that transformers infers at run time (attention factors, the original con
 that the tree says what is computed.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """swap and swaps: components exchanged, and which can be."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ Linear weights are [out, in] everywhere. Everything serialises to JSON with `to_
 public stands in each file's `__all__`, so that a new kind in a file that is here needs no edit of this one.
 """
 
-from __future__ import annotations
-
 from .activations import *
 from .attention import *
 from .base import *

@@ -1,7 +1,5 @@
 """The activations, and what is to be known of each without evaluating it. No torch."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 __all__ = ["FACTS", "Activation", "Facts", "function_of"]

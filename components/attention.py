@@ -1,7 +1,5 @@
 """Causal self-attention over keys and values of heads. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self

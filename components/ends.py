@@ -1,7 +1,5 @@
 """Where tokens come in and logits go out. No torch."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from ..errors import ConfigError

@@ -1,7 +1,5 @@
 """Feed-forwards, plain and gated. No torch."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self, get_args
 
 import msgspec

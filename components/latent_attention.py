@@ -1,7 +1,5 @@
 """Multi-head latent attention. No torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec

@@ -1,7 +1,5 @@
 """A mixture of feed-forwards behind a router. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """A model as a tree of components, and the walks over any tree: its nodes, parameters, differences. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby

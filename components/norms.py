@@ -1,7 +1,5 @@
 """Norms. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 

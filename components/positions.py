@@ -1,7 +1,5 @@
 """Positions: a learned table, rotary positions with their scalings, and ALiBi. No torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec

@@ -1,7 +1,5 @@
 """Numbers of layers or rows, neighbours folded: "0–3, 8"."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any

@@ -5,8 +5,6 @@ field reads every file that does without it. A block is written by the names of 
 "attention", its sub-layers in their order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

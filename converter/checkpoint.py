@@ -4,8 +4,6 @@ Whatever a reference is opens to the same thing, a `Checkpoint`. What is wrong w
 at once, before anything is written.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ most, and what a library has to say of it goes nowhere. A message is eight bytes
 {"answer": …}, or {"error": …} with the worker's `reason`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

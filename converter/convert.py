@@ -1,7 +1,5 @@
 """convert: a checkpoint from one format to another, bytes unchanged wherever the formats allow."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Files written, copied, hashed, locked and put on the disk, with errors that name them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

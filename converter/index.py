@@ -1,7 +1,5 @@
 """The weight files of a checkpoint: one file, or shards with an index; every tensor with its file and place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace

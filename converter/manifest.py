@@ -5,8 +5,6 @@ whatever the format, a file that changed can be told apart by tensor without bei
 anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a checkpoint's files are called, a folder's listing, JSON as files have it, what git-lfs leaves of a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

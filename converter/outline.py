@@ -2,8 +2,6 @@
 folders, files of other formats by their headers, repositories by their config.json or the header of their GGUF.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

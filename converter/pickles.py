@@ -5,8 +5,6 @@ it is held against the file. Tensors are read from where they lie, memory-mapped
 kernel where they are contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ little of a header and not the file's size. Here its session, addresses and toke
 header's length is judged before it is read, and a server that ignores ranges is hung up on.
 """
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -8,8 +8,6 @@ A header is somebody else's data: nothing but CheckpointError comes out of a bad
 whatever it holds. https://github.com/huggingface/safetensors#format
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Nothing is imported until a word is to be understood.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ vocab.json with merges.txt) are read by AutoTokenizer, from local files alone an
 All of this runs in a process of its own (`tokenizer_process`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A tokenizer's file is a program of a kind: regular expressions that take ages, n
 again, tables that the library's code panics over. Time and memory go by the size of what this process is given.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ A config.json that we did not write may ask for any number of layers, and a clas
 meta device, where no parameter takes memory, and in this process, whose time and memory are limited.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

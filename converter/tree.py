@@ -5,8 +5,6 @@ the text of its config.json, so that converting back restores it byte for byte) 
 in a .json file of any name is a tree by itself (`write_spec`): every command that needs no weights takes it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

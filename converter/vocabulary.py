@@ -13,8 +13,6 @@ All single characters are kept (where a vocabulary spells unknown characters as 
 tokens, and every token that a post-processor, config.json or generation_config.json names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

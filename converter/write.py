@@ -5,8 +5,6 @@ tensors over by it; `execute` here takes tensors that somebody computes (a swap)
 is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ scaled_dot_product_attention (flash where the hardware has it). They differ in t
 paths do, and each follows its counterpart there to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The key-value cache: what earlier tokens left behind, one entry a layer, cut to the layer's window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

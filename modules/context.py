@@ -1,7 +1,5 @@
 """What all layers of one forward pass share: position tables, biases and masks, each made once and on demand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

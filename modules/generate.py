@@ -4,8 +4,6 @@ Filters, their order and the draw are transformers' own, so that greedy decoding
 sampling with the same seed on the same device does too.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -9,8 +9,6 @@ A tensor's values depend on the seed, on its name and on its shape alone, and no
 order they are made; they are drawn in fp32 and rounded to the dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """load: a checkpoint as a torch module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path

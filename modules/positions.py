@@ -4,8 +4,6 @@ Rotary frequencies follow transformers modeling_rope_utils.py to the bit in fp32
 in an fp64 model they are computed in fp64.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Which module computes which kind of component: each registers itself beside its class, plugins' too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """save: a model in memory as a checkpoint folder, with where it came from."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """generate: text from a checkpoint, or from a model in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Written as JSON for programs and as Markdown fit for a model's page.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """What a comparison of two checkpoints found, as records: of a tensor, of several together, of all."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -2,8 +2,6 @@
 no row of them is ever whole.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ came from below does not count. That needs streams in one basis, which is decide
 Both models are read by rows of their weights (see `rows`), and streams wait in files without a name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ transposed as it is meant. Weights are read some rows at a time by several threa
 the checkpoint. No torch.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ entries of variance ulp²/12, and the largest singular value of such a one is ab
 largest column's norm together (Bandeira, van Handel 1408.6185). Only what is above that is counted.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

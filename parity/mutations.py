@@ -8,8 +8,6 @@ what is right, it is a repair to try on a model that is wrong. Mistakes of code 
 weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

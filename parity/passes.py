@@ -6,8 +6,6 @@ that they stopped at is served, and those that stopped there go on. Passes need 
 that no router sends to an expert does not wait for it.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing

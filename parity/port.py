@@ -6,8 +6,6 @@ first component that no module of the port computes is where they part. Its caus
 gptkit's tree of the reference, one at a time: the one that then computes what the port computes is the port's.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

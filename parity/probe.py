@@ -3,8 +3,6 @@ region of the vocabulary. A short friendly prompt hides most of what can be wron
 tokens, 5.3 logits at 256).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ is made in the whole model, in all layers or in that one alone, and what brings 
 made while weights are read, so that the same code repairs a model in memory and one a layer at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ linear map (see `passes`), which is multiplied with what all that stopped there 
 their outputs alone, so that each sum is made as in the whole product, as far as the kernel's own blocks allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any

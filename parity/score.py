@@ -6,8 +6,6 @@ and how heads share keys. Only layers, heads, tokens and widths are fewer (each 
 lengths and padding show on the copy what they show on the tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced

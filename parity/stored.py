@@ -5,8 +5,6 @@ row that holds other bytes is one that the probe has to read, unless both models
 without their layers (`_front_to_back`), which takes no pass through either.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

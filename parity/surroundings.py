@@ -1,7 +1,5 @@
 """What is different around the weights: in the trees, in config.json, in the tokenizer's files. Small files alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Bytes come first: as long as they are equal nothing is computed. Where they are 
 figures are made of, and of a matrix a second one the rank of the change (`low_rank`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

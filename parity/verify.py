@@ -11,8 +11,6 @@ that softmax cancels), and another way to round in bf16 whose error is of bf16's
 1.0 to 1.5 times the noise). Bytes see both where trees call for the same ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

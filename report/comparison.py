@@ -1,25 +1,20 @@
 """What `compare` prints, in the terminal, as Markdown, as CSV and as a page: a star marks rows that differ, or bold."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..analysis.compare import Comparison, Row
 from ..analysis.parameters import count
 from .charts import bars, cache_chart, parameter_bars
 from .counts_page import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, counted, noted
 from .sheets import Layout, decimal, drawing, nbytes, plain_table, short
-
-if TYPE_CHECKING:
-    from ..analysis.compare import Comparison, Row
 
 MARK = "*"
 GAP = 2  # blank characters between two columns

@@ -111,49 +111,40 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     room -= GAP + max(len(dtype or ""), len("999.9 GB")) if with_bytes else 0
     with_share = room >= len("100.0 %") + GAP
     with_words = room >= len("100.0 %") + 2 * GAP + _NARROWEST_WORDS
+    shown = (with_words, True, with_bytes, with_share)
     rows: list[Row] = []
 
-    def row(label: str, what: str, number: int | str, size: int | None, style: str = "", ruled: bool = False) -> None:
-        share = "" if isinstance(number, str) else percentage(number, count.total)
-        cells = (
-            what,
-            number if isinstance(number, str) else f"{number:,}",
-            "" if size is None else nbytes(size),
-            share,
-        )
-        shown = compress(cells, (with_words, True, with_bytes, with_share))
-        rows.append(Row(label, tuple(shown), style or None, ruled))
+    def row(label: str, cells: tuple[str, str, str, str], style: str | None = None, ruled: bool = False) -> None:
+        rows.append(Row(label, tuple(compress(cells, shown)), style, ruled))
+
+    def figures(what: str, number: int, size: int | None) -> tuple[str, str, str, str]:
+        return what, f"{number:,}", "" if size is None else nbytes(size), percentage(number, count.total)
 
     for label, number in count.by_component.items():
-        row(label, _what(label, model, words), number, None if weights is None else weights.by_component.get(label))
+        size = None if weights is None else weights.by_component.get(label)
+        row(label, figures(_what(label, model, words), number, size))
     if tied:
-        row("head", "tied to the embedding, counted once", "tied", None)
-    row("total", "", count.total, None if weights is None else weights.total, "bold", ruled=True)
+        row("head", ("tied to the embedding, counted once", "tied", "", ""))
+    row("total", figures("", count.total, None if weights is None else weights.total), "bold", ruled=True)
     if with_bytes and weights is not None:
-        powers = compress(("", "", sheets.binary(weights.total), ""), (with_words, True, with_bytes, with_share))
-        rows.append(Row("", tuple(powers), "bold"))
+        row("", ("", "", sheets.binary(weights.total), ""), "bold")
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
-    row("no embedding", "without embedding, positions and head", count.non_embedding, without, "dim", ruled=True)
+    row("no embedding", figures("without embedding, positions and head", count.non_embedding, without), "dim", True)
     if count.active != count.total:
-        row("active", "used per token", count.active, active, "dim")
+        row("active", figures("used per token", count.active, active), "dim")
     runs = layer_ranges(count.by_layer)
     if len(runs) > MOST_RUNS:
         totals = [layer.total for layer in count.by_layer]
-        row("each layer", f"from {min(totals):,} to {max(totals):,}", "varies", None, "dim")
+        row("each layer", (f"from {min(totals):,} to {max(totals):,}", "varies", "", ""), "dim")
     for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
         alike = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
         whole = last - first + 1 == layers
         label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
         what = f"each of {last - first + 1:,} layers" if first < last else ""
         # Formats are wider in some layers.
-        row(label, what, layer.total, next(iter(alike)) if len(alike) == 1 else None, "dim")
-    titles = list(
-        compress(
-            ("component", "what it is", "parameters", dtype or "", "share"),
-            (True, with_words, True, with_bytes, with_share),
-        )
-    )
-    yield page.table(titles[: 1 + with_words], titles[1 + with_words :], rows)
+        row(label, figures(what, layer.total, next(iter(alike)) if len(alike) == 1 else None), "dim")
+    titles = [*compress(("what it is", "parameters", dtype or "", "share"), shown)]
+    yield page.table(["component", *titles[:with_words]], titles[with_words:], rows)
 
 
 def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:

@@ -1,7 +1,5 @@
 """The list of families, for the terminal and for programs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -9,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderResult
-from rich.table import Table
 
 from ..architectures import ARCHITECTURES, BY_MODEL_TYPE
 from ..architectures.presets import presets
-from .sheets import GAP, Layout, drawing
+from .sheets import Layout, drawing, plain_table
 
-_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""What transformers calls its list of causal language models."""
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its list of causal language models
 
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
@@ -113,24 +109,19 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
 @drawing
 def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     """A row a family, and one for each model type that is none."""
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for title in ("family", "since", "transformers' class", "presets"):
-        table.add_column(page.text(title), justify="right" if title == "presets" else "left", overflow="fold")
+    rows = []
     for each in found["families"]:
         others = [kind for kind in each["model_types"] if kind != each["family"]]
         name = each["family"] + (f" ({', '.join(others)})" if others else "")
         row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
-        table.add_row(*map(page.text, row))
-    yield table
+        rows.append([*map(page.text, row)])
+    titles = ("family", "since", "transformers' class", "presets")
+    yield plain_table(*((title, title == "presets") for title in titles), rows=rows)
     if found["others"]:
+        counted = {True: "by names", False: "no"}
+        rows = [[*map(page.text, (o["model_type"], counted[o["counted"]], o["why"]))] for o in found["others"]]
         yield ""
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for title in ("not yet", "counted", "what they have"):
-            table.add_column(page.text(title), overflow="fold")
-        for each in found["others"]:
-            told = "by names" if each["counted"] else "no"
-            table.add_row(*map(page.text, (each["model_type"], told, each["why"])))
-        yield table
+        yield plain_table(("not yet", False), ("counted", False), ("what they have", False), rows=rows)
     counts = found["counts"]
     if counts["types"]:
         yield ""

@@ -1,22 +1,18 @@
 """What a notebook shows: values as the tables that commands print, in HTML, and progress without a terminal."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 
+from ..analysis.params import ModelCount
 from ..terminal import printable, status
 from .sheets import Row, Sheet, nbytes
-
-if TYPE_CHECKING:
-    from ..analysis.params import ModelCount
 
 WIDTH = 100  # characters of a line
 OFTEN = 0.1  # seconds between two changes of a line of progress, at least

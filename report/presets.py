@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import RenderResult
-from rich.table import Table
 
 from ..analysis.parameters import count
 from ..architectures import architecture_of
 from ..architectures.presets import Preset
-from .sheets import GAP, Layout, drawing
+from .sheets import GAP, Layout, drawing, plain_table
 
 
 def preset_json(preset: Preset) -> dict[str, Any]:
@@ -31,12 +30,6 @@ def preset_table(page: Layout, presets: Sequence[Preset]) -> RenderResult:
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     some = ((0, 1, 2, 3), (0, 2, 3), (0, 2))
     columns = next((each for each in some if sum(widths[column] for column in each) - gap <= page.width), some[-1])
-    titles = ("preset", "family", "parameters", "repository")
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for column in columns:
-        figures = titles[column] == "parameters"
-        justify: Any = "right" if figures else "left"
-        table.add_column(page.text(titles[column]), justify=justify, no_wrap=figures, overflow="fold")
-    for row in rows:
-        table.add_row(*(page.text(row[column]) for column in columns))
-    yield table
+    titles = [("preset", False), ("family", False), ("parameters", True), ("repository", False)]
+    cells = [[page.text(row[column]) for column in columns] for row in rows]
+    yield plain_table(*(titles[column] for column in columns), rows=cells, gap=gap)

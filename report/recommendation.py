@@ -1,20 +1,16 @@
 """What `recommend` prints: choices with their papers, what each costs, and what the costs say to the advice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from ..analysis.recommend import Choice, Recommendation
 from .comparison import flops
 from .pages import counted
 from .sheets import Layout, Row, Sheet, drawing, nbytes, plain_table
-
-if TYPE_CHECKING:
-    from ..analysis.recommend import Choice, Recommendation
 
 NARROWEST = 72  # characters below which a choice is told in lines one below the other
 _BETWEEN = 2

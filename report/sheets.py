@@ -7,15 +7,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .pages import Table as PageTable
+from . import pages
 
 GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
 ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
@@ -163,12 +162,10 @@ class Sheet:
             first += number
         return pieces
 
-    def as_table(self) -> PageTable:
-        from .pages import Table as PageTable
-
+    def as_table(self) -> pages.Table:
         columns = (("", False), *((name, index >= self.words) for index, name in enumerate(self.columns)))
         lit = frozenset(index for index, row in enumerate(self.rows) if row.ruled and row.style != "dim")
-        return PageTable(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
+        return pages.Table(self.title, columns, tuple((row.label, *row.cells) for row in self.rows), lit, bold="totals")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layout = Layout(options.max_width, options.ascii_only)
@@ -247,7 +244,7 @@ def plain_table(*columns: tuple[str, bool], rows: Iterable[Sequence[str | Text]]
     shown = any(heading for heading, _ in columns)
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=shown)
     for heading, figures in columns:
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -116,8 +116,7 @@ class Read:
         return question(self.model)
 
 
-ROWS = 4096
-"""Rows of two tensors that are compared at once."""
+ROWS = 4096  # rows of two tensors that are compared at once
 
 
 def differing(model: Model, one: str, other: str) -> Iterator[int]:
@@ -308,8 +307,7 @@ class Exactly:
 # --- entries of tensors along an axis ---------------------------------------------------------------------------------
 
 
-Index = NDArray[np.int64]
-"""For each new entry the old one that it takes, or -1 for zero."""
+Index = NDArray[np.int64]  # for each new entry the old one that it takes, or -1 for zero
 
 
 def gather(array: NDArray[Any], index: Index, axis: int) -> NDArray[Any]:

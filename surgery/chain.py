@@ -5,8 +5,6 @@ all but how components round and biases of zeros, which come and go. Where none 
 clear the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """What a swap guarantees, held against the files that were written."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +15,9 @@ from .chain import Chain, chain
 from .fits.calibration import Text
 from .measure import Measurement, measure
 
-EXACT_FP64 = 1e-12
-EXACT_FP32 = 1e-5
-"""The largest relative error of logits that "exact" allows, in fp64 and in fp32."""
+EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
 _REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
-SMALL = 50_000_000
-"""Parameters of a model of which each step of a chain is measured without being asked to."""
+SMALL = 50_000_000  # parameters of a model of which each step of a chain is measured without being asked to
 
 
 def hold_to_transformers(folder: Path) -> None:

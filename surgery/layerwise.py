@@ -6,8 +6,6 @@ component]. The tables of tokens and positions write too, by rows [vocabulary, h
 norm, and where it is tied the token table does both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

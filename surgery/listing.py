@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 _Verdict = Literal["exact", "approximate", "retrained", "needs a text", "refused"]
-_FITTED_ON = 256
-"""Tokens of text for swaps that look at one before they say what they do: enough for a list."""
+_FITTED_ON = 256  # tokens of text for swaps that look at one before they say what they do: enough for a list
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The damage of a swap: both models, read from their files by rows, on the same probe and on text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 The file of a swap declares its option, in its `OPTIONS`; `registry.all_options` has all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Mapping

@@ -18,8 +18,6 @@ A number may depend on the model that a step finds: "auto:75%" of its layers (ro
 fitted on and the sha256 of what they were made of.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +34,9 @@ from ..converter.names import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from .registry import Step, all_options, option_of, parts
 
-FOLDER = Path(__file__).parent / "recipes"
-"""The recipes that come along."""
-PLAY = "the bundled play"
-"""What records call the text that comes along."""
-MOST_BYTES = 10**6
-"""A larger file is no recipe."""
+FOLDER = Path(__file__).parent / "recipes"  # the recipes that come along
+PLAY = "the bundled play"  # what records call the text that comes along
+MOST_BYTES = 10**6  # a larger file is no recipe
 _HEAD_KEYS = ("name", "description", "as", "step")
 _CALIBRATION = {"text": str, "sha256": str, "tokens": int}
 _STEP_KEYS: Mapping[str, tuple[type, object]] = {

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from .base import Guarantee, Model, Swapped
     from .fits.calibration import Calibration
 
-PLUGINS: list[str] = []
-"""The modules with swaps that plugins have registered, by their full names."""
+PLUGINS: list[str] = []  # the modules with swaps that plugins have registered, by their full names
 LARGEST = 1_000_000
 """Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
 
@@ -129,16 +128,6 @@ class Asked:
             raise SwapRefused(none, hint)
         return found
 
-    def again(self, option: str, value: str, **settings: Any) -> Step:
-        """A step in the same layers."""
-        blocks = None if self.layers is None else ",".join(map(str, self.layers))
-        return Step(option, value, blocks, settings=settings)
-
-    def smaller(self, option: str, before: Iterable[int]) -> Step | None:
-        """The step that undoes growth: the number as it was, where it was one number and there are more now."""
-        old, number = set(before), int(self.value.rpartition(":")[2])
-        return Step(option, str(max(old))) if len(old) == 1 and number > max(old) else None
-
 
 _ANY = object()
 
@@ -176,9 +165,9 @@ class Swap:
     for anything. takes, gives: the components. guarantee: the best it gives, where its preconditions hold. needs: them,
     in words. source: the paper or code. reshape: the tree after it, and of what each tensor is to be made, without
     weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
-    a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. inverse:
-    the step that undoes it. exact_where: the weights that it is exact on, where only some are so, in words that end
-    "exact only where …". clears: what it is a remedy of, where a family has something else.
+    a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text.
+    exact_where: the weights that it is exact on, where only some are so, in words that end "exact only where …".
+    clears: what it is a remedy of, where a family has something else.
     """
 
     option: str
@@ -192,7 +181,6 @@ class Swap:
     examples: Callable[[ModelSpec], Iterable[str]] = lambda spec: ()
     by_layer: bool = False
     calibrated: bool = False
-    inverse: Callable[[ModelSpec, Asked], Step | None] = lambda before, asked: None
     exact_where: str = ""
     clears: tuple[Clears, ...] = ()
 

@@ -5,8 +5,6 @@ What stands in the way `architectures.obstacles` says, and which swap clears whi
 less is left in the way after it; what turned out needless is given up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,16 +21,11 @@ from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
-Remedy = tuple[Step, ...]
-"""Steps that only together clear something."""
-NEAR = 3
-"""Families that are told of."""
-FEW = 3
-"""Obstacles of each, where more than one family is asked for."""
-MOST = 10
-"""Remedies one after the other."""
-WIDTH = 76
-"""Of a sentence, which the command line indents."""
+Remedy = tuple[Step, ...]  # steps that only together clear something
+NEAR = 3  # families that are told of
+FEW = 3  # obstacles of each, where more than one family is asked for
+MOST = 10  # remedies one after the other
+WIDTH = 76  # of a sentence, which the command line indents
 SMALL = 50_000_000
 """Parameters of a model whose weights are looked at to find a way, and whose damage is measured only to tell of it. A
 larger one's swaps are tried on its shapes, with guarantees such as trained weights have.
@@ -65,8 +58,7 @@ class State:
         return weakest(self.guarantees)
 
 
-After = Callable[[Remedy], State | None]
-"""The tree after some steps; None where one of them is not possible."""
+After = Callable[[Remedy], State | None]  # the tree after some steps; None where one of them is not possible
 
 
 def ways_from(model: Model, zero: Zero) -> After:

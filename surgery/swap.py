@@ -1,7 +1,5 @@
 """swap: exchange components of a checkpoint, write the result, and measure its guarantee from the written files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

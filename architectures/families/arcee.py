@@ -3,8 +3,6 @@
 Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED

@@ -4,8 +4,6 @@ begins with its third row.
 Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which reads no eps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ norms before the output projections of attention and feed-forward.
 Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of ternary weights are refused as quantised.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...components import RMSNorm

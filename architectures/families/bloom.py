@@ -4,8 +4,6 @@ Source: transformers models/bloom/{configuration,modeling}_bloom.py. transformer
 baddbmm rounds differently from any sdpa kernel.
 """
 
-from __future__ import annotations
-
 import math
 
 from ...components import ALiBi, FeedForward, LayerNorm

@@ -5,8 +5,6 @@ Source: transformers models/codegen/{configuration,modeling}_codegen.py, which h
 when they have turned, keys are rounded by the cache.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...components import ModelSpec

@@ -3,8 +3,6 @@
 Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 """
 
-from __future__ import annotations
-
 from ...components import LayerNorm
 from ..base import Leaf, leaves_of
 from ..decoder import PRE, USUAL, Decoder, Field, with_defaults

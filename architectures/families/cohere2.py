@@ -4,8 +4,6 @@ positions in the fourth.
 Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.
 """
 
-from __future__ import annotations
-
 from ...components import LayerNorm
 from ..base import leaves_of
 from ..decoder import PRE, Decoder, sliding, turned_in_windows, write_sliding

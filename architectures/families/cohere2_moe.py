@@ -4,8 +4,6 @@ Source: transformers models/cohere2_moe/{configuration,modeling}_cohere2_moe.py.
 normalised whatever is said, since it is over the experts that were chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

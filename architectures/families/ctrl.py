@@ -3,8 +3,6 @@
 Source: transformers models/ctrl/{configuration,modeling}_ctrl.py. The eps that a config has is the last norm's alone.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

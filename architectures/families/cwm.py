@@ -4,8 +4,6 @@ Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config clas
 none are given.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, sliding, with_defaults, write_sliding
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED

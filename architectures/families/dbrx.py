@@ -5,8 +5,6 @@ Source: transformers models/dbrx/{configuration,modeling}_dbrx.py, which fails w
 all experts, their factors, and what of them writes the stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

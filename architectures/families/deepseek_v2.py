@@ -5,8 +5,6 @@ Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py,
 by their sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

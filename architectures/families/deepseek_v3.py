@@ -5,8 +5,6 @@ Source: transformers models/deepseek_v3/{configuration,modeling}_deepseek_v3.py.
 tokens (`layers.61`), is left out there, and carried along here.
 """
 
-from __future__ import annotations
-
 from ..base import BEHIND
 from ..decoder import USUAL, Field, Mixtures, after, with_defaults
 from ..latent import KNOWN, LATENT, LatentDecoder

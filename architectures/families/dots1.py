@@ -4,8 +4,6 @@ Source: transformers models/dots1/{configuration,modeling}_dots1.py. Its config 
 own, which every file states.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, Mixtures, after, with_defaults
 from .glm4_moe import GROUPED, LEAVES, ROUTER
 from .llama import BIAS, LLAMA_DROPPED

@@ -3,8 +3,6 @@
 Source: transformers models/ernie4_5/{configuration,modeling}_ernie4_5.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED

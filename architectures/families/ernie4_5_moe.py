@@ -4,8 +4,6 @@ Source: transformers models/ernie4_5_moe/{configuration,modeling}_ernie4_5_moe.p
 linears but those of experts and routers, the head among them. Layers that draft tokens are left out there too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

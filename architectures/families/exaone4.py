@@ -4,8 +4,6 @@ a window, those that see all tokens have no positions.
 Source: transformers models/exaone4/{configuration,modeling}_exaone4.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Source: transformers models/exaone_moe/{configuration,modeling}_exaone_moe.py. L
 there too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..base import Stacked

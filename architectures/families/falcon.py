@@ -7,8 +7,6 @@ bfloat16 even in fp32. transformers' eager path adds ALiBi twice (transformers i
 models are verified against sdpa alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

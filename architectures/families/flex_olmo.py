@@ -3,8 +3,6 @@
 Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from .llama import BIAS, LLAMA_DROPPED

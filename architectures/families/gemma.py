@@ -4,8 +4,6 @@ Source: transformers models/gemma/{configuration,modeling}_gemma.py. A `hidden_a
 approximation, which the first releases meant.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..config import ConfigReader

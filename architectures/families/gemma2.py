@@ -4,8 +4,6 @@ second layer.
 Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has no sdpa path: none caps scores.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, sliding, with_defaults, write_sliding

@@ -5,8 +5,6 @@ Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a chec
 model is read; what stands beside it is left out.
 """
 
-from __future__ import annotations
-
 from ..decoder import Decoder, sliding, turned_by_kind, with_defaults, write_by_kind
 from ..rope import RotaryKind
 from . import gemma2

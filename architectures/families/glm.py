@@ -4,8 +4,6 @@ up in one matrix.
 Source: transformers models/glm/{configuration,modeling}_glm.py.
 """
 
-from __future__ import annotations
-
 from ..base import Leaf, leaves_of
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..layout import Layout

@@ -3,8 +3,6 @@
 Source: transformers models/glm4/{configuration,modeling}_glm4.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import Decoder
 from . import glm

@@ -5,8 +5,6 @@ Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py. Layer
 are left out there too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..base import BEHIND

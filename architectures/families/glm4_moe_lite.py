@@ -4,8 +4,6 @@ Source: transformers models/glm4_moe_lite/{configuration,modeling}_glm4_moe_lite
 drafts tokens (`layers.47`), is left out there too.
 """
 
-from __future__ import annotations
-
 from ..base import BEHIND
 from ..decoder import Mixtures, by_type, with_defaults
 from ..latent import KNOWN, LatentDecoder

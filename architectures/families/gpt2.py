@@ -4,8 +4,6 @@ Linears are Conv1D: weights lie [in, out], and c_attn holds q, k and v side by s
 in the presets use this architecture with its dense attention; GPT-SW3 (2305.12987) is it under another name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

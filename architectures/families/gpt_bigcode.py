@@ -4,8 +4,6 @@ values for all queries.
 Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Source: transformers models/gpt_neo/{configuration,modeling}_gpt_neo.py, which h
 fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ k and v fused head by head.
 Source: transformers models/gpt_neox/{configuration,modeling}_gpt_neox.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, by_name, leaves_of, qkv
 from ..decoder import Decoder, Field

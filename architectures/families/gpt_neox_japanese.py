@@ -4,8 +4,6 @@ layer.
 Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py, which has no sdpa path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py. One ten
 and up in turns. The released files have experts in MXFP4, which is to be undone first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..base import Leaf, leaves_of

@@ -5,8 +5,6 @@ Source: transformers models/gptj/{configuration,modeling}_gptj.py, which has no 
 then divided.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Source: transformers models/granite/{configuration,modeling}_granite.py.
 """
 
-from __future__ import annotations
-
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field
 from .llama import BIAS, LEAVES, LLAMA_DROPPED

@@ -4,8 +4,6 @@ Source: transformers models/granitemoe/{configuration,modeling}_granitemoe.py. O
 experts, and one what writes the stream.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..base import Leaf, Stacked, by_name, leaves_of

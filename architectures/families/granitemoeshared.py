@@ -3,8 +3,6 @@
 Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoeshared.py.
 """
 
-from __future__ import annotations
-
 from ..base import Leaf, by_name
 from ..decoder import Decoder, Field, Mixtures, none_or_more
 from ..layout import Layout

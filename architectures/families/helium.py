@@ -3,8 +3,6 @@
 Source: transformers models/helium/{configuration,modeling}_helium.py.
 """
 
-from __future__ import annotations
-
 import math
 
 from ..decoder import USUAL, Decoder, Field, with_defaults

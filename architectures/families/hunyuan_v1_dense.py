@@ -3,8 +3,6 @@
 Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1_dense.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import USUAL, Decoder, with_defaults
 from ..rope import RotaryKind

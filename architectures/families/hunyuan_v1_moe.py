@@ -5,8 +5,6 @@ Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_m
 by layer; here all layers have as many.
 """
 
-from __future__ import annotations
-
 from ..config import ConfigReader
 from ..decoder import READERS, Decoder, Field, Mixtures
 from . import hunyuan_v1_dense as dense

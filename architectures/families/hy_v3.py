@@ -5,8 +5,6 @@ Source: transformers models/hy_v3/{configuration,modeling}_hy_v3.py. What expert
 fp32 and rounded once, as every sum of two numbers is.
 """
 
-from __future__ import annotations
-
 from ..base import BEHIND, Stacked
 from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, with_defaults
 from ..rope import RotaryKind

@@ -3,8 +3,6 @@
 Source: transformers models/hyperclovax/{configuration,modeling}_hyperclovax.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import PRE, Decoder, Field

@@ -3,8 +3,6 @@
 Source: transformers models/internlm3/configuration_internlm3.py; its model is LlamaForCausalLM.
 """
 
-from __future__ import annotations
-
 from ...components import Attention, ModelSpec
 from ...errors import CannotExpress
 from ..decoder import USUAL, Decoder, Field, with_defaults

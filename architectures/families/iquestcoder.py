@@ -3,8 +3,6 @@
 Source: transformers models/iquestcoder/configuration_iquestcoder.py; the model is its LlamaForCausalLM.
 """
 
-from __future__ import annotations
-
 from ..decoder import Decoder, with_defaults
 from . import llama
 

@@ -3,8 +3,6 @@
 Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED

@@ -3,8 +3,6 @@
 Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints are pure renames.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import USUAL, Decoder, Field
 

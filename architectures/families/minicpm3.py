@@ -4,8 +4,6 @@ and multipliers on the embedding, the branches and the states before the head.
 Source: transformers models/minicpm3/{configuration,modeling}_minicpm3.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

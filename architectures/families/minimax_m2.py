@@ -4,8 +4,6 @@ mixtures with sigmoid scores and a bias of the choice in every layer.
 Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. Its tensors are named as mixtral's.
 """
 
-from __future__ import annotations
-
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import PART, RotaryKind

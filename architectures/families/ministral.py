@@ -3,8 +3,6 @@
 Source: transformers models/ministral/{configuration,modeling}_ministral.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import Decoder, sliding, write_sliding
 from . import mistral
 from .llama import LEAVES, LLAMA_DROPPED

@@ -4,8 +4,6 @@ Source: transformers models/mistral/{configuration,modeling}_mistral.py. An abse
 null means none.
 """
 
-from __future__ import annotations
-
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED

@@ -5,8 +5,6 @@ w1 (gate), w2 (down) and w3 (up), as transformers 4 had modules; since 5.0 its m
 one parameter, and the same files are written (conversion_mapping.py). An absent `sliding_window` means none here.
 """
 
-from __future__ import annotations
-
 from ..base import Leaf, Stacked
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind

@@ -4,8 +4,6 @@ Source: transformers models/mpt/{configuration,modeling}_mpt.py, which has no sd
 key; its slopes are the paper's, with 8 for a maximum whatever the config says.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ logits, and positions that turn backward.
 Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward
 from ..base import leaves_of
 from ..config import ConfigReader

@@ -4,8 +4,6 @@ their factor, half of each head turned, and a plain feed-forward of squared ReLU
 Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import PART, RotaryKind

@@ -3,8 +3,6 @@
 Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 """
 
-from __future__ import annotations
-
 from ...components import LayerNorm
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults

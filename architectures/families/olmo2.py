@@ -4,8 +4,6 @@ key heads, at once.
 Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import Decoder, with_defaults
 from ..rope import RotaryKind

@@ -3,8 +3,6 @@
 Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import Decoder, sliding, turned_by_kind, write_by_kind
 from ..rope import RotaryKind
 from . import olmo2

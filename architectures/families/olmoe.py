@@ -4,8 +4,6 @@ Source: transformers models/olmoe/{configuration,modeling}_olmoe.py. Queries, ke
 norms, which are as wide as the hidden size says: it has no heads of another width.
 """
 
-from __future__ import annotations
-
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from .llama import BIAS, LLAMA_DROPPED

@@ -4,8 +4,6 @@ Source: transformers models/openai/{configuration,modeling}_openai.py, which has
 is the tanh approximation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ padding. 350m has norms behind its sums, none at the end, and a vocabulary half 
 Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ feed-forward of squared ReLU, q, k and v fused head by head.
 Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
 from ..decoder import Decoder, Field

@@ -4,8 +4,6 @@ everywhere, in the head too.
 Source: transformers models/phi/{configuration,modeling}_phi.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..decoder import PRE, Decoder, Field

@@ -4,8 +4,6 @@ LongRoPE, and in Phi-4-mini a part of each head turned.
 Source: transformers models/phi3/{configuration,modeling}_phi3.py. Older files call LongRoPE "su" or "yarn".
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...components import Attention, GatedFeedForward, LongRopeScaling, ModelSpec, RMSNorm, Rotary

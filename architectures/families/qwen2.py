@@ -3,8 +3,6 @@
 Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

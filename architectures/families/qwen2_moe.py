@@ -6,8 +6,6 @@ families of experts name their tensors since: one an expert in files, one of all
 the config class gives every other layer below `max_window_layers`, no released checkpoint has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

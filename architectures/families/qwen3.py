@@ -3,8 +3,6 @@
 Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import Decoder, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 from .qwen2 import FIELDS, windows, write_windows

@@ -3,8 +3,6 @@
 Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 """
 
-from __future__ import annotations
-
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from . import qwen2_moe

@@ -3,8 +3,6 @@
 Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 

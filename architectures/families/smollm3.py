@@ -3,8 +3,6 @@
 Source: transformers models/smollm3/{configuration,modeling}_smollm3.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

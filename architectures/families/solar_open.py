@@ -3,8 +3,6 @@
 Source: transformers models/solar_open/{configuration,modeling}_solar_open.py.
 """
 
-from __future__ import annotations
-
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..rope import RotaryKind
 from .glm4_moe import GROUPED, LEAVES, ROUTER

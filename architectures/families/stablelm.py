@@ -4,8 +4,6 @@ Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. The n
 a tensor a head, which has no map here yet.
 """
 
-from __future__ import annotations
-
 from ...components import LayerNorm
 from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind

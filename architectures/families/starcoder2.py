@@ -3,8 +3,6 @@
 Source: transformers models/starcoder2/{configuration,modeling}_starcoder2.py.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader

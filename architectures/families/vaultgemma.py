@@ -3,8 +3,6 @@
 Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import PRE, Decoder, sliding, write_sliding
 from . import gemma2

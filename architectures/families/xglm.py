@@ -5,8 +5,6 @@ Source: transformers models/xglm/{configuration,modeling}_xglm.py, which has no 
 they meet keys.
 """
 
-from __future__ import annotations
-
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import leaves_of
 from ..config import ConfigReader

@@ -3,8 +3,6 @@
 Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..decoder import USUAL, with_defaults
 from ..latent import KNOWN, LATENT, LatentDecoder, latent_leaves

@@ -8,8 +8,6 @@ held against the files before anything is allocated. Not by torch.distributed.ch
 test_torchs_own_reader_runs_what_metadata_says).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

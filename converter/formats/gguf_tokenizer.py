@@ -7,8 +7,6 @@ text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp; t
 (LlamaConverter) and tokenization_utils_base.py (generate_merges).
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections import UserDict

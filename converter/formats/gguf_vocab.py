@@ -6,8 +6,6 @@ driven by scores; "t5" is SentencePiece's unigram model. How text is split befor
 llama.cpp, conversion/base.py, gguf-py/gguf/vocab.py and src/llama-vocab.cpp.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -6,8 +6,6 @@ header here. What stays fp32 whatever was asked for, and F16 in place of Q8_0 wh
 are llama.cpp's conventions (conversion/base.py).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

@@ -12,8 +12,6 @@ torch.distributed.checkpoint, writes from tensors in memory, one after the other
 4.3; torch/serialization.py, `_save`.)
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import struct

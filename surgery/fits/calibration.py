@@ -28,14 +28,10 @@ from ...parity.passes import hooked
 from ..base import Exactly, Model, Promise
 
 Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
-TOKENS = 2048
-"""Tokens that are fitted on, unless told otherwise."""
-_HELD_OUT = 2048
-"""Tokens at the end of the text that are never fitted on, at most; at least an eighth of what is."""
-WINDOW = 512
-"""Tokens a row, where the model takes as many."""
-_READ_BYTES = 16 * 2**20
-"""More of a file is not read: it would not be used."""
+TOKENS = 2048  # tokens that are fitted on, unless told otherwise
+_HELD_OUT = 2048  # tokens at the end of the text that are never fitted on, at most; at least an eighth of what is
+WINDOW = 512  # tokens a row, where the model takes as many
+_READ_BYTES = 16 * 2**20  # more of a file is not read: it would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 """A tenth of the text that the samples come from, which they were not trained on."""
 

@@ -2,8 +2,6 @@
 place, the output projection whose gate's other factor goes, and how much of its weight a router gives to each expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -18,10 +16,8 @@ from .regression import Moment, best_slope, ridge
 
 Dense = FeedForward | GatedFeedForward
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
-SAMPLES = 100_000
-"""Pre-activations of a layer that its slope is fitted on."""
-STRENGTH = 1e-3
-"""Of the ridge that holds the refitted projection to a multiple of the old one."""
+SAMPLES = 100_000  # pre-activations of a layer that its slope is fitted on
+STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one
 
 
 def slopes(

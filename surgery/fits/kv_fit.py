@@ -58,10 +58,8 @@ from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
-RIDGE = 1.0
-"""Strength of the projections' ridges: as much weight on where they start as on the text."""
-_GROUPING_WORK = 10**11
-"""Multiplications that finding similar heads may take; beyond it, neighbours are put together."""
+RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
+_GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
 DOWN = "feed_forward.down_proj"
 
 

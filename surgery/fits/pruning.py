@@ -3,23 +3,16 @@ projection behind them being fitted again (Optimal Brain Surgeon, Hassibi & Stor
 it reads).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..base import Index, Model, Wide, by_head, gather
 from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
+from .calibration import Calibration
 
-if TYPE_CHECKING:
-    from .calibration import Calibration
-
-RIDGE = 1e-6
-"""What is added to the diagonal of the activations' second moments, beside their mean."""
-ROUNDS = 8
-"""In so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one."""
+RIDGE = 1e-6  # what is added to the diagonal of the activations' second moments, beside their mean
+ROUNDS = 8  # in so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one
 
 
 def refit(old: Wide, moments: Wide, kept: Index) -> Wide:

@@ -4,8 +4,6 @@ Notation as in `regression`: n query heads read one new key head, d = head_dim, 
 weight on a constant input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -13,8 +13,6 @@ GELU by two SiLU units of different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b�
 Only ReLU in place of a smooth activation is another matter: it needs training (ReLUfication, 2310.04564).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -27,13 +25,11 @@ from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
 from ..layerwise import in_words, tensors_of, with_blocks
 from ..options import FEED_FORWARD, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 from .mlp import Dense, dense_of, paths, with_dense
 
-_Slope = Callable[[Model], float]
-"""A number that may be fitted to the model."""
-QUICK = 1.702
-"""quick_gelu's slope (Hendrycks & Gimpel 1606.08415)."""
+_Slope = Callable[[Model], float]  # a number that may be fitted to the model
+QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)
 LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
@@ -46,17 +42,14 @@ _NEEDS: dict[Activation, str] = {
     "relu": "training: nothing else is near it",
     "silu": "exact from quick_gelu and relu; near from the others",
 }
-TARGETS = tuple(_NEEDS)
-"""What may be asked for."""
+TARGETS = tuple(_NEEDS)  # what may be asked for
 FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
 _DOUBLED: tuple[Activation, ...] = FITTED[:4]
 TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
-PHI: tuple[Activation, ...] = ("gelu", "gelu_python")
-"""One function."""
+PHI: tuple[Activation, ...] = ("gelu", "gelu_python")  # one function
 GELUS: tuple[Activation, ...] = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
-NEAR = (*GELUS, "silu", "quick_gelu", "relu")
-"""What another activation can stand for, at some slope."""
+NEAR = (*GELUS, "silu", "quick_gelu", "relu")  # what another activation can stand for, at some slope
 FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
 """What two units of an activation stand for one of."""
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
@@ -218,15 +211,6 @@ def swapped(
     return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, tuple(notes))
 
 
-def back(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back, where it is exact too."""
-    new = asked.value
-    old = {dense_of(before.blocks[i]).activation for i in asked.chosen(before)}
-    if len(old) != 1 or (name := old.pop()) == new or how(new, name) != "exact":  # type: ignore[arg-type]
-        return None
-    return asked.again("activation", name)
-
-
 def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
     """Two units, where every layer has an activation that they are for; what needs a text is not worth trying."""
     old = {dense_of(block).activation for block in spec.blocks} - {new}
@@ -249,7 +233,6 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
         examples=partial(worth, new, form),
         by_layer=True,
         calibrated=form.endswith(":fit"),
-        inverse=back if plain else lambda before, asked: None,
         clears=(Clears("*.activation", theirs=new),) if plain else (),
     )
 

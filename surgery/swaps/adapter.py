@@ -6,8 +6,6 @@ by name: another method (IA3, AdaLoRA, LoHa), or a setting with which base and a
 Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

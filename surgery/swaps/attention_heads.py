@@ -12,8 +12,6 @@ ALiBi gives a head its slope by its number among so many (2108.12409). The slope
 heads move to where theirs is, and where one is missing there is no exact form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -223,7 +221,6 @@ SWAPS = (
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=lambda before, asked: asked.smaller("heads", (block.attention.heads for block in before.blocks)),
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )

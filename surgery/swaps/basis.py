@@ -7,8 +7,6 @@ part, and the norms keep a weight of 1. The length is a mean of squares over d' 
 becomes eps·d/d' and readers are multiplied by √(d/d').
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

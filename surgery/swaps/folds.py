@@ -11,8 +11,6 @@ are turned into them and no norm follows: it adds the same to all of a query's s
 Any other is missed; what that costs is measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,7 +34,7 @@ from ..layerwise import (
     with_mixers,
 )
 from ..options import WEIGHTS, Option
-from ..registry import Asked, Clears, Step, Swap, nearest
+from ..registry import Asked, Clears, Swap, nearest
 from .basis import Compute, known, norms, require_weights, with_norms
 from .norm import has_bias, shifts_taken
 
@@ -101,13 +99,6 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
     if not changed:
         raise SwapRefused("every layer's scale is that already")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
-
-
-def unscaled(before: ModelSpec, asked: Asked) -> Step | None:
-    """The step back, where the scale before was the usual one."""
-    found = [block.attention for block in before.blocks]
-    usual = all(isinstance(a, Attention) and math.isclose(a.scale, a.head_dim**-0.5, rel_tol=1e-14) for a in found)
-    return Step("fold", "scale:head") if usual and asked.argument is None else None
 
 
 def scaled_inputs(weight: str, gamma: str) -> Compute:
@@ -305,7 +296,6 @@ SWAPS = (
         gives="queries, and a scale of 1",
         needs=_UNSCALED,
         reshape=_fold_scale,
-        inverse=unscaled,
         clears=(Clears("*.scale"),),
     ),
     entry(

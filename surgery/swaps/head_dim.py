@@ -15,8 +15,6 @@ from the width, 1/√N, is made up for in the queries: q·√(N/d).
 Narrower: the same backwards, where the elements that go reach no score and no output. (Derived for this project.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,12 +33,9 @@ from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
 from .rotation import for_width
 
-SAME = 1e-13
-"""How near, relative, frequencies in fp64 are to be called the same."""
-ANGLE = 1e-4
-"""Radians by which fp32 may round angles otherwise, at the longest of the positions looked at."""
-POSITIONS = 1024
-"""Positions looked at, at most."""
+SAME = 1e-13  # how near, relative, frequencies in fp64 are to be called the same
+ANGLE = 1e-4  # radians by which fp32 may round angles otherwise, at the longest of the positions looked at
+POSITIONS = 1024  # positions looked at, at most
 
 
 class Plan(NamedTuple):
@@ -267,6 +262,5 @@ SWAPS = (
         examples=examples,
         clears=(Clears("*.head_dim", "head_dim={theirs}"),),
         by_layer=True,
-        inverse=lambda before, asked: asked.smaller("head_dim", (width or 0 for width in widths(before))),
     ),
 )

@@ -47,8 +47,7 @@ from .basis import (
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
-SAME = 1e-15
-"""How near, beside the largest value, what is computed in fp64 comes to what it should be."""
+SAME = 1e-15  # how near, beside the largest value, what is computed in fp64 comes to what it should be
 
 
 def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -292,6 +291,5 @@ SWAPS = (
         reshape=_resize_hidden,
         examples=lambda spec: (str(spec.hidden_size + 8), str(2 * spec.hidden_size)),
         calibrated=True,
-        inverse=lambda before, asked: asked.smaller("hidden", [before.hidden_size]),
     ),
 )

@@ -13,8 +13,6 @@ Rotary keys become one that all heads share. Lossless where R is as much as ther
 head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
@@ -30,7 +28,7 @@ from ..base import Array, Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, tensors_of, with_mixers
 from ..options import ATTENTION, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 
 
 def repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
@@ -123,12 +121,6 @@ def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAtten
     downs = {f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed if down}
     downs &= {parameter.name for parameter in spec.parameters()}
     return [*(name for name in found if not name.endswith("o_proj.bias")), *downs]
-
-
-def back(before: ModelSpec, _: Asked) -> Step | None:
-    """The step back from more heads, where all layers had the same number."""
-    counts = {getattr(block.attention, "kv_heads", None) for block in before.blocks} - {None}
-    return Step("attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
 
 
 def fewer(spec: ModelSpec) -> list[str]:
@@ -285,7 +277,6 @@ entry = partial(
     reshape=change,
     by_layer=True,
     calibrated=True,
-    inverse=back,
     exact_where="the heads of a group are equal",
 )
 latent = partial(

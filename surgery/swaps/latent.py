@@ -5,8 +5,6 @@ latent without a norm gets one that leaves it as it is, beside constant elements
 divides by.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -20,12 +18,10 @@ from ..registry import Asked, Clears
 from .kv_heads import latent
 from .rotation import NEUTRAL, Elements, amplitude, frequencies, original_context, pair_elements, reordered
 
-CONSTANT = 2.0**40
-"""Of a latent's elements: the square of any other vanishes beside its own, in fp64 too."""
+CONSTANT = 2.0**40  # of a latent's elements: the square of any other vanishes beside its own, in fp64 too
 SHARE = 64
 """One element in so many of a latent is constant. With the root of this, a power of two, no dtype rounds."""
-EPS = 1e-6
-"""Of DeepSeek's norms on latents."""
+EPS = 1e-6  # of DeepSeek's norms on latents
 
 
 def _is_latent(block: Block) -> bool:

@@ -21,7 +21,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Filled, Guarantee, Model, Moved, Swapped, Tensor
 from ..layerwise import writers, written_biases
 from ..options import NORMS, Option
-from ..registry import Asked, Step, Swap, layers_in
+from ..registry import Asked, Swap, layers_in
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
@@ -114,12 +114,6 @@ def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, b
     return found
 
 
-def without_added(before: ModelSpec, asked: Asked) -> Step:
-    """The list that takes the added layers out again."""
-    order = expansion(len(before.blocks), int(asked.value.removeprefix("+")))
-    return Step("layers", ",".join(str(index) for index, (_, copy) in enumerate(order) if not copy))
-
-
 # --- fewer of them ----------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +168,6 @@ SWAPS = (
         source="LLaMA Pro 2401.02415",
         reshape=add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
-        inverse=without_added,
     ),
     entry(
         form="auto:N",

@@ -12,8 +12,6 @@ base and adapter side by side (`_Unmerged`). What both share, the reading of the
 peft itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping

@@ -22,8 +22,6 @@ Back: experts that are alike are one; those that a router of zeros all takes sta
 is their mean, each expert weighted with how much the router gave it on a text.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any, cast
@@ -38,7 +36,7 @@ from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import experts, guarantee_of, in_words, unnormed, with_blocks, with_mixers
 from ..options import FEED_FORWARD, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 
 Dense = FeedForward | GatedFeedForward
 
@@ -97,15 +95,6 @@ def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
         weight: Filled((old.intermediate_size, old.hidden_size), 0.0, like=weight),
         f"{path}.up_proj.bias": Filled(inner, 1.0, like=weight),
     }
-
-
-def _ungate(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from `_to_gated`, where no layer was gated: a bias that only came with the gate goes again."""
-    blocks = [before.blocks[i] for i in asked.chosen(before)]
-    biased = {dense_of(block).up_bias for block in blocks}
-    if any(map(_is_gated, blocks)) or len(biased) > 1:
-        return None
-    return asked.again("mlp", "plain", **({} if biased == {True} else {"drop_zero_bias": True}))
 
 
 # --- gated -> plain ---------------------------------------------------------------------------------------------------
@@ -168,10 +157,8 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-MOST = 1024
-"""Experts that a mixture may have; see `components.MixtureOfExperts`."""
-NORMALISED = True
-"""The weights of the experts that are taken are made to sum to 1."""
+MOST = 1024  # experts that a mixture may have; see `components.MixtureOfExperts`
+NORMALISED = True  # the weights of the experts that are taken are made to sum to 1
 
 
 def is_mixture(block: Block) -> bool:
@@ -349,11 +336,6 @@ def mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -
     return Computed(compute)
 
 
-def back(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from copies or parts, where all that was asked for was dense."""
-    return None if asked.those(before, is_mixture) else asked.again("mlp", "dense")
-
-
 def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     """Where some layer is dense, and all that are have halves."""
     widths = {block.feed_forward.intermediate_size for block in spec.blocks if not is_mixture(block)}
@@ -387,7 +369,6 @@ SWAPS = (
         needs="half as many parameters again: the gate is the old projection, the new one is 0·x + 1",
         source="derived for gptkit; gated units: Shazeer 2002.05202",
         reshape=_to_gated,
-        inverse=_ungate,
         clears=(Clears("*", theirs=GatedFeedForward),),
     ),
     entry(
@@ -408,7 +389,6 @@ SWAPS = (
         source="derived for gptkit; fine-grained experts: DeepSeekMoE 2401.06066",
         reshape=partial(_to_experts, True),
         examples=_parts_worth_trying,
-        inverse=back,
     ),
     entry(
         form="moe:ExK",
@@ -419,7 +399,6 @@ SWAPS = (
         reshape=partial(_to_experts, False),
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
-        inverse=back,
     ),
     entry(
         form="dense",

@@ -17,8 +17,6 @@ and there the two norms are one function. A stream that is centred already needs
 reason both ways hold for some layers alone: in a centred stream either kind of norm may stand anywhere.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -31,7 +29,7 @@ from ...errors import SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..layerwise import head_weight, readers, tables, weighed, with_blocks, writers, written
 from ..options import NORMS, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 from .basis import (
     CENTRED,
     Compute,
@@ -313,13 +311,6 @@ def _stream_is_centred(model: Model) -> bool:
     return all(bool(np.abs(each.mean(axis=axis)).max() <= CENTRED * np.abs(each).max()) for each, axis in every)
 
 
-def _back_to_rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:
-    """The way back from LayerNorms, where all of the stream's norms are: an RMSNorm beside them would have to be shown
-    a stream without a mean, which a tree does not tell.
-    """
-    return None if asked.approximate or asked.layers is not None else Step("norm", "rmsnorm")
-
-
 entry = partial(Swap, option="norm", by_layer=True)
 
 ORDER = 50
@@ -341,7 +332,6 @@ SWAPS = (
         needs="norms before attention and feed-forward (pre-norm), all of them LayerNorms",
         source="SliceGPT 2401.15024; Jiang et al. 2305.14858; TransformerLens",
         reshape=_to_rmsnorm,
-        inverse=lambda before, asked: None if asked.approximate else Step("norm", "layernorm"),
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
     entry(
@@ -351,7 +341,6 @@ SWAPS = (
         needs="pre-norm, all norms on the residual stream RMSNorms; one more dimension, unless it has no mean already",
         source="an isometry onto the vectors of mean zero; after SliceGPT 2401.15024, section 3",
         reshape=_to_layernorm,
-        inverse=_back_to_rmsnorm,
         clears=(Clears("*norm", theirs=LayerNorm),),
     ),
 )

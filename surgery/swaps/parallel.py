@@ -12,8 +12,6 @@ Both norms stay. Falcon 7b's and GPT-J's parallel blocks have one for both branc
 where it is the same as the first, and on the way to serial blocks a shared norm is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 
@@ -22,7 +20,7 @@ from ...errors import SwapRefused
 from ..base import Moved, Swapped, Tensor
 from ..layerwise import guarantee_of, in_words, with_blocks, writers, written_biases
 from ..options import NORMS, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 
 
 def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
@@ -116,16 +114,7 @@ def rearranged(
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)
 
 
-def _back(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back, where all were serial, or all parallel and of one kind."""
-    to_serial, blocks = asked.value != "serial", [before.blocks[layer] for layer in asked.chosen(before)]
-    shared = {block.feed_forward_norm is None for block in blocks}
-    if any(block.parallel == to_serial for block in blocks) or (len(shared) > 1 and not to_serial):
-        return None
-    return asked.again("block", "serial" if to_serial else "parallel:shared" if shared.pop() else "parallel")
-
-
-entry = partial(Swap, option="block", by_layer=True, inverse=_back)
+entry = partial(Swap, option="block", by_layer=True)
 
 ORDER = 160
 OPTIONS = (

@@ -12,8 +12,6 @@ From one to another is a start for training but where nothing was told apart bef
 `--approximate` leaves the means out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,11 +27,10 @@ from ...errors import SwapRefused, UsageError
 from ..base import Array, Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import tables, unknown, with_mixers
 from ..options import POSITIONS, Option, Parts
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
-BASE = 10_000.0
-"""RoPE's base (2104.09864)."""
+BASE = 10_000.0  # RoPE's base (2104.09864)
 TABLE = "positions.weight"
 
 
@@ -221,27 +218,6 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
 
-# --- the way back -----------------------------------------------------------------------------------------------------
-
-
-def _back_to_none(before: ModelSpec, asked: Asked) -> Step | None:
-    """Of neutral rotary positions or a table of zeros, where there were none."""
-    there = any(before.blocks[layer].attention.position for layer in asked.chosen(before))
-    table = asked.value.startswith("learned") and asked.argument is not None
-    other_length = table and int(asked.argument or 0) != before.context_length
-    return None if there or before.positions is not None or other_length else asked.again("position", "none")
-
-
-def _back_to_neutral(before: ModelSpec, asked: Asked) -> Step | None:
-    """Of none, where neutral rotary positions were on whole heads."""
-    for attention in (before.blocks[layer].attention for layer in asked.chosen(before)):
-        if isinstance(attention, LatentAttention) or before.positions is not None:
-            return None
-        if attention.position != Rotary(dim=attention.head_dim, base=BASE, scaling=NEUTRAL):
-            return None
-    return asked.again("position", "rope:neutral")
-
-
 def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
     if form == "rope:neutral":
@@ -266,7 +242,6 @@ _LEARNED: dict[str, Any] = {
     "needs": TRAINED,
     "source": "derived for gptkit",
     "reshape": _to_learned,
-    "inverse": _back_to_none,
 }
 _TO_ROPE = tuple(
     clears
@@ -331,15 +306,6 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
 
-def _back_to_context(before: ModelSpec, asked: Asked) -> Step | None:
-    """The context as it was; rows that were cut do not come back."""
-    old, table = before.context_length, before.positions
-    length = asked.number("a context length", most=10**9)
-    if old is None or (table is not None and (table.length != old or length < old)):
-        return None
-    return Step("context", str(old))
-
-
 def lengths(spec: ModelSpec) -> tuple[str, ...]:
     """Twice and half of what there is."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
@@ -369,7 +335,6 @@ SWAPS = (
         reshape=_to_rope,
         examples=partial(examples, form="rope:neutral"),
         by_layer=True,
-        inverse=_back_to_none,
     ),
     entry("rope", **ROPE, clears=_TO_ROPE),
     entry("rope:BASE", **ROPE),
@@ -391,7 +356,6 @@ SWAPS = (
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
-        inverse=_back_to_neutral,
     ),
     entry("learned", **_LEARNED, clears=_TO_LEARNED),
     entry("learned:LENGTH", **_LEARNED, examples=partial(examples, form="learned:LENGTH")),
@@ -405,6 +369,5 @@ SWAPS = (
         reshape=_to_context,
         examples=lengths,
         clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
-        inverse=_back_to_context,
     ),
 )

@@ -5,8 +5,6 @@ scale and a zero point for every G inputs of a row, from their least to their la
 biases, tables and the head stay. What this measures is the damage of the rounding; the files are as large as before.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -2,8 +2,6 @@
 turning as they did and the others no longer turn.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +27,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import Grouped, tensors_of, with_mixers
 from ..options import POSITIONS, Option, Parts
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 from .rotation import (
     Elements,
     Pairs,
@@ -213,12 +211,6 @@ def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -
     yield from ((name, order) for name in tensors_of(path, attention, "k_rope_proj"))
 
 
-def _other_pairs(before: ModelSpec, asked: Asked) -> Step | None:
-    """The way back, where all layers go the same way."""
-    found = {rotary.pairs for rotary in rotary_layers(before, asked.chosen(before)).values()}
-    return asked.again("rope_pairs", found.pop()) if len(found) == 1 else None
-
-
 # --- RoPE on part of each head ----------------------------------------------------------------------------------------
 
 
@@ -377,18 +369,17 @@ entry = partial(Swap, by_layer=True)
 
 def _way(kind: str, title: str, source: str) -> Swap:
     """A way to scale."""
-    needs = "rotary positions that are not scaled, a known context length"
-    more: dict[str, Any] = {"guarantee": "approximate"}
+    needs, guarantee = "rotary positions that are not scaled, a known context length", "approximate"
     if kind == "dynamic":
-        needs += "; exact up to the original context"
-        more = {"inverse": lambda before, asked: asked.again("rope_scaling", "none")}
+        needs, guarantee = f"{needs}; exact up to the original context", "exact"
 
     def examples(spec: ModelSpec) -> tuple[str, ...]:
         found = rotary_layers(spec, range(len(spec.blocks))).values()
         plain = found and all(each.scaling is None and each.dim > 2 for each in found)
         return (f"{kind}:2",) if plain and spec.context_length is not None else ()
 
-    more |= {"reshape": partial(_rope_scaling, kind), "examples": examples, "needs": needs, "source": source}
+    more: dict[str, Any] = {"needs": needs, "guarantee": guarantee, "source": source, "examples": examples}
+    more["reshape"] = partial(_rope_scaling, kind)
     return entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **more)
 
 
@@ -446,7 +437,6 @@ SWAPS = (
             needs="rotary positions whose pairs lie otherwise",
             source="transformers, convert_llama_weights_to_hf.py: permute",
             reshape=rope_pairs,
-            inverse=_other_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )
         for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))

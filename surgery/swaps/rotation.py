@@ -8,8 +8,6 @@ Re(q · conj(k) · e^(iθ(m-n))). So
 - pairs may be listed in any order, and their elements may lie in any place, if q and k agree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,8 +27,7 @@ Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
 """Positions divided by so much that nothing turns: cos is 1 in every dtype and sin at most 1e-21."""
-_DISTANCES = 4096
-"""Distances that a mean rotation is taken over, at most."""
+_DISTANCES = 4096  # distances that a mean rotation is taken over, at most
 
 
 def is_neutral(rotary: Rotary) -> bool:

@@ -13,8 +13,6 @@ KL of 1.8 nats per token, where H for both costs 5.3 and E for both 7.3: a sum o
 still holds either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,10 +28,9 @@ from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
 from ..base import Array, Computed, Guarantee, Moved, Promise, Swapped, Tensor, differing
 from ..options import VOCABULARY, Option
-from ..registry import Asked, Clears, Step, Swap
+from ..registry import Asked, Clears, Swap
 
-TOLD = 4
-"""Tokens that a message names."""
+TOLD = 4  # tokens that a message names
 
 
 def tables(spec: ModelSpec) -> list[str]:
@@ -203,11 +200,6 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     return found
 
 
-def _unpadded(before: ModelSpec, asked: Asked) -> Step | None:
-    grows = asked.argument is not None or int(asked.value) > before.vocab_size
-    return Step("vocab", str(before.vocab_size)) if grows else None
-
-
 _PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
 entry = partial(Swap, option="vocab", takes="vocabulary")
 pruned = partial(entry, needs=_PRUNED, source="Load What You Need 2010.05609")
@@ -275,7 +267,6 @@ SWAPS = (
         gives="tied head",
         needs="the head's matrix equal to the embedding's; else their mean, approximate",
         reshape=tie,
-        inverse=lambda before, asked: Step("untie", ""),
         clears=(Clears("head.tied", theirs=True),),
     ),
     tying(
@@ -284,7 +275,6 @@ SWAPS = (
         gives="untied head",
         needs="a tied head",
         reshape=untie,
-        inverse=lambda before, asked: Step("tie", ""),
         clears=(Clears("head.tied", theirs=False),),
     ),
     entry(
@@ -294,7 +284,6 @@ SWAPS = (
         source="Megatron-LM's padding, with zeros",
         reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
-        inverse=_unpadded,
     ),
     pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
     pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
@@ -305,6 +294,5 @@ SWAPS = (
         source="derived for gptkit: rows of zeros, or rows left out",
         reshape=partial(_to_size, False),
         examples=lambda spec: (str(spec.vocab_size + 3),),
-        inverse=_unpadded,
     ),
 )

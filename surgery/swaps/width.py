@@ -9,8 +9,6 @@ again to give from the rest what it gave from all (ridge regression on the text'
 without one (--approximate) those of the smallest product of the norms of their weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -128,7 +126,6 @@ SWAPS = (
         examples=examples,
         by_layer=True,
         calibrated=True,
-        inverse=lambda before, asked: asked.smaller("intermediate", (width or 0 for width in widths(before))),
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )

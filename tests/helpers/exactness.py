@@ -12,9 +12,10 @@ import gptkit
 from gptkit.errors import GptkitError
 from gptkit.parity.probe import probe
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
-from gptkit.surgery.registry import Asked, Step, layers_in, swap_for
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swap import SwapResult
 from helpers.families import CONFIGS, save_hf
+from helpers.inverses import inverse
 
 Mutation = tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]
 """What breaks a formula, and the models on which that must show."""
@@ -70,10 +71,9 @@ def undone(source: Path, step: Step, folder: Path) -> tuple[SwapResult, SwapResu
     gptkit.convert(source, folder / "local")
     there = exactly(source, folder / "there", step)
     spec = gptkit.open_checkpoint(source).spec
-    layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
-    inverse = swap_for(step.option, step.value).inverse(spec, Asked(step.value, layers=layers))
-    assert inverse is not None
-    back = exactly(folder / "there", folder / "back", inverse)
+    undo = inverse(step, spec)
+    assert undo is not None
+    back = exactly(folder / "there", folder / "back", undo)
     assert back.spec == spec
     assert (folder / "back" / "model.safetensors").read_bytes() == (folder / "local" / "model.safetensors").read_bytes()
     return there, back

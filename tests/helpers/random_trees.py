@@ -24,8 +24,9 @@ from gptkit.converter.write import execute
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
-from gptkit.surgery.registry import Asked, Step, Swap, all_swaps, apply, layers_in, swap_for
+from gptkit.surgery.registry import Step, Swap, all_swaps, apply, swap_for
 from helpers.families import CONFIGS, spec_of
+from helpers.inverses import inverse
 from helpers.trees import TREES
 from helpers.weights import Weights
 
@@ -393,11 +394,3 @@ def alike(a: ModelSpec, b: ModelSpec) -> bool:
     """Whether trees are one but for how they round, and for the last digits of what was computed (a base, an eps)."""
     found = differences(without_rounding(a), without_rounding(b))
     return all(isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=1e-12) for _, x, y in found)
-
-
-def inverse(step: Step, before: ModelSpec) -> Step | None:
-    """What undoes a step on a tree."""
-    argument = step.value.partition(":")[2] if ":" in step.value else None
-    layers = None if step.blocks is None else layers_in(step.blocks, len(before.blocks))
-    asked = Asked(step.value, argument, layers, step.approximate, step.settings)
-    return swap_for(step.option, step.value).inverse(before, asked)

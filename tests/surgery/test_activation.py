@@ -11,6 +11,7 @@ import transformers
 from helpers.covering import examples, exhaustive, few
 from helpers.exactness import Mutation, exactly, gap, is_caught
 from helpers.families import CONFIGS, LLAMA, save_hf, spec_of
+from helpers.inverses import inverse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ import gptkit
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.surgery.fits import feed_forward
-from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import activation as module
 
 X = torch.linspace(-40, 40, 80_001, dtype=torch.float64)
@@ -57,7 +58,7 @@ def test_exact(base: str, old: str, new: str, back: str | None, tmp_path: Path) 
     if old == "relu":
         assert "2⁵⁰" in result.chain.notes[0]
     spec = gptkit.open_checkpoint(tmp_path / "hf").spec
-    step = swap_for("activation", new).inverse(spec, Asked(new))
+    step = inverse(Step("activation", new), spec)
     if back is not None:
         assert step == Step("activation", back)
         there = exactly(tmp_path / "out", tmp_path / "back", step)

@@ -13,6 +13,7 @@ import transformers
 from helpers.covering import examples, few
 from helpers.exactness import Mutation, exactly, is_caught, undone
 from helpers.families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
+from helpers.inverses import inverse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ import gptkit
 from gptkit.components import MixtureOfExperts
 from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.surgery.fits.calibration import PLAY
-from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import mlp as module
 
 
@@ -52,7 +53,7 @@ def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
     result = exactly(tmp_path / "hf", tmp_path / "there", mlp=value)
     count = int(value[4])
     assert result.spec.blocks[0].feed_forward.intermediate_size * count == spec.blocks[0].feed_forward.intermediate_size
-    step = swap_for("mlp", value).inverse(spec, Asked(value))
+    step = inverse(Step("mlp", value), spec)
     assert step is not None
     assert exactly(tmp_path / "there", tmp_path / "back", step).spec == spec
     before, after = (gptkit.load(tmp_path / folder, torch.float64).state_dict() for folder in ("hf", "back"))
@@ -124,7 +125,7 @@ def test_some_layers(tmp_path: Path) -> None:
     assert result.chain.swapped[0].summary["layers"] == [0, 2]
     with pytest.raises(SwapRefused, match="mixtures of experts already"):
         gptkit.swap(tmp_path / "all", tmp_path / "again", mlp="moe:3x3")
-    assert swap_for("mlp", "moe:3x3").inverse(spec, Asked("moe:3x3")) is None
+    assert inverse(Step("mlp", "moe:3x3"), spec) is None
 
 
 def test_experts_that_differ(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import torch
 from helpers.covering import few
 from helpers.exactness import Mutation, exactly, is_caught
 from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.inverses import inverse
 
 import gptkit
 from gptkit.components import Attention, without_rounding
 from gptkit.errors import SwapRefused
 from gptkit.surgery.base import Filled
-from gptkit.surgery.registry import Asked
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import folds as module
 from gptkit.surgery.swaps import norm as norm_swaps
 from gptkit.surgery.swaps.basis import Compute
@@ -61,7 +62,7 @@ def test_the_scale_and_back(name: str, tmp_path: Path) -> None:
     else:
         done = exactly(tmp_path / "hf", tmp_path / "out", fold="scale")
         assert all(isinstance(b.attention, Attention) and b.attention.scale == 1 for b in done.spec.blocks)
-    back = module.unscaled(spec, Asked("scale"))
+    back = inverse(Step("fold", "scale"), spec)
     assert (back is None) == (name in ("gpt2-by-layer", "gpt2-unscaled"))
     if back is not None:
         exactly(tmp_path / "out", tmp_path / "back", back)

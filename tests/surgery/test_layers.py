@@ -7,6 +7,7 @@ import torch
 from helpers.covering import few
 from helpers.exactness import Mutation, is_caught, undone
 from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.inverses import inverse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ import gptkit
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Filled, Stored
 from gptkit.surgery.fits.calibration import Calibration, read_text
-from gptkit.surgery.registry import Asked, Step, layers_in
+from gptkit.surgery.registry import Step, layers_in
 from gptkit.surgery.swaps import layers as module
 
 FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer", "mixtral"]
@@ -148,4 +149,4 @@ def test_a_layer_that_is_not_silent_is_not_dropped_as_exact(tmp_path: Path) -> N
 
 
 def test_the_step_that_takes_them_out() -> None:
-    assert module.without_added(spec_of(CONFIGS["gpt2"]), Asked("+1")) == Step("layers", "0,1,2")
+    assert inverse(Step("layers", "+1"), spec_of(CONFIGS["gpt2"])) == Step("layers", "0,1,2")

@@ -12,13 +12,14 @@ import torch
 from helpers.covering import exhaustive, few
 from helpers.exactness import Mutation, exactly, is_caught, undone
 from helpers.families import CONFIGS, save_hf, spec_of, zeroed
+from helpers.inverses import inverse
 
 import gptkit
 from gptkit.components import FeedForward, GatedFeedForward
 from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Filled, Moved, Read
 from gptkit.surgery.fits.regression import Moment, ridge
-from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import mlp as module
 
 
@@ -54,7 +55,7 @@ def test_some_layers(tmp_path: Path) -> None:
     result = exactly(tmp_path / "there", tmp_path / "all", mlp="gated")
     assert result.chain.swapped[0].summary["layers"] == [1]
     mixed = gptkit.open_checkpoint(tmp_path / "there").spec
-    assert swap_for("mlp", "gated").inverse(mixed, Asked("gated")) is None
+    assert inverse(Step("mlp", "gated"), mixed) is None
 
 
 @few(2)
@@ -132,10 +133,9 @@ def test_the_fit_is_the_least_squares_one() -> None:
 
 def test_examples_and_inverses() -> None:
     gpt2, llama = spec_of(CONFIGS["gpt2"]), spec_of(CONFIGS["llama"])
-    gated, plain = swap_for("mlp", "gated"), swap_for("mlp", "plain")
-    assert gated.inverse(llama, Asked("gated")) is None
-    assert gated.inverse(gpt2, Asked("gated", layers=(2, 0))) == Step("mlp", "plain", "2,0")
-    assert plain.inverse(llama, Asked("plain")) is None
+    assert inverse(Step("mlp", "gated"), llama) is None
+    assert inverse(Step("mlp", "gated", "2,0"), gpt2) == Step("mlp", "plain", "2,0")
+    assert inverse(Step("mlp", "plain"), llama) is None
 
 
 # --- a wrong formula does not get through -----------------------------------------------------------------------------

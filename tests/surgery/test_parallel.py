@@ -10,12 +10,13 @@ import torch
 from helpers.covering import few
 from helpers.exactness import exactly, undone
 from helpers.families import CONFIGS, edited, save_hf, spec_of, zeroed
+from helpers.inverses import inverse
 
 import gptkit
 from gptkit.components import Block, ModelSpec
 from gptkit.errors import GptkitError, SwapRefused
 from gptkit.surgery.base import Read
-from gptkit.surgery.registry import Asked, Step, swap_for
+from gptkit.surgery.registry import Asked, Step
 from gptkit.surgery.swaps import parallel as module
 
 ATTENTION = ("attn.c_proj.weight", "attn.c_proj.bias", "o_proj.weight", "o_proj.bias", "dense.weight", "dense.bias")
@@ -107,13 +108,11 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_inverses() -> None:
-    parallel, serial = swap_for("block", "parallel"), swap_for("block", "serial")
-    assert serial.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("serial")) == Step("block", "parallel:shared")
-    assert serial.inverse(spec_of(CONFIGS["falcon-40b"]), Asked("serial", layers=(1,))) == Step(
-        "block", "parallel", "1"
-    )
-    assert parallel.inverse(spec_of(CONFIGS["falcon-7b"]), Asked("parallel")) is None
-    assert serial.inverse(spec_of(CONFIGS["gpt2"]), Asked("serial")) is None
+    parallel, serial = Step("block", "parallel"), Step("block", "serial")
+    assert inverse(serial, spec_of(CONFIGS["falcon-7b"])) == Step("block", "parallel:shared")
+    assert inverse(Step("block", "serial", "1"), spec_of(CONFIGS["falcon-40b"])) == Step("block", "parallel", "1")
+    assert inverse(parallel, spec_of(CONFIGS["falcon-7b"])) is None
+    assert inverse(serial, spec_of(CONFIGS["gpt2"])) is None
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from helpers.covering import few
 from helpers.exactness import bytes_of, exactly, gap
 from helpers.families import CONFIGS, edited, save_hf, spec_of
+from helpers.inverses import inverse
 from helpers.trees import LATENT, ROPE, with_blocks
 from helpers.weights import Weights, after, error
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ from gptkit.surgery.base import Exactly, Stored
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import Measurement, measure
-from gptkit.surgery.registry import Asked, Step, apply, swap_for
+from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import positions as context_length
 from gptkit.surgery.swaps import positions as module
 from gptkit.surgery.swaps import rotation
@@ -53,13 +54,13 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     for value in (f"learned{length}", "rope:neutral"):
         out, back = tmp_path / value.replace(":", "-"), tmp_path / f"{value.replace(':', '-')}-back"
         exactly(source, out, position=value)
-        undo = swap_for("position", value).inverse(spec, Asked(value, value.partition(":")[2] or None))
+        undo = inverse(Step("position", value), spec)
         assert undo == (None if length and value != "rope:neutral" else Step("position", "none"))
         exactly(out, back, Step("position", "none"))
         assert bytes_of(back) == bytes_of(source)
         assert length or gptkit.open_checkpoint(back).spec == spec
     there = gptkit.open_checkpoint(tmp_path / "rope-neutral").spec
-    undo = swap_for("position", "none").inverse(there, Asked("none"))
+    undo = inverse(Step("position", "none"), there)
     assert undo == Step("position", "rope:neutral")
     # A table of zeros goes as it came: a tied head stays tied.
     both = exactly(tmp_path / "rope-neutral", tmp_path / "both", position=f"learned{length or ':80'}")
@@ -240,7 +241,7 @@ def test_a_longer_table_and_back(stored: torch.dtype, tmp_path: Path) -> None:
     gptkit.swap(tmp_path / "hf", tmp_path / "naive", context="600", approximate=True)
     naive = gptkit.load(tmp_path / "naive").positions.weight
     assert torch.equal(naive, torch.cat((old, old[-1:].expand(344, -1))))
-    undo = swap_for("context", "600").inverse(gptkit.open_checkpoint(tmp_path / "hf").spec, Asked("600"))
+    undo = inverse(Step("context", "600"), gptkit.open_checkpoint(tmp_path / "hf").spec)
     assert undo == Step("context", "256")
     back = exactly(tmp_path / "long", tmp_path / "back", undo)
     assert back.spec == gptkit.open_checkpoint(tmp_path / "hf").spec
@@ -252,7 +253,7 @@ def test_a_shorter_table(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     short = exactly(tmp_path / "hf", tmp_path / "short", context="20")
     assert short.chain.promise.length == 20
-    assert swap_for("context", "20").inverse(spec_of(CONFIGS["gpt2"]), Asked("20")) is None
+    assert inverse(Step("context", "20"), spec_of(CONFIGS["gpt2"])) is None
     with pytest.raises(UsageError, match="do not fit the model's table of 20 positions"):
         gptkit.load(tmp_path / "short")(torch.zeros(1, 21, dtype=torch.long))
 

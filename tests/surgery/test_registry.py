@@ -11,8 +11,9 @@ import pytest
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, spec_of
 from helpers.held import Held
+from helpers.inverses import INVERSES, inverse
 from helpers.processes import at_most
-from helpers.random_trees import STATES, alike, inverse, steps_for
+from helpers.random_trees import STATES, alike, steps_for
 from helpers.trees import TREES
 from helpers.weights import Weights, error
 from hypothesis import given, settings
@@ -170,6 +171,10 @@ def test_the_inverse_of_an_exact_swap_is_exact_and_gives_the_tree_back(name: str
         # does that of a wider stream whose embedding took in its norm.
         folded = step.option == "norm" or (step.option == "hidden" and model.spec.embedding.norm is not None)
         assert folded or alike(back.spec, model.spec), (step, undo)
+
+
+def test_inverses_are_of_swaps_that_there_are() -> None:
+    assert INVERSES.keys() <= {(swap.option, swap.form) for swap in all_swaps()}
 
 
 class Large(Weights):

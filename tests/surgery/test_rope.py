@@ -11,6 +11,7 @@ import torch
 from helpers.covering import examples, few
 from helpers.exactness import bytes_of, exactly
 from helpers.families import CONFIGS, save_hf, spec_of
+from helpers.inverses import inverse
 from helpers.trees import ATTENTIONS, with_blocks
 from helpers.weights import Weights, after, error
 from hypothesis import HealthCheck, given, settings
@@ -35,7 +36,7 @@ from gptkit.surgery.base import Computed, Exactly, Stored
 from gptkit.surgery.chain import chain
 from gptkit.surgery.fits.calibration import read_text
 from gptkit.surgery.measure import measure
-from gptkit.surgery.registry import Asked, Step, apply, swap_for
+from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import rope as module
 from gptkit.surgery.swaps import rope as rotary_dim
 from gptkit.surgery.swaps import rotation
@@ -118,7 +119,7 @@ def test_dynamic_scaling_is_exact_up_to_the_context_and_back(tmp_path: Path) -> 
         assert torch.equal(before(ids[:, :256]), changed(ids[:, :256]))
         assert not torch.allclose(before(ids), changed(ids), atol=1e-3)
     spec = gptkit.open_checkpoint(tmp_path / "hf").spec
-    undo = swap_for("rope_scaling", "dynamic:2").inverse(spec, Asked("dynamic:2", "2"))
+    undo = inverse(Step("rope_scaling", "dynamic:2"), spec)
     assert undo is not None
     back = gptkit.swap(tmp_path / "out", tmp_path / "back", [undo])
     assert back.guarantee == "exact"
@@ -343,7 +344,7 @@ def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     done = exactly(tmp_path / "hf", tmp_path / "out", rope_pairs="adjacent")
     assert {rotary_of(done.spec, layer).pairs for layer in range(len(done.spec.blocks))} == {"adjacent"}
     spec = gptkit.open_checkpoint(tmp_path / "hf").spec
-    undo = swap_for("rope_pairs", "adjacent").inverse(spec, Asked("adjacent"))
+    undo = inverse(Step("rope_pairs", "adjacent"), spec)
     assert undo == Step("rope_pairs", "halves")
     back = exactly(tmp_path / "out", tmp_path / "back", undo)
     assert back.spec == spec

@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
+from helpers.inverses import inverse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,8 +73,7 @@ def test_padded_and_cut_again_are_the_same_bytes(tmp_path: Path) -> None:
     gptkit.swap(tmp_path / "hf", tmp_path / "biased", norm="rmsnorm")
     padded = gptkit.swap(tmp_path / "biased", tmp_path / "padded", vocab="multiple:64")
     assert padded.spec.vocab_size == 128 and padded.spec.head.bias
-    swap = next(each for each in module.SWAPS if each.form == "multiple:N")
-    step = swap.inverse(gptkit.open_checkpoint(tmp_path / "biased").spec, asked_for("multiple:64"))
+    step = inverse(Step("vocab", "multiple:64"), gptkit.open_checkpoint(tmp_path / "biased").spec)
     assert step == Step("vocab", "97")
     gptkit.swap(tmp_path / "padded", tmp_path / "back", [step])
     one, two = arrays(tmp_path / "biased"), arrays(tmp_path / "back")

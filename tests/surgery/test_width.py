@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.covering import exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
+from helpers.inverses import inverse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,7 +125,5 @@ def test_a_wrong_formula_is_not_published(
 
 def test_a_step_undoes_it(folder: Path) -> None:
     spec = gptkit.open_checkpoint(saved("llama", folder)).spec
-    swap = module.SWAPS[0]
-    asked = module.Asked("90")
-    assert swap.inverse(spec, asked) == Step("intermediate", "72")
-    assert swap.inverse(spec, module.Asked("60")) is None
+    assert inverse(Step("intermediate", "90"), spec) == Step("intermediate", "72")
+    assert inverse(Step("intermediate", "60"), spec) is None
