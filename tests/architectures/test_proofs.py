@@ -148,7 +148,7 @@ NOT_BUILT = {
 }
 
 
-@few(24)
+@few(12)
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NOT_BUILT])
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""

@@ -101,7 +101,7 @@ def hold(source: Path) -> Listing:
     return found
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_every_swap_is_what_it_is_listed_as(family: str, tmp_path: Path) -> None:
     hold(saved(REPRESENTATIVES[family].name, tmp_path))
