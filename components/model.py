@@ -181,8 +181,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     return [] if a == b else [(path, a, b)]
 
 
+@lru_cache(maxsize=64)
 def without_rounding(node: Component | None) -> Any:
     """A tree that stands for all that compute one function in exact arithmetic: what decides the last bits, and how
-    an activation is evaluated, is set alike.
+    an activation is evaluated, is set alike. Every family that a tree might leave for asks for it again.
     """
     return None if node is None else node.mapped(lambda each, _: each.alike())

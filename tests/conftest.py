@@ -35,9 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again."""
+    """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again, and
+    what tests leave is so small that it may wait."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

@@ -39,7 +39,7 @@ def named(page: Path) -> str:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("page", SHOWING, ids=named)
 def test_a_page_does_what_it_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

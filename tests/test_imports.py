@@ -7,6 +7,7 @@ name that is written out.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def imported(package: str, node: ast.AST) -> Iterator[str]:
             yield first.value.removeprefix("gptkit").lstrip(".")
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """For each module those that it imports."""
     known = modules()

@@ -89,18 +89,22 @@ def table() -> dict[str, int]:
     return {what: int(number) for what, number in rows}
 
 
-def files_of(kind: type[Component]) -> set[str]:
-    """The files that have to know a kind: its record's, its module's, and one that lists its record's file."""
-    name, home = kind.__name__, f"{kind.__module__.removeprefix('gptkit.').replace('.', '/')}.py"
-    registered = {
-        path
+@cache
+def decorations() -> list[tuple[str, set[str]]]:
+    """What each class and function of the product is decorated with, beside its file."""
+    return [
+        (path, names(decorator))
         for path, tree in product().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
         for decorator in node.decorator_list
-        if {"computes", name} <= names(decorator)
-    }
-    return {home} | registered
+    ]
+
+
+def files_of(kind: type[Component]) -> set[str]:
+    """The files that have to know a kind: its record's, its module's, and one that lists its record's file."""
+    home = f"{kind.__module__.removeprefix('gptkit.').replace('.', '/')}.py"
+    return {home} | {path for path, called in decorations() if {"computes", kind.__name__} <= called}
 
 
 @pytest.mark.parametrize("kind", OURS.values(), ids=OURS)

@@ -53,7 +53,7 @@ PUBLISHED = {
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
 
 
-@few(24)
+@few(12)
 @every_preset
 def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path: Path) -> None:
     import torch

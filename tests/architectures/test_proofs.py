@@ -9,6 +9,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +45,20 @@ from gptkit.testing import (
     probes,
 )
 
-families = pytest.mark.parametrize("family", ARCHITECTURES)
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+
+
+def of_its_family(variant: Variant, *rest: Any) -> set[Any]:
+    """What a case shows where `make test` leaves no family out, in fp32."""
+    return {*kinds(variant), rest, *(() if torch.bfloat16 in rest else (variant.family,))}
+
+
+every_family = covered("variant", by=of_its_family)
+
+
+def families(test: Any) -> Any:
+    """A test that `make test` has for every family too."""
+    return covered("family", by=lambda family: {family})(pytest.mark.parametrize("family", ARCHITECTURES)(test))
 
 
 # --- the registry itself ---------------------------------------------------------------------------------------------
@@ -105,6 +118,7 @@ def test_a_variant_has_no_unknown_fields(variant):
 # --- 2: every element once, and back ---------------------------------------------------------------------------------
 
 
+@every_family
 @variants
 def test_every_element_lands_once_and_comes_back(variant):
     elements_land_once(ARCHITECTURES[variant.family], variant.config)
@@ -135,6 +149,7 @@ def hf_shapes(config: transformers.PreTrainedConfig, drop: str | None) -> dict[s
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items() if name != drop}
 
 
+@every_family
 @variants
 def test_names_and_shapes_are_transformers_own(variant):
     names_and_shapes_agree(ARCHITECTURES[variant.family], variant.config, hf_shapes(hf_config(variant.config), None))
@@ -148,7 +163,7 @@ NOT_BUILT = {
 }
 
 
-@few(24)
+@few(12)
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NOT_BUILT])
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""
@@ -186,7 +201,7 @@ LOGIT_CASES = [
 ]
 
 
-@covered("variant", "dtype", "attention", by=lambda variant, *rest: {*kinds(variant), rest})
+@covered("variant", "dtype", "attention", by=of_its_family)
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     reference = randomised_reference(variant.config, dtype, attention)
@@ -194,7 +209,7 @@ def test_logits_are_transformers_to_the_bit(variant, dtype, attention):
     logits_agree(reference, decoder, grid(variant.representative))
 
 
-@covered()
+@covered("variant", "dtype", "attention", by=of_its_family)
 @pytest.mark.parametrize(("variant", "dtype", "attention"), LOGIT_CASES)
 def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
     """From a prompt shorter than the window to well past it, one token at a time."""
@@ -264,6 +279,7 @@ def test_a_wrong_weight_shows(variant):
 # --- config.json there and back --------------------------------------------------------------------------------------
 
 
+@every_family
 @variants
 def test_config_round_trip(variant):
     architecture, spec = ARCHITECTURES[variant.family], spec_of(variant.config)

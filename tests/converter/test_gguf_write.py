@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import few
+from helpers.covering import covered, few
 from helpers.families import VARIANTS, Variant, modern, save_hf, spec_of
 
 import gptkit
@@ -168,6 +168,7 @@ RENAMED = [
 # --- tensors
 
 
+@covered()
 @pytest.mark.parametrize("variant", RENAMED, ids=str)
 def test_tensors_are_those_of_llama_cpps_converter(tmp_path: Path, variant: Variant) -> None:
     expected = llama_cpp_tensors(save_hf(variant.config, tmp_path / "hf"), variant)
@@ -183,6 +184,7 @@ def test_tensors_are_those_of_llama_cpps_converter(tmp_path: Path, variant: Vari
     assert reader.get_field("general.architecture").contents() == FAMILIES[variant.family]
 
 
+@covered()
 @pytest.mark.parametrize("variant", WRITTEN, ids=str)
 def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) -> None:
     save_hf(variant.config, tmp_path / "hf")

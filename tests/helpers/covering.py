@@ -10,11 +10,13 @@ A test whose cases go over all families is covered without being told to: a fami
 unless there is something in its trees that was in none before.
 """
 
+import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 
 from gptkit.architectures import architecture_of
@@ -55,14 +57,17 @@ def chosen(shown: Sequence[set[Hashable]], start: int = 0) -> set[int]:
     """The places of cases that together show whatever any of them shows; of two that bring as much the first one, seen
     from where the search starts.
     """
-    missing = set[Hashable]().union(*shown)
-    places = [*range(start % len(shown), len(shown)), *range(start % len(shown))]
+    number = {each: 1 << place for place, each in enumerate(dict.fromkeys(itertools.chain(*shown)))}
+    left = {}  # by place, what is still missing and a case shows, as the bits of a number
+    for place in [*range(start % len(shown), len(shown)), *range(start % len(shown))]:
+        left[place] = sum(number[each] for each in shown[place])
     kept: set[int] = set()
-    while missing:
-        best = max(places, key=lambda place: len(shown[place] & missing))
+    while left:
+        best = max(left, key=lambda place: left[place].bit_count())
         kept.add(best)
-        missing -= shown[best]
-    return kept or {places[0]}
+        found = left[best]
+        left = {place: rest for place, bits in left.items() if (rest := bits & ~found)}
+    return kept
 
 
 def spread(count: int, wanted: int, start: int) -> set[int]:
@@ -91,7 +96,7 @@ def kinds(value: Any) -> set[Hashable]:
 def model_of(value: Any) -> str | None:
     """The name in CONFIGS or TREES of the model that an argument is or names, of a family its representative's."""
     if isinstance(value, Variant):
-        return value.name
+        return value.name if value.name in CONFIGS else None
     if isinstance(value, str) and value in REPRESENTATIVES:
         return REPRESENTATIVES[value].name
     return value if isinstance(value, str) and (value in CONFIGS or value in TREES) else None
@@ -129,7 +134,7 @@ def facts(spec: ModelSpec) -> set[Hashable]:
             numeric = isinstance(node, int | float) and not isinstance(node, bool)
             found.add((name, "number" if numeric else node))
 
-    walk("", full(spec))
+    walk("", full(msgspec.structs.replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)))))
     return found
 
 

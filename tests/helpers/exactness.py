@@ -14,6 +14,7 @@ from gptkit.parity.probe import probe
 from gptkit.surgery.guarantee import EXACT_FP32, EXACT_FP64
 from gptkit.surgery.registry import Step
 from gptkit.surgery.swap import SwapResult
+from helpers import covering
 from helpers.families import CONFIGS, save_hf
 from helpers.inverses import inverse
 
@@ -54,13 +55,15 @@ def gap(a: str | Path, b: str | Path, dtype: torch.dtype = torch.float64) -> flo
 
 
 def exactly(source: str | Path, out: Path, *steps: Step, **asked: Any) -> SwapResult:
-    """Swap, and hold the result to the bounds from inside and from outside."""
+    """Swap, and hold the result to the bounds from inside and from outside. In `make test` what is measured inside in
+    fp32 is taken as it is: that it is what whole modules compute, tests/surgery/test_measure.py says."""
     result = gptkit.swap(source, out, steps, **asked)
     assert result.guarantee == "exact"
     assert EXACT_FP64 == 1e-12 and EXACT_FP32 == 1e-5
     assert result.measured is not None and result.measured.relative["float64"] <= 1e-12
     assert gap(source, out) <= 1e-12
-    assert gap(source, out, torch.float32) <= 1e-5
+    assert result.measured.relative["float32"] <= 1e-5
+    assert covering.quick or gap(source, out, torch.float32) <= 1e-5
     return result
 
 

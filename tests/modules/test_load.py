@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered, few
+from helpers.covering import few
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 from helpers.generation import generate_ids
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def test_attention_paths_compute_the_same_function() -> None:
     assert eager.blocks[0].attention.kernel == "eager"
 
 
-@covered()
+@few(12)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")

@@ -71,7 +71,7 @@ def test_a_field_that_changes_no_function_excuses_no_row(
     assert wrong.bytes is not None and wrong.bytes.required and wrong.bytes.different == ("embedding.weight",)
     assert (wrong.verdict, wrong.passed) == ("different", False)
     assert "rows of the embedding" in {prompt.name for prompt in wrong.prompts if not prompt.identical}
-    assert exit_code(hf, bad, "--no-mutations") == 3
+    assert wrong.exit_code == 3
 
 
 def test_a_row_of_positions_beyond_the_probe_is_seen(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_a_row_of_positions_beyond_the_probe_is_seen(pair: Callable[[str], tuple
     bad = damaged(changed, tmp_path / "bad", garbage("positions.weight", 1500))
     found = quick(hf, bad)
     assert found.bytes is not None and found.bytes.different == ("positions.weight",)
-    assert not found.passed and exit_code(hf, bad, "--no-mutations") == 3
+    assert not found.passed and found.exit_code == 3
     near = quick(hf, damaged(changed, tmp_path / "near", garbage("positions.weight", 700)))
     assert (near.verdict, near.passed) == ("different", False)
-    assert exit_code(hf, bad, "--no-mutations", "--long") == 3
+    assert quick(hf, bad, long=True).exit_code == 3
 
 
 # --- where trees give weights a reason to differ ----------------------------------------------------------------------

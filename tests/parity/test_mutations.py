@@ -264,7 +264,7 @@ def sample_pairs() -> Iterator[Any]:
                 yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
 
 
-@few(9)
+@few(4)
 @pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
@@ -330,7 +330,7 @@ TRAITS = (
 """What sets families apart from the first eleven, and the mistake that it invites."""
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize(("name", "mistake"), TRAITS)
 def test_the_mistake_of_a_trait_is_made_seen_and_repaired(name, mistake, converted, tmp_path):
     reference, right = converted(name)

@@ -188,7 +188,7 @@ def test_a_right_port_is_the_same(port):
     assert result.functions <= result.allowed < 1e-3
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=pytest.mark.slow if each in ("odd base", "keys") else ()) for each in WRONG]
 )

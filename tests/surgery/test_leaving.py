@@ -330,7 +330,7 @@ def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
     assert found.arrived and not found.remedies
 
 
-@few(40)
+@few(16)
 @pytest.mark.parametrize("to", ARCHITECTURES)
 @LEAVING
 def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
@@ -357,7 +357,7 @@ def proposed(name: str) -> set[tuple[str, str]]:
     return found
 
 
-@few(24)
+@few(10)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_remedy_is_a_swap_that_exists(name: str) -> None:
     assert proposed(name)

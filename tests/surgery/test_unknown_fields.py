@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.covering import few
 from helpers.exactness import exactly, saved
 from helpers.families import CONFIGS, spec_of
 from helpers.weights import Weights, error
@@ -60,6 +61,7 @@ def test_a_field_that_a_swap_does_not_know_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+@few(5)
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
