@@ -275,13 +275,15 @@ class Mixtures:
     """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
 
     sparse: which layers have one; written: the config fields that say so. expert, shared: fields of an expert's record,
-    and of the shared one's, that differ from those of a dense layer.
+    and of the shared one's, that differ from those of a dense layer. normed: whether a norm stands behind a mixture,
+    where none stands behind what is dense.
     """
 
     sparse: Sparse = every
     written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     shared: Mapping[str, Any] = field(default_factory=dict)
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -385,6 +387,8 @@ class Decoder:
             sublayers = []
             for mixer in (attention, feed_forward):
                 places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
+                if self.mixtures is not None and self.mixtures.normed and hasattr(mixer, "expert"):
+                    places.append("output_norm")
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
             return Block(sublayers=tuple(sublayers), **of("block"))
 
