@@ -56,6 +56,7 @@ ACTIVATION_COSTS: dict[Activation, _ActivationCost] = {
     "laplace": _ActivationCost(1, 3, input=False),
     "sqrtsoftplus": _ActivationCost(1, 3),
     "linear": _ActivationCost(0, input=False),
+    "xielu": _ActivationCost(7, 6),
 }
 
 
@@ -272,6 +273,8 @@ class Keeping:
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.Temper():
+                found[operation.row] += run.tokens * (run.size if operation.temperature.rounding == "factor" else FLOAT)
             case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32
                 found[operation.row] += run.rows * operation.inputs_wide * run.wide
                 found[operation.row] += operation.parameters * run.wide if wide == "both" else 0

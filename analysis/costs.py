@@ -74,7 +74,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work()  # what is moved, not computed
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below
-        case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine():
+        case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper():
             return Work()
         case _:
             raise ops.unknown(operation, "the count of FLOPs and caches")

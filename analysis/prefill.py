@@ -97,7 +97,7 @@ class Following:
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
                 return _Step(size)  # here and below no more than the result
-            case ops.Scale() | ops.Shift() | ops.Add():
+            case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
             case ops.Norm():
                 numbers = size // run.size

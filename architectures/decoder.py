@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from ..components import (
+    LEARNT,
     MOST_EXPERTS,
     Activation,
     Attention,
@@ -39,14 +40,14 @@ from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, 
 replace = msgspec.structs.replace
 
 ACTIVATIONS: dict[str, Activation] = {
-    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
+    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
     "gelu_accurate": "gelu_new",
     "gelu_python_tanh": "gelu_new",
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
 """transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
-parameters of their own: prelu and xielu."""
+parameters of their own: prelu, and xielu, which a family names where it has it."""
 
 _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 

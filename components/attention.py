@@ -11,8 +11,21 @@ import msgspec
 from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
-from .operations import AnyOperation, Cache, Cap, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Turning
+from .operations import (
+    Activation,
+    AnyOperation,
+    Cache,
+    Cap,
+    Product,
+    Program,
+    Rotate,
+    Sizes,
+    Temper,
+    attend,
+    linear,
+    out_of,
+)
+from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Temperature, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -37,8 +50,10 @@ class Attention(Mixer, Component, frozen=True):
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet). With `sinks` every head
-    has one more score, of a key without a value (gpt-oss).
+    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet), and with `gated` each
+    element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` every head has one more score, of a key
+    without a value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied
+    by what it leaves to the others (Granite). `temperature` is on the queries, last of all.
     """
 
     label = "attention"
@@ -54,9 +69,10 @@ class Attention(Mixer, Component, frozen=True):
         "kept",
         "lie",
         "kernel",
+        "sunk",
     )
     tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
-    by_length: ClassVar[dict[str, Any]] = {"window": None}
+    by_length: ClassVar[dict[str, Any]] = {"window": None, "temperature": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
         "window": "window ignored",
@@ -70,6 +86,8 @@ class Attention(Mixer, Component, frozen=True):
         "norm_order": "norms of queries and keys before positions",
         "sinks": "sinks left out",
         "mixed_norm": "norm before the output projection left out",
+        "gated": "gate of attention left out",
+        "temperature": "queries not scaled by their positions",
     }
 
     hidden_size: Size
@@ -89,6 +107,8 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
     mixed_norm: Norm | None = None
+    gated: bool = False
+    temperature: Temperature | None = None
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -99,6 +119,7 @@ class Attention(Mixer, Component, frozen=True):
     kept: Literal["window", "all"] = "window"
     lie: Literal["as cached", "as projected"] = "as cached"
     kernel: Literal["any", "eager"] = "any"
+    sunk: Literal["in softmax", "behind it"] = "in softmax"
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -165,6 +186,8 @@ class Attention(Mixer, Component, frozen=True):
             found |= {"q_proj.bias": bias(q), "k_proj.bias": bias(kv), "v_proj.bias": bias(kv)}
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
+        if self.gated:
+            found["gate_proj.weight"] = Weight((q, hidden), "reads")
         if self.sinks:
             found["sinks"] = Weight((self.heads,), "inner")
         return found
@@ -297,6 +320,8 @@ class Attention(Mixer, Component, frozen=True):
                     if self.norm_order == "after" and self.k_norm is not None:
                         turned["held"] = f"{path}.k_norm"  # queries and keys are normed when both have turned
                     found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, **turned))
+            if part == "q" and self.temperature is not None:
+                found.append(Temper(f"{path}.q_tempered", (found[-1].id,), inner, row, temperature=self.temperature))
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
@@ -326,6 +351,12 @@ class Attention(Mixer, Component, frozen=True):
             found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)
             found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
+        if self.gated:
+            found[-1] = msgspec.structs.replace(found[-1], held=end)
+            mixed, wide = found[-1].id, ("B", "T", self.heads, self.head_dim)
+            found.append(linear(self, "gate_proj", path, source, wide, row))
+            found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid"))
+            found.append(Product(f"{path}.gated", (mixed, found[-1].id), wide, row))
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
 

@@ -19,7 +19,7 @@ import msgspec
 from ..errors import ConfigError
 from .activations import Activation as Function
 from .base import Arithmetic, Shape, Sizes
-from .positions import Biasing, Turning
+from .positions import Biasing, Temperature, Turning
 
 if TYPE_CHECKING:
     from .base import Component
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
     "Gather", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
-    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
+    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -139,6 +139,12 @@ class Rotate(Operation, frozen=True, kw_only=True):
     def turned(self) -> int:
         """Elements of a head that turn."""
         return self.parts * self.rotary.dim
+
+
+class Temper(Operation, frozen=True, kw_only=True):
+    """Each token's elements times a number that grows with its position."""
+
+    temperature: Temperature
 
 
 class Cache(Operation, frozen=True, kw_only=True):
@@ -296,7 +302,7 @@ class Combine(Operation, frozen=True, kw_only=True):
 # fmt: off
 AnyOperation = (
     Tokens | Stream | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap | Softmax | Mix
-    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine
+    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""

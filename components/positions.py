@@ -24,6 +24,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "SinusoidalPositions",
+    "Temperature",
     "Turning",
     "YarnScaling",
 ]
@@ -333,3 +334,25 @@ class ALiBi(Biasing, Component, frozen=True):
         """The heads by falling slopes; see `modules.positions.alibi_slopes`."""
         whole = 1 << heads.bit_length() - 1
         return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)
+
+
+class Temperature(Component, frozen=True):
+    """A factor of queries that grows with a token's position t (2501.19399, Llama 4):
+
+        1 + growth · log(1 + floor((t + offset) / original_context))
+
+    `rounding`: the factor is rounded to the dtype of queries, or the result alone.
+    """
+
+    rounds = ("rounding",)
+    forgotten: ClassVar[dict[str, str]] = {"offset": "positions of the temperature counted from 0"}
+    tells = ("growth", "original_context")
+
+    growth: Positive
+    original_context: Size
+    offset: Literal[0, 1] = 0
+    rounding: Literal["factor", "result"] = "factor"
+
+    def words(self) -> dict[str, Words]:
+        data = {"growth": self.growth, "original_context": self.original_context}
+        return {"temperature": Words(f"+ {self.growth:g} · log per {self.original_context:,}", data)}

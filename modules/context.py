@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..components import Biasing, Turning
+from ..components import Biasing, Temperature, Turning
 from .registry import module_of
 
 
@@ -40,6 +40,15 @@ class Context:
         if spec not in self._tables:
             self._tables[spec] = module_of(spec).tables(spec, self.position_ids, self.dtype)
         return self._tables[spec]
+
+    def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
+        """Queries (B, H, T, hd) times what each position says, which is computed in fp32."""
+        grown = torch.floor((self.position_ids + spec.offset) / spec.original_context)
+        if spec.rounding == "factor":
+            factor = (1 + spec.growth * torch.log(1 + grown)).to(q.dtype)
+        else:
+            factor = torch.log1p(grown) * spec.growth + 1.0
+        return (q * factor[:, None, :, None]).to(q.dtype)
 
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Arithmetic, FeedForward, GatedFeedForward, MixtureOfExperts
-from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, kept_wide
+from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
 
@@ -22,7 +22,7 @@ class _FeedForwardModule(nn.Module):
         super().__init__()
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = activation_of(spec.activation)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))

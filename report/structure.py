@@ -202,6 +202,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
             return _Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
+        case ops.Temper(temperature=temperature):
+            growth, length = temperature.growth, temperature.original_context
+            at = f"(t + {temperature.offset})" if temperature.offset else "t"
+            return _Caption("temperature", f"from {length:,}", f"x · (1 + {growth:g} · log(1 + ⌊{at} / {length}⌋))")
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
             return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")

@@ -10,17 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import ConfigReader
-from ..decoder import (
-    USUAL,
-    Decoder,
-    Field,
-    Mixtures,
-    by_type,
-    sliding,
-    turned_by_kind,
-    with_defaults,
-    write_by_kind,
-)
+from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, sliding, turned_by_kind, with_defaults, write_by_kind
 from ..rope import RotaryKind
 from .llama import BIAS, LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves

@@ -108,6 +108,10 @@ class Following:
         done = [apply_rotary(part.transpose(1, 2), tables).transpose(1, 2) for part in parts.unbind(-2)]
         return torch.cat((x[..., : rotate.start], *done, x[..., end:]), dim=-1)
 
+    def temper(self, node: Node, path: str, x: Tensor) -> Tensor:
+        context = Context(*x.shape[:2], 0, False, self.at[None], None, x.dtype)
+        return context.tempered(node.operation.temperature, x.transpose(1, 2)).transpose(1, 2)  # type: ignore[union-attr]
+
     def cache(self, node: Node, path: str, x: Tensor) -> Tensor:
         earlier = self.cached.get(path + node.id)
         self.cached[path + node.id] = x if earlier is None else torch.cat((earlier, x), dim=1)
@@ -149,7 +153,8 @@ class Following:
         return torch.einsum("bhts,bshd->bthd", weights, v)
 
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
-        return ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
+        learnt = dict(node.weights)
+        return self.module(node, path)(x) if learnt else ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
 
     def scale(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x * node.operation.factor  # type: ignore[union-attr]
