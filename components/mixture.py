@@ -38,7 +38,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
     Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
-    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`.
+    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`. With `jitter` j
+    each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
+    before it, and without those whose logits are below its own l by more than 2j · max(|logit|, l).
 
     `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
     first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
@@ -66,6 +68,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared": "shared expert left out",
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
+        "jitter": "experts weighed by one softmax",
     }
     rounds = (
         "routed_in",
@@ -96,6 +99,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     shared: FeedForward | GatedFeedForward | None = None
     shared_gate: bool = False
     averaged: bool = False
+    jitter: Positive | None = None
     routed_in: Literal["input", "float32"] = "input"
     chosen_by: Literal["scores", "logits"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
@@ -113,6 +117,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
         if self.top_k > self.eligible:
             raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
+        plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
+        if self.jitter is not None and not plain:
+            raise ConfigError("experts that have a softmax each are chosen by their logits alone")
         for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
             if inner is not None and inner.hidden_size != self.hidden_size:
                 raise ConfigError(f"{what} {inner.hidden_size} wide, their router {self.hidden_size}")
@@ -144,7 +151,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         or sigmoid would choose; of a softmax their sum is 1 then.
         """
         alike = self.normalise or self.scores == "sigmoid"
-        return self.chosen_by == "logits" and alike and not self.choice_bias and self.groups == 1
+        plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
+        return self.chosen_by == "logits" and plain
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
@@ -174,6 +182,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         """What is beside a softmax over experts, in a few words."""
         if self.scores == "sigmoid" or self.choice_bias:
             yield f"{self.scores}{' + bias' if self.choice_bias else ''}"
+        if self.jitter is not None:
+            yield f"a softmax each, within {2 * self.jitter:g}"
         if self.multiplier != 1:
             yield f"× {self.multiplier:g}"
         if self.router_bias:
@@ -214,7 +224,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         more = "an expert a token too many"
         counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
         found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
-        if self.top_k < self.experts or self.scores == "sigmoid":  # the weights of all of them sum to one anyway
+        one = self.scores == "softmax" and self.jitter is None  # of whose weights all together are one
+        if self.top_k < self.experts or not one:
             found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
         return found
 
@@ -244,7 +255,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
-            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best")},
+            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
             "of_chosen": self.of_chosen,
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),

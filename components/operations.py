@@ -270,7 +270,8 @@ class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
     `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
     the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
-    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least.
+    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed by a
+    softmax of its own, see `MixtureOfExperts`.
     """
 
     top_k: int
@@ -283,6 +284,7 @@ class Choose(Operation, frozen=True, kw_only=True):
     group_best: int = 2
     of_chosen: bool = False
     wide: bool = True
+    jitter: float | None = None
 
 
 class Gather(Operation, frozen=True, kw_only=True):

@@ -131,7 +131,9 @@ class MixtureOfExpertsModule(nn.Module):
         else:
             logits = self.router(x)
         dtype = wide if spec.scored_in == "float32" else logits.dtype
-        if spec.of_chosen:
+        if spec.jitter is not None:
+            (weights, chosen), summed = self._one_after_another(logits.to(dtype), spec.jitter), False
+        elif spec.of_chosen:
             logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
             weights = self._scores(logits.to(dtype))
             summed = spec.scores == "softmax"
@@ -144,6 +146,20 @@ class MixtureOfExpertsModule(nn.Module):
             weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
+
+    def _one_after_another(self, logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+        """The experts of tokens, each weighed by a softmax over those that are near it: both (N, top_k)."""
+        taken = torch.zeros_like(logits, dtype=torch.bool)
+        weights, chosen = [], []
+        for _ in range(self.spec.top_k):
+            with torch.no_grad():
+                largest, best = logits.masked_fill(taken, float("-inf")).max(dim=-1, keepdim=True)
+                far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * jitter
+                left_out = far | taken
+                taken = taken.scatter(-1, best, True)
+            weights.append(torch.softmax(logits.masked_fill(left_out, float("-inf")), dim=-1).gather(-1, best))
+            chosen.append(best)
+        return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
         """What experts are weighed by, of scores (N, experts): these, without what they are chosen by beside."""

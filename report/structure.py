@@ -262,6 +262,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             if operation.groups > 1:
                 by = " by one expert" if operation.group_best == 1 else ""
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
+            formula += ", each among those near it" if operation.jitter is not None else ""
             formula += ", divided by their sum" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
             return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)

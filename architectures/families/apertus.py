@@ -1,8 +1,7 @@
-"""Apertus (Swiss AI 2025, 2509.14233): llama with norms on query and key heads, and a plain feed-forward whose activation
-xIELU (2411.13010) has numbers of its own.
+"""Apertus (Swiss AI 2025, 2509.14233): llama with norms on query and key heads, and a plain feed-forward with the
+activation xIELU (2411.13010), which has numbers of its own.
 
-Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py. A dtype without a name in the
-config decides nothing: files hold all four numbers.
+Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
 """
 
 from __future__ import annotations
@@ -21,6 +20,11 @@ from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
 def activation(config: ConfigReader, name: str, default: str) -> Any:
     """xIELU, or one that any family may have."""
     return config.choice(name, default, {"xielu": "xielu", **ACTIVATIONS})
+
+
+def written(value: Any) -> str:
+    """The field's value for an activation."""
+    return value if value in LEARNT else name_of(value)
 
 
 FIELDS = with_defaults(
@@ -49,15 +53,14 @@ DECODER = Decoder(
     ),
 )
 MLP, OURS = T + "mlp.", B + "feed_forward."
+FEED_FORWARD = {f"{MLP}{name}": f"{OURS}{name}" for name in ("up_proj", "down_proj")}
 NORMS = {T + "attention_layernorm": B + "attention_norm", T + "feedforward_layernorm": B + "feed_forward_norm"}
 
 APERTUS = DECODER.architecture(
     "apertus",
     "ApertusForCausalLM",
     (
-        *leaves_of(
-            {**EMBEDDING, **ATTENTION, MLP + "up_proj": OURS + "up_proj", MLP + "down_proj": OURS + "down_proj"}
-        ),
+        *leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD}),
         *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}") for name in ("alpha_p", "alpha_n")),
         *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}", NUMBER) for name in ("beta", "eps")),
         *leaves_of({**NORMS, **ENDS}),

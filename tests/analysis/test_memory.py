@@ -1,6 +1,6 @@
 """Memory: activations against what torch keeps and against what is alive in runs, byte for byte where that can be."""
 
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +23,6 @@ from gptkit.analysis.prefill import peak
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.presets import presets
 from gptkit.components import (
-    Activation,
     ALiBi,
     GatedFeedForward,
     LatentAttention,
@@ -35,6 +34,7 @@ from gptkit.components import (
 )
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import BlockModule
+from gptkit.modules.layers import ACTIVATIONS
 
 replace = msgspec.structs.replace
 
@@ -60,7 +60,7 @@ def others() -> dict[str, ModelSpec]:
         ),
         "two-layer-norms-in-parallel": with_blocks(falcon, feed_forward_norm=LayerNorm(size=48, eps=1e-5)),
     }
-    for activation in get_args(Activation):
+    for activation in ACTIVATIONS:
         for fused in (False, True):
             gated = GatedFeedForward(hidden_size=48, intermediate_size=40, activation=activation, fused=fused)
             found[f"gated-{activation}-{fused}"] = with_blocks(llama, feed_forward=gated)

@@ -17,6 +17,7 @@ from torch import Tensor
 from gptkit.analysis.parameters import count
 from gptkit.components import LatentAttention, ModelSpec
 from gptkit.modules import Decoder
+from gptkit.modules.context import Context
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables, sinusoids
 from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
@@ -172,6 +173,8 @@ class Following:
 
     def choose(self, node: Node, path: str, scores: Tensor) -> Tensor:
         record: Any = node.operation
+        if record.jitter is not None:
+            return self.near(scores, record)
         scores = scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
         best = scores + self.module(node, path).bias if node.weights else scores
         groups = best.unflatten(-1, (record.groups, -1))
@@ -182,6 +185,16 @@ class Following:
         self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
         weights = scores.gather(-1, self.chosen)
         return record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+
+    def near(self, logits: Tensor, record: Any) -> Tensor:
+        self.chosen = logits.topk(record.top_k, dim=-1)[1]
+        weights = []
+        for index in range(record.top_k):
+            own = logits.gather(-1, self.chosen[..., index : index + 1])
+            far = (own - logits) / torch.maximum(logits.abs(), own) > 2 * record.jitter
+            others = logits.masked_fill(far, -torch.inf).scatter(-1, self.chosen[..., :index], -torch.inf)
+            weights.append(others.softmax(-1).gather(-1, self.chosen[..., index : index + 1]))
+        return record.multiplier * torch.cat(weights, dim=-1)
 
     def shift(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x + node.operation.number  # type: ignore[union-attr]
