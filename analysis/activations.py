@@ -56,7 +56,7 @@ ACTIVATION_COSTS: dict[Activation, _ActivationCost] = {
     "laplace": _ActivationCost(1, 3, input=False),
     "sqrtsoftplus": _ActivationCost(1, 3),
     "linear": _ActivationCost(0, input=False),
-    "xielu": _ActivationCost(7, 6),
+    "xielu": _ActivationCost(4, 5),
 }
 
 
@@ -333,6 +333,8 @@ class Keeping:
                 if cost.result:
                     self._keep(result)
                 found[operation.row] += (cost.kept - cost.input) * size
+                if operation.weights:  # which elements are above 0, and what is made of each number learnt for a side
+                    found[operation.row] += numbers + 2 * run.size
             case ops.Product():
                 self._keep(self._given(operation))
                 self._keep(self._given(operation, 1))
@@ -406,7 +408,10 @@ class Keeping:
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
         operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
-        sinks = queries if mixing.softmax.weights else 0
+        sinks = queries if mixing.softmax.weights and not mixing.softmax.apart else 0
+        if mixing.softmax.apart:  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
+            narrowed = 0 if weights == run.wide else queries * weights
+            found["scores"] += (pairs + queries) * scored + queries * run.wide + narrowed + size
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
         found["scores"] += queries * LONG if sinks else 0  # where the largest is, which is taken away beside sinks

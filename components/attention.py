@@ -343,7 +343,7 @@ class Attention(Mixer, Component, frozen=True):
             "cap": self.cap,
             "window": self.window,
             "wide": self.softmax == "float32",
-            "sinks": self.sinks,
+            "sinks": self.sunk if self.sinks else "",
         }
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)

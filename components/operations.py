@@ -202,11 +202,13 @@ class Softmax(Operation, frozen=True, kw_only=True):
     """Over the keys that a query may see: itself and what is before it, `window` of them at most.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink).
+    without a value, beside those of the keys (a sink); with `apart` it is not among these, and their sum is multiplied
+    by what is left to them.
     """
 
     window: int | None = None
     wide: bool = True
+    apart: bool = False
 
 
 class Mix(Operation, frozen=True, kw_only=True):
@@ -342,11 +344,11 @@ def attend(
     cap: float | None = None,
     window: int | None = None,
     wide: bool = True,
-    sinks: bool = False,
+    sinks: Literal["", "in softmax", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
-    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether the softmax has a weight.
+    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether it has a weight, and where.
     """
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", "S")
@@ -359,7 +361,8 @@ def attend(
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
     weights = (("sinks", (heads,)),) if sinks else ()
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, window=window, wide=wide)
+    apart = sinks == "behind it"
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, window=window, wide=wide, apart=apart)
     yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", window=window)
 
 

@@ -76,5 +76,4 @@ MINISTRAL3 = DECODER.architecture(
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
     dropped=LLAMA_DROPPED,
-    refused={"layer_types": ((None,), "transformers' class has one window for all layers")},
 )

@@ -97,10 +97,10 @@ GRANITE_SWA = {
     "model_type": "granite_swa",
     "num_hidden_layers": 5,
     "sliding_window": 16,
-    "embedding_multiplier": 12.0,
+    "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 13.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 1.5,
 }
 
 NEOX = {**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 3}
@@ -1190,7 +1190,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": True,
     },
-    "mellum": {
+    "mellum": {**GROUPED_LLAMA, **EXPERTS, "model_type": "mellum", "head_dim": 16},
+    "mellum-windowed": {
         **GROUPED_LLAMA,
         **EXPERTS,
         "model_type": "mellum",
@@ -1227,6 +1228,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
         "tie_word_embeddings": True,
     },
+    "phimoe": {**GROUPED_LLAMA, "model_type": "phimoe", "intermediate_size": 40, "num_local_experts": 4},
+    "phimoe-near": {
+        **GROUPED_LLAMA,
+        "model_type": "phimoe",
+        "intermediate_size": 40,
+        "num_local_experts": 5,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+    },
+    "phimoe-long": {
+        **GROUPED_LLAMA,
+        "model_type": "phimoe",
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "max_position_embeddings": 160,
+        "rope_scaling": {
+            **LONG_ROPE,
+            "long_factor": LONG_ROPE["short_factor"],
+            "short_mscale": 1.243,
+            "long_mscale": 1.243,
+        },
+    },
     "apertus": {**GROUPED_LLAMA, "model_type": "apertus"},
     "apertus-plain": {
         **GROUPED_LLAMA,
@@ -1235,7 +1261,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_key_value_heads": None,
         "tie_word_embeddings": True,
-        "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 2e5},
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 2e5,
     },
     "ministral3": {
         **GROUPED_LLAMA,
@@ -1453,10 +1480,10 @@ def randomised_reference(
                 model._init_weights(module)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
-            elif name.endswith("correction_bias"):  # little beside a softmax, so that every expert gets tokens
+            if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens
                 parameter.copy_(0.1 * noise)
+            elif parameter.ndim == 1:
+                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
             elif any(part in name for part in ("wte", "wpe", "embed")):
                 parameter.copy_(0.8 * noise)
             else:
