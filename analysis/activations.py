@@ -274,7 +274,9 @@ class Keeping:
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.Temper():
-                found[operation.row] += run.tokens * (run.size if operation.temperature.rounding == "factor" else FLOAT)
+                found[operation.row] += run.tokens * (
+                    run.size if operation.temperature.counts == "positions" else FLOAT
+                )
             case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32
                 found[operation.row] += run.rows * operation.inputs_wide * run.wide
                 found[operation.row] += operation.parameters * run.wide if wide == "both" else 0
@@ -353,10 +355,13 @@ class Keeping:
             case ops.Gather():
                 chosen = self._given(operation, 1)
                 found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
+                if operation.weighs:  # weights in that order, what they multiply, and how it comes about
+                    found[operation.row] += size
             case ops.Combine():
                 chosen, outputs = self._given(operation), self._given(operation, 1)
                 weight = run.wide if operation.wide else run.size
-                self._keep(outputs)
+                if operation.weighs:
+                    self._keep(outputs)
                 # That order, the way back, and the weights; or one after the other, weighted.
                 found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + weight)
                 if operation.one_by_one:
@@ -408,8 +413,10 @@ class Keeping:
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
         operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
-        sinks = queries if mixing.softmax.weights and not mixing.softmax.apart else 0
-        if mixing.softmax.apart:  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
+        sinks = queries if mixing.softmax.weights and not mixing.softmax.behind else 0
+        if (
+            mixing.softmax.behind
+        ):  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
             narrowed = 0 if weights == run.wide else queries * weights
             found["scores"] += (pairs + queries) * scored + queries * run.wide + narrowed + size
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)

@@ -35,7 +35,8 @@ class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
-    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t. `cap` c makes
+    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t, or with `chunked`
+    those of its own chunk of w tokens (Llama 4). `cap` c makes
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
@@ -50,10 +51,10 @@ class Attention(Mixer, Component, frozen=True):
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet), and with `gated` each
-    element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` every head has one more score, of a
-    key without a value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied
-    by what it leaves to the others (Granite). `temperature` is on the queries, last of all.
+    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet); with `gated` each element
+    of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` every head has one more score, of a key with no
+    value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied by what it
+    leaves to the others (Granite). `temperature` is on the queries, last of all.
     """
 
     label = "attention"
@@ -71,11 +72,12 @@ class Attention(Mixer, Component, frozen=True):
         "kernel",
         "sunk",
     )
-    tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
-    by_length: ClassVar[dict[str, Any]] = {"window": None, "temperature": None}
+    tells = ("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    by_length: ClassVar[dict[str, Any]] = {"window": None, "chunked": False, "temperature": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
         "window": "window ignored",
+        "chunked": "chunks taken for windows",
         "q_norm": "norm of queries left out",
         "k_norm": "norm of keys left out",
         "qkv_bias": "QKV bias dropped",
@@ -97,6 +99,7 @@ class Attention(Mixer, Component, frozen=True):
     scale: Scale
     position: Position | None = None
     window: Size | None = None
+    chunked: bool = False
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     qkv_bias: bool = False
@@ -122,6 +125,8 @@ class Attention(Mixer, Component, frozen=True):
     sunk: Literal["in softmax", "behind it"] = "in softmax"
 
     def __post_init__(self) -> None:
+        if self.chunked and self.window is None:
+            raise ConfigError("chunks of no width: chunked is of a window")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
@@ -216,7 +221,7 @@ class Attention(Mixer, Component, frozen=True):
                 f" on {there[0]}" if len(there) == 1 else "",
                 f"{' and '.join(there)} heads{'' if self.by_head else ', all at once'}",
             ),
-            **shared_words(self.window, self.position, on),
+            **shared_words(self.window, self.position, on, self.chunked),
         }
 
     def biases(self) -> dict[str, Words]:
@@ -342,6 +347,7 @@ class Attention(Mixer, Component, frozen=True):
             "position": self.position,
             "cap": self.cap,
             "window": self.window,
+            "chunked": self.chunked,
             "wide": self.softmax == "float32",
             "sinks": self.sunk if self.sinks else "",
         }
@@ -380,8 +386,9 @@ def scale_words(scale: float, dim: int) -> Words:
     return Words(f"{scale:.4g}", plain_scale(scale), whole)
 
 
-def shared_words(window: int | None, position: Position | None, on: Words) -> dict[str, Words]:
+def shared_words(window: int | None, position: Position | None, on: Words, chunked: bool = False) -> dict[str, Words]:
     """Of what any attention has: which tokens it sees, and its positions."""
     none = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
+    sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight
     return {"window": sight, **(none if position is None else position.aspects_on(on))}

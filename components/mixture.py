@@ -38,14 +38,15 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
     Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
-    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`. With `jitter` j
-    each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
+    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`. With `jitter`
+    j each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
     before it, and without those whose logits are below its own l by more than 2j · max(|logit|, l).
 
     `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
     first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
     every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
-    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum.
+    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
+    "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4).
 
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
     of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
@@ -69,6 +70,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
         "jitter": "experts weighed by one softmax",
+        "weighs": "outputs of experts weighed, not their inputs",
     }
     rounds = (
         "routed_in",
@@ -100,6 +102,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     shared_gate: bool = False
     averaged: bool = False
     jitter: Positive | None = None
+    weighs: Literal["outputs", "inputs"] = "outputs"
     routed_in: Literal["input", "float32"] = "input"
     chosen_by: Literal["scores", "logits"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
@@ -186,6 +189,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             yield f"a softmax each, within {2 * self.jitter:g}"
         if self.multiplier != 1:
             yield f"× {self.multiplier:g}"
+        if self.weighs == "inputs":
+            yield "inputs weighed"
         if self.router_bias:
             yield "router bias"
         if self.groups > 1 or self.top_groups > 1:
@@ -251,7 +256,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             return msgspec.structs.replace(each, **changes)
 
         weighs_wide = not self.rounded and self.scored_in == "float32"
-        apart_too = self.summed == "by expert"
+        apart_too, inputs = self.summed == "by expert", self.weighs == "inputs"
         copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
@@ -263,10 +268,18 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined),
+            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
             *(copied(each, apart=apart) for each in inside),
             copied(last, apart=whole),
-            Combine(combined, (chosen, last.id), shape, "feed-forward", wide=weighs_wide, one_by_one=apart_too),
+            Combine(
+                combined,
+                (chosen, last.id),
+                shape,
+                "feed-forward",
+                wide=weighs_wide,
+                one_by_one=apart_too,
+                weighs=not inputs,
+            ),
             *self._beside(path, source, shape, combined),
         )
 

@@ -175,6 +175,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     query_dim: int
     kv_heads: int
     window: int | None = None
+    chunked: bool = False
     wide: bool = False
     broadcast: bool = False
     written: bool = False
@@ -199,22 +200,25 @@ class Cap(Operation, frozen=True, kw_only=True):
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
-    """Over the keys that a query may see: itself and what is before it, `window` of them at most.
+    """Over the keys that a query may see: itself and what is before it, `window` of them at most, or with
+    `chunked` those of its own chunk of so many.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink); with `apart` it is not among these, and their sum is multiplied
+    without a value, beside those of the keys (a sink); with `behind` it is not among these, and their sum is multiplied
     by what is left to them.
     """
 
     window: int | None = None
+    chunked: bool = False
     wide: bool = True
-    apart: bool = False
+    behind: bool = False
 
 
 class Mix(Operation, frozen=True, kw_only=True):
     """The values' sum, each with its weight; heads in groups as for the scores. (B, T, heads, value dim)."""
 
     window: int | None = None
+    chunked: bool = False
 
 
 class Scan(Operation, frozen=True, kw_only=True):
@@ -290,17 +294,23 @@ class Choose(Operation, frozen=True, kw_only=True):
 
 
 class Gather(Operation, frozen=True, kw_only=True):
-    """Tokens in the order of the experts that were chosen for them, each once for each of its experts."""
+    """Tokens in the order of the experts that were chosen for them, each once for each of its experts, and
+    with `weighs` times the weight of that.
+    """
+
+    weighs: bool = False
 
 
 class Combine(Operation, frozen=True, kw_only=True):
     """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token.
 
-    wide: weights are in fp32 at least. one_by_one: one expert after the other is added.
+    wide: weights are in fp32 at least. one_by_one: one expert after the other is added. Without `weighs` it is a sum of
+    what has been weighed before.
     """
 
     wide: bool = True
     one_by_one: bool = False
+    weighs: bool = True
 
 
 # fmt: off
@@ -343,6 +353,7 @@ def attend(
     position: object = None,
     cap: float | None = None,
     window: int | None = None,
+    chunked: bool = False,
     wide: bool = True,
     sinks: Literal["", "in softmax", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
@@ -353,7 +364,8 @@ def attend(
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", "S")
     last = f"{path}.scores"
-    yield Scores(last, (q, k), seen, "scores", window=window, **scores)
+    sight: dict[str, Any] = {"window": window, "chunked": chunked}
+    yield Scores(last, (q, k), seen, "scores", **sight, **scores)
     if isinstance(position, Biasing):
         yield Alibi(f"{path}.alibi", (last,), seen, "scores", alibi=position, scale=scores["scale"])
         last = f"{path}.alibi"
@@ -361,9 +373,9 @@ def attend(
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
     weights = (("sinks", (heads,)),) if sinks else ()
-    apart = sinks == "behind it"
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, window=window, wide=wide, apart=apart)
-    yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", window=window)
+    behind = sinks == "behind it"
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, behind=behind, **sight)
+    yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", **sight)
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:

@@ -341,17 +341,18 @@ class Temperature(Component, frozen=True):
 
         1 + growth · log(1 + floor((t + offset) / original_context))
 
-    `rounding`: the factor is rounded to the dtype of queries, or the result alone.
+    `counts`: t is what the positions say, and the factor is rounded to the dtype of queries (Ministral 3), or t is how
+    many tokens come before, those of padding among them, and the result is rounded alone (Llama 4).
     """
 
-    rounds = ("rounding",)
+    rounds = ("counts",)
     forgotten: ClassVar[dict[str, str]] = {"offset": "positions of the temperature counted from 0"}
     tells = ("growth", "original_context")
 
     growth: Positive
     original_context: Size
     offset: Literal[0, 1] = 0
-    rounding: Literal["factor", "result"] = "factor"
+    counts: Literal["positions", "tokens"] = "positions"
 
     def words(self) -> dict[str, Words]:
         data = {"growth": self.growth, "original_context": self.original_context}

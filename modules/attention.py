@@ -60,7 +60,7 @@ class Mixing:
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
-        mask = context.additive_mask(spec.window, spec.held)  # (B or 1, 1, T, S)
+        mask = context.additive_mask(spec.window, spec.held, spec.chunked)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
@@ -109,11 +109,11 @@ class Mixing:
         mask: Tensor | None
         if isinstance(spec.position, Biasing):
             bias = self._scaled(context.bias(spec.position, heads, spec.held))
-            allowed = context.allowed(spec.window, spec.held)
+            allowed = context.allowed(spec.window, spec.held, spec.chunked)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
-            mask = context.sdpa_mask(spec.window, spec.held)
+            mask = context.sdpa_mask(spec.window, spec.held, spec.chunked)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:

@@ -188,8 +188,9 @@ class MixtureOfExpertsModule(nn.Module):
         numbers, order = chosen.reshape(-1).sort()
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
         counts = numbers.bincount(minlength=len(self.experts)).tolist()
-        done = self._each(taken, counts)
-        weighted = done * weights.reshape(-1)[order, None]
+        inputs, weighing = self.spec.weighs == "inputs", weights.reshape(-1)[order, None]
+        done = self._each(taken * weighing if inputs else taken, counts)
+        weighted = done if inputs else done * weighing
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
 
@@ -199,7 +200,9 @@ class MixtureOfExpertsModule(nn.Module):
         for number, expert in enumerate(self.experts):
             places, tokens = torch.where((chosen == number).T)
             if len(tokens):
-                done = expert(x[tokens]) * weights[tokens, places, None]
+                given, weighing = x[tokens], weights[tokens, places, None]
+                inputs = self.spec.weighs == "inputs"
+                done = expert(given * weighing) if inputs else expert(given) * weighing
                 total = total.index_add(0, tokens, done.to(total.dtype))
         return total
 

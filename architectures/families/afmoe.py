@@ -1,5 +1,5 @@
-"""AFMoE (Arcee 2025, Trinity): gated attention with norms on query and key heads, positions in layers with a
-window alone, four norms a layer, and mixtures with sigmoid scores, a bias of the choice and shared experts behind dense layers.
+"""AFMoE (Arcee 2025, Trinity): gated attention, norms on query and key heads, positions in layers with a window alone,
+four norms a layer, and mixtures with sigmoid scores, a bias of the choice and shared experts behind dense layers.
 
 Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 """

@@ -24,7 +24,7 @@ from .llama import BIAS, LLAMA_DROPPED, B, T
 from .mixtral import MOE
 from .qwen2_moe import OF_ROUTERS
 
-ROTARY = RotaryKind(1e6, renewed=True, types={"default": "default", "longrope": "longrope"})
+ROTARY = RotaryKind(1e6, entire=True, renewed=True, types={"default": "default", "longrope": "longrope"})
 FACTORS = ("short_mscale", "long_mscale")
 
 

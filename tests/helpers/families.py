@@ -91,6 +91,7 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 GRANITE_SWA = {
     **GROUPED_LLAMA,
@@ -1236,6 +1237,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "router_jitter_noise": 0.3,
         "sliding_window": 16,
+        "max_position_embeddings": 160,
+        "rope_scaling": PHIMOE_ROPE,
         "tie_word_embeddings": True,
     },
     "phimoe-long": {
@@ -1246,12 +1249,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "lm_head_bias": True,
         "max_position_embeddings": 160,
-        "rope_scaling": {
-            **LONG_ROPE,
-            "long_factor": LONG_ROPE["short_factor"],
-            "short_mscale": 1.243,
-            "long_mscale": 1.243,
-        },
+        "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
     },
     "apertus": {**GROUPED_LLAMA, "model_type": "apertus"},
     "apertus-plain": {
@@ -1283,7 +1281,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "sliding_window": 16,
         "tie_word_embeddings": True,
-        "rope_scaling": {"rope_type": "default", "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.7},
+        "rope_scaling": {
+            "rope_type": "proportional",
+            "original_max_position_embeddings": 24,
+            "llama_4_scaling_beta": 0.7,
+        },
     },
     "afmoe": {
         **GROUPED_LLAMA,

@@ -140,7 +140,9 @@ class Following:
         window = node.operation.window  # type: ignore[union-attr]
         keys, queries = torch.arange(self.total)[None], self.at[:, None]
         seen = keys <= queries
-        if window is not None:
+        if node.operation.chunked:  # type: ignore[union-attr]
+            seen &= keys // window == queries // window
+        elif window is not None:
             seen &= keys > queries - window
         scores = scores.masked_fill(~seen, -torch.inf)
         if node.weights:  # of the attention
@@ -199,8 +201,11 @@ class Following:
     def shift(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x + node.operation.number  # type: ignore[union-attr]
 
+    def gather(self, node: Node, path: str, x: Tensor, weights: Tensor) -> Tensor:
+        return x[:, :, None] * weights[..., None]
+
     def combine(self, node: Node, path: str, weights: Tensor, outputs: Tensor) -> Tensor:
-        return (weights[..., None] * outputs).sum(2)
+        return (weights[..., None] * outputs if node.operation.weighs else outputs).sum(2)  # type: ignore[union-attr]
 
     def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
         return one + other
