@@ -52,7 +52,7 @@ class Attention(Mixer, Component, frozen=True):
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
     (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet); with `gated` each element
-    of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` every head has one more score, of a key with no
+    of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` a head has one more score, of a key with no
     value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied by what it
     leaves to the others (Granite). `temperature` is on the queries, last of all.
     """

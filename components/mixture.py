@@ -49,11 +49,13 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4).
 
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
-    of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
-    order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
-    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype; `summed`, whether a
-    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX); `total`,
-    whether what `normalise` divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
+    of those of the largest logits alone, or a sigmoid of all, where these are taken of it (Llama 4); `scored_in`, the
+    dtype of p; `in_order`, whether experts are summed in the order of their p, or in that in which they are found;
+    `rounded`, whether weights are rounded to the dtype of x before they weigh; `wide_router`, `wide_choice`: what is
+    kept in fp32 in a model of any dtype; `summed`, whether a token's experts are summed at once, or each is added, and
+    rounded, in the order of their numbers (DBRX), or every expert computes all tokens, which are zeros where it was not
+    chosen (Llama 4); `total`, whether what `normalise` divides by comes of a sum or of a norm, which is the same but for
+    its order (DBRX).
     """
 
     label = "router"
@@ -104,13 +106,13 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     jitter: Positive | None = None
     weighs: Literal["outputs", "inputs"] = "outputs"
     routed_in: Literal["input", "float32"] = "input"
-    chosen_by: Literal["scores", "logits"] = "scores"
+    chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
     in_order: bool = True
     rounded: bool = False
     wide_router: bool = False
     wide_choice: bool = False
-    summed: Literal["by token", "by expert"] = "by token"
+    summed: Literal["by token", "by expert", "over all"] = "by token"
     total: Literal["sum", "norm"] = "sum"
 
     def __post_init__(self) -> None:
@@ -120,6 +122,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
         if self.top_k > self.eligible:
             raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
+        if self.summed == "over all" and not (self.weighs == "inputs" and getattr(self.expert, "fused", False)):
+            raise ConfigError("a sum over all experts is of such that are given weighed inputs and fuse gate and up")
         plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
         if self.jitter is not None and not plain:
             raise ConfigError("experts that have a softmax each are chosen by their logits alone")
@@ -155,7 +159,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         """
         alike = self.normalise or self.scores == "sigmoid"
         plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
-        return self.chosen_by == "logits" and plain
+        return plain and (self.chosen_by == "logits" or (self.chosen_by != "scores" and self.scores == "sigmoid"))
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))

@@ -134,8 +134,9 @@ class MixtureOfExpertsModule(nn.Module):
         if spec.jitter is not None:
             (weights, chosen), summed = self._one_after_another(logits.to(dtype), spec.jitter), False
         elif spec.of_chosen:
-            logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
-            weights = self._scores(logits.to(dtype))
+            largest, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
+            of_all = spec.chosen_by == "logits of all"
+            weights = self._scores(logits.to(dtype)).gather(1, chosen) if of_all else self._scores(largest.to(dtype))
             summed = spec.scores == "softmax"
         else:
             scores = self._scores(logits.to(dtype))
@@ -184,6 +185,8 @@ class MixtureOfExpertsModule(nn.Module):
         """The experts' outputs for tokens (N, hidden), weighted and summed."""
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
+        if self.spec.summed == "over all":
+            return self._over_all(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
@@ -205,6 +208,18 @@ class MixtureOfExpertsModule(nn.Module):
                 done = expert(given * weighing) if inputs else expert(given) * weighing
                 total = total.index_add(0, tokens, done.to(total.dtype))
         return total
+
+    def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The sum over all experts that anybody chose, each given all tokens: those that did not choose it as zeros, of
+        which it makes zeros. A product sums a row in an order that depends on how many there are.
+        """
+        weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
+        used = chosen.unique().tolist()
+        raised = torch.stack([self.experts[each].raised(x * weighing[:, each, None]) for each in used])
+        inner = self.experts[used[0]].gated(raised)
+        done = x.new_zeros(len(self.experts), *x.shape)
+        done[used] = torch.stack([self.experts[each].lowered(part) for each, part in zip(used, inner, strict=True)])
+        return done.sum(dim=0)
 
     def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
         """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""

@@ -73,7 +73,6 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
-        ("Temperature", "offset"): changed(SPECS["ministral3"], "Temperature", offset=1),
         ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 

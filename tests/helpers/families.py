@@ -91,6 +91,17 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+LLAMA4 = {
+    **GROUPED_LLAMA,
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 4,
+    "attention_chunk_size": 16,
+    "floor_scale": 10,
+}
 PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 GRANITE_SWA = {
@@ -1250,6 +1261,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lm_head_bias": True,
         "max_position_embeddings": 160,
         "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
+    },
+    "llama4_text": LLAMA4,
+    "llama4_text-dense": {
+        **LLAMA4,
+        "moe_layers": [1],
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 2,
+        "attn_temperature_tuning": False,
+        "layer_types": ["chunked_attention", "full_attention", "full_attention", "chunked_attention"],
+        "no_rope_layers": [1, 0, 1, 0],
+    },
+    "llama4_text-three": {
+        **LLAMA4,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 3,
+        "attn_scale": 0.4,
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 2e5,
+    },
+    "llama4_text-composite": {
+        "model_type": "llama4",
+        "text_config": LLAMA4,
+        "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 24},
     },
     "apertus": {**GROUPED_LLAMA, "model_type": "apertus"},
     "apertus-plain": {
