@@ -53,9 +53,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     dtype of p; `in_order`, whether experts are summed in the order of their p, or in that in which they are found;
     `rounded`, whether weights are rounded to the dtype of x before they weigh; `wide_router`, `wide_choice`: what is
     kept in fp32 in a model of any dtype; `summed`, whether a token's experts are summed at once, or each is added, and
-    rounded, in the order of their numbers (DBRX), or every expert computes all tokens, which are zeros where it was not
-    chosen (Llama 4); `total`, whether what `normalise` divides by comes of a sum or of a norm, which is the same but for
-    its order (DBRX).
+    rounded, in the order of their numbers (DBRX), or every expert that has gate and up fused is given all tokens, as
+    zeros where it was not chosen, which costs as much as if all were (Llama 4); `total`, whether what `normalise`
+    divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
     """
 
     label = "router"
@@ -122,8 +122,6 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
         if self.top_k > self.eligible:
             raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
-        if self.summed == "over all" and not (self.weighs == "inputs" and getattr(self.expert, "fused", False)):
-            raise ConfigError("a sum over all experts is of such that are given weighed inputs and fuse gate and up")
         plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
         if self.jitter is not None and not plain:
             raise ConfigError("experts that have a softmax each are chosen by their logits alone")

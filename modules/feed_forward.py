@@ -185,7 +185,8 @@ class MixtureOfExpertsModule(nn.Module):
         """The experts' outputs for tokens (N, hidden), weighted and summed."""
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
-        if self.spec.summed == "over all":
+        fused = isinstance(self.spec.expert, GatedFeedForward) and self.spec.expert.fused
+        if self.spec.summed == "over all" and self.spec.weighs == "inputs" and fused:
             return self._over_all(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()

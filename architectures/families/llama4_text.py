@@ -152,7 +152,11 @@ LLAMA4_TEXT = DECODER.architecture(
         "router_jitter_noise": "training only",
         "for_llm_compressor": "how a quantised file is made",
         **dict.fromkeys(
-            ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
+            (
+                *("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"),
+                *("image_size", "num_channels", "patch_size", "pixel_shuffle_ratio"),
+                *("projector_dropout", "projector_input_dim", "projector_output_dim"),
+            ),
             "about images, which the language model does not read",
         ),
     },

@@ -365,7 +365,7 @@ def apertus(chosen: random.Random) -> Config:
 
 
 def phimoe(chosen: random.Random) -> Config:
-    """LongRoPE whose factors are the same behind the original context, since transformers takes the short ones there."""
+    """LongRoPE whose factors are the same behind the original context, where transformers takes the short ones."""
     found = mixtral(chosen)
     for name in ("rope_parameters", "rope_scaling", "rope_theta", "layer_types", "head_dim"):
         found.pop(name, None)
