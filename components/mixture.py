@@ -263,7 +263,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
-            "of_chosen": self.of_chosen,
+            "of_chosen": self.of_chosen and self.chosen_by == "logits",
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }

@@ -193,7 +193,8 @@ class MixtureOfExpertsModule(nn.Module):
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
         counts = numbers.bincount(minlength=len(self.experts)).tolist()
         inputs, weighing = self.spec.weighs == "inputs", weights.reshape(-1)[order, None]
-        done = self._each(taken * weighing if inputs else taken, counts)
+        taken = taken * weighing if inputs else taken
+        done = self._each(taken, counts)
         weighted = done if inputs else done * weighing
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
