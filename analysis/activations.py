@@ -56,6 +56,7 @@ ACTIVATION_COSTS: dict[Activation, _ActivationCost] = {
     "laplace": _ActivationCost(1, 3, input=False),
     "sqrtsoftplus": _ActivationCost(1, 3),
     "linear": _ActivationCost(0, input=False),
+    "xielu": _ActivationCost(4, 5),
 }
 
 
@@ -272,6 +273,10 @@ class Keeping:
         match operation:
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.Temper():
+                found[operation.row] += run.tokens * (
+                    run.size if operation.temperature.counts == "positions" else FLOAT
+                )
             case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32
                 found[operation.row] += run.rows * operation.inputs_wide * run.wide
                 found[operation.row] += operation.parameters * run.wide if wide == "both" else 0
@@ -330,6 +335,8 @@ class Keeping:
                 if cost.result:
                     self._keep(result)
                 found[operation.row] += (cost.kept - cost.input) * size
+                if operation.weights:  # which elements are above 0, and what is made of each number learnt for a side
+                    found[operation.row] += numbers + 2 * run.size
             case ops.Product():
                 self._keep(self._given(operation))
                 self._keep(self._given(operation, 1))
@@ -337,6 +344,8 @@ class Keeping:
                 # Scores of all or of the chosen; which experts were taken; their weights and these weights' sums.
                 size = run.wide if operation.wide else run.size
                 each = top_k if operation.of_chosen else operation.experts
+                if operation.jitter is not None:  # scores for each of the chosen, and what is left out of them
+                    found[operation.row] += run.rows * operation.experts * ((top_k - 1) * size + top_k)
                 found[operation.row] += run.rows * each * size + numbers * LONG
                 if operation.normalise and not (operation.of_chosen and operation.scores == "softmax"):
                     found[operation.row] += (run.rows if operation.of_chosen else numbers + run.rows) * size
@@ -346,10 +355,13 @@ class Keeping:
             case ops.Gather():
                 chosen = self._given(operation, 1)
                 found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
+                if operation.weighs:  # weights in that order, what they multiply, and how it comes about
+                    found[operation.row] += size
             case ops.Combine():
                 chosen, outputs = self._given(operation), self._given(operation, 1)
                 weight = run.wide if operation.wide else run.size
-                self._keep(outputs)
+                if operation.weighs:
+                    self._keep(outputs)
                 # That order, the way back, and the weights; or one after the other, weighted.
                 found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + weight)
                 if operation.one_by_one:
@@ -401,7 +413,12 @@ class Keeping:
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
         operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
-        sinks = queries if mixing.softmax.weights else 0
+        sinks = queries if mixing.softmax.weights and not mixing.softmax.behind else 0
+        if (
+            mixing.softmax.behind
+        ):  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
+            narrowed = 0 if weights == run.wide else queries * weights
+            found["scores"] += (pairs + queries) * scored + queries * run.wide + narrowed + size
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
         found["scores"] += queries * LONG if sinks else 0  # where the largest is, which is taken away beside sinks

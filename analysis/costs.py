@@ -36,14 +36,15 @@ class Work(msgspec.Struct, frozen=True):
     """What an operation multiplies in matrix products, and what it carries from one step to the next.
 
     a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
-    sees. left: numbers that each token leaves, as far back as the window; state: those that are there once for a
-    sequence however long. repeats: how often transformers' cache has them; None where none of its families has such a
-    cache.
+    sees, or with `chunked` with those of its chunk. left: numbers that each token leaves, as far back as the window;
+    state: those that are there once for a sequence however long. repeats: how often transformers' cache has them; None
+    where none of its families has such a cache.
     """
 
     a_token: int = 0
     a_pair: int = 0
     window: int | None = None
+    chunked: bool = False
     left: int = 0
     state: int = 0
     repeats: int | None = 1
@@ -58,10 +59,10 @@ def work_of(operation: ops.AnyOperation) -> Work:
     match operation:
         case ops.Linear():
             return Work(operation.numbers(B=1, T=1, S=1) * operation.inputs_wide)
-        case ops.Scores(window=window):
-            return Work(0, operation.heads * operation.query_dim, window)
-        case ops.Mix(window=window):
-            return Work(0, operation.numbers(B=1, T=1), window)
+        case ops.Scores(window=window, chunked=chunked):
+            return Work(0, operation.heads * operation.query_dim, window, chunked)
+        case ops.Mix(window=window, chunked=chunked):
+            return Work(0, operation.numbers(B=1, T=1), window, chunked)
         case ops.Cache(window=window, repeats=repeats, ours=ours):
             left = operation.numbers(B=1, S=1)
             return Work(window=window, left=left, repeats=None if ours else repeats)
@@ -74,7 +75,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work()  # what is moved, not computed
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below
-        case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine():
+        case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper():
             return Work()
         case _:
             raise ops.unknown(operation, "the count of FLOPs and caches")
@@ -113,7 +114,7 @@ def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int
     whichever is less, as an implementation chooses. gptkit's own modules make them again.
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
-        return work.a_pair * _in_sight(context, work.window)
+        return work.a_pair * _in_sight(context, work.window, work.chunked)
     seen, heads = _in_sight(context, operation.window), int(operation.shape[2])
     made = work.a_token // operation.inputs_wide
     return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
@@ -124,8 +125,10 @@ def windows(spec: ModelSpec) -> set[int]:
     return {work.window for _, work, _ in works(spec) if work.window is not None}
 
 
-def _in_sight(context: int, window: int | None) -> int:
+def _in_sight(context: int, window: int | None, chunked: bool = False) -> int:
     """Of so many tokens those that the last one sees."""
+    if window is not None and chunked:
+        return (context - 1) % window + 1
     return context if window is None else min(context, window)
 
 
@@ -329,7 +332,7 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     dense = needed = 0
     for _, work, number in found:
         dense += 2 * batch * number * work.a_pair * tokens * tokens
-        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window)
+        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked)
     return Flops(tokens, batch, _in_order(every), dense, needed)
 
 
@@ -340,8 +343,11 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
     return TrainingFlops(forward, seen * found.active, seen * found.active_non_embedding)
 
 
-def pairs_in_sight(tokens: int, window: int | None) -> int:
+def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False) -> int:
     """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens."""
+    if window is not None and chunked:
+        whole, rest = divmod(tokens, window)
+        return whole * pairs_in_sight(window, None) + pairs_in_sight(rest, None)
     near = _in_sight(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
 

@@ -95,9 +95,11 @@ class Following:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
         run, size = self.run, self._bytes(operation)
         match operation:
-            case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
+            case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat():
                 return _Step(size)  # here and below no more than the result
-            case ops.Scale() | ops.Shift() | ops.Add():
+            case ops.Gather(weighs=weighs):
+                return _Step(size, size if weighs else 0)
+            case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
             case ops.Norm():
                 numbers = size // run.size
@@ -149,7 +151,8 @@ class Following:
                 if operation.one_by_one:  # an expert's, weighted, and the sum without it
                     return _Step(size, taken * weighted + size)
                 # Weighted, put back in order, and summed.
-                return _Step(size, 2 * taken * weighted + size // run.size * weighted - size)
+                moved = taken * weighted * (2 if operation.weighs else 1)
+                return _Step(size, moved + size // run.size * weighted - size)
             case _:
                 raise ops.unknown(operation, "the memory of a prefill")
 

@@ -214,7 +214,7 @@ class Architecture:
         for each in dict.fromkeys((whole, reader)):
             each.refuse({**COMMON_REFUSED, **self.refused})
         spec = self.read(reader)
-        reader.refuse_other_windows([getattr(block.mixer("attention"), "window", None) for block in spec.blocks])
+        reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
         return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
@@ -335,6 +335,13 @@ class Architecture:
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name
+
+
+def _kind(attention: Any) -> str:
+    """What transformers calls a layer with this attention in `layer_types`."""
+    if getattr(attention, "window", None) is None:
+        return "full_attention"
+    return "chunked_attention" if getattr(attention, "chunked", False) else "sliding_attention"
 
 
 def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]:

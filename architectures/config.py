@@ -72,7 +72,6 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_cross_attention": ((False, None), "cross-attention has no component here"),
     "per_layer_config": ((None,), "per-layer configs are not read yet"),
     "is_causal": ((True,), "attention to tokens that come later has no component here"),
-    "attention_chunk_size": ((None,), "transformers' cache forgets earlier chunks by it; no family here has chunks"),
     "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
 }
 
@@ -307,15 +306,15 @@ class ConfigReader:
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
-    def refuse_other_windows(self, windows: Sequence[int | None]) -> None:
+    def refuse_other_windows(self, types: Sequence[str]) -> None:
         """Raise ConfigError for fields by which transformers' cache (`get_layer_types_and_kwargs`) would keep other
-        tokens than layers with these windows look at. It reads them in every family; the families' own code does not.
+        tokens than layers of these types look at. It reads them in every family; the families' own code does not.
         """
-        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
-        refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, types), reason)}
-        if f"{self.place}sliding_window" not in self.used:
-            refused["sliding_window"] = ((None,), reason)
+        refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, list(types)), reason)}
+        for name in ("sliding_window", "attention_chunk_size"):
+            if f"{self.place}{name}" not in self.used:
+                refused[name] = ((None,), reason)
         self.refuse(refused)
 
     def unknown(self, irrelevant: Mapping[str, str]) -> list[str]:
@@ -323,12 +322,12 @@ class ConfigReader:
         own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
         return own + [name for each in self.objects.values() for name in each.unknown(irrelevant)]
 
-    def layer_types(self, usual: Sequence[str]) -> tuple[str, ...]:
-        """The kind of every layer's attention, full or sliding; `usual`, one a layer, where it is null or absent."""
+    def layer_types(self, usual: Sequence[str], near: str = "sliding_attention") -> tuple[str, ...]:
+        """The kind of every layer's attention, full or `near`; `usual`, one a layer, where it is null or absent."""
         types = self.raw("layer_types")
         if types is None:
             return tuple(usual)
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", near)
         if not isinstance(types, list) or len(types) != len(usual) or any(kind not in known for kind in types):
             raise self.fail("layer_types", types, f"{len(usual)} values of {' or '.join(known)}")
         return tuple(types)

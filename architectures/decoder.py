@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from ..components import (
+    LEARNT,
     MOST_EXPERTS,
     Activation,
     Attention,
@@ -37,14 +38,14 @@ from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, 
 replace = msgspec.structs.replace
 
 ACTIVATIONS: dict[str, Activation] = {
-    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom")},
+    **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
     "gelu_accurate": "gelu_new",
     "gelu_python_tanh": "gelu_new",
     "gelu_pytorch_tanh": "gelu_tanh",
     "swish": "silu",
 }
 """transformers' names in ACT2FN -> ours; the first spelling of a value is the one written. Missing are those that have
-parameters of their own: prelu and xielu."""
+parameters of their own: prelu, and xielu, which a family names where it has it."""
 
 _ACTIVATION_NAMES = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
@@ -273,13 +274,15 @@ class Mixtures:
     """What is the same in all mixtures of a family, beside the fields of its table with the roles of a mixture.
 
     sparse: which layers have one; written: the config fields that say so. expert, shared: fields of an expert's record,
-    and of the shared one's, that differ from those of a dense layer.
+    and of the shared one's, that differ from those of a dense layer. normed: whether a norm stands behind a mixture,
+    where none stands behind what is dense.
     """
 
     sparse: Sparse = every
     written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     shared: Mapping[str, Any] = field(default_factory=dict)
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,8 @@ class Decoder:
             sublayers = []
             for mixer in (attention, feed_forward):
                 places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
+                if self.mixtures is not None and self.mixtures.normed and hasattr(mixer, "expert"):
+                    places.append("output_norm")
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
             return Block(sublayers=tuple(sublayers), **of("block"))
 

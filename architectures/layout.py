@@ -53,7 +53,7 @@ def extent(axis: str, sizes: Sizes) -> int:
 
 def permute(array: Any, axes: Sequence[int]) -> Any:
     """The axes in another order: torch calls it permute, numpy transpose."""
-    return array.permute(*axes) if hasattr(array, "permute") else array.transpose(axes)
+    return array.permute(tuple(axes)) if hasattr(array, "permute") else array.transpose(axes)
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> Any:
@@ -183,3 +183,5 @@ class Layout:
 
 
 IDENTITY = Layout()
+NUMBER = Layout(" ", "()")
+"""A tensor without dimensions, whose shared one has a dimension of 1."""

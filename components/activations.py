@@ -1,8 +1,11 @@
 """The activations, and what is to be known of each without evaluating it. No torch."""
 
+from __future__ import annotations
+
+from math import expm1, log
 from typing import Literal, NamedTuple
 
-__all__ = ["FACTS", "Activation", "Facts", "function_of"]
+__all__ = ["FACTS", "LEARNT", "Activation", "Facts", "function_of"]
 
 Activation = Literal[
     "gelu",
@@ -25,6 +28,7 @@ Activation = Literal[
     "laplace",
     "sqrtsoftplus",
     "linear",
+    "xielu",
 ]
 """The formulas are in `modules.layers`, what is to be known of each in `FACTS`."""
 
@@ -64,7 +68,15 @@ FACTS: dict[Activation, Facts] = {
     "laplace": Facts("Laplace", zero=False),
     "sqrtsoftplus": Facts("√softplus", zero=False),
     "linear": Facts("linear", "bilinear"),
+    "xielu": Facts("xIELU"),
 }
+
+LEARNT: dict[Activation, dict[str, float]] = {
+    "xielu": {"alpha_p": log(expm1(0.8)), "alpha_n": log(expm1(0.3)), "beta": 0.5, "eps": -1e-6}
+}
+"""The numbers that an activation has as parameters, each with the value with which training starts. Feed-forwards that
+are plain have them in `activation` (Apertus).
+"""
 
 
 def function_of(activation: Activation) -> Activation:

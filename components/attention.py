@@ -9,8 +9,21 @@ import msgspec
 from ..errors import ConfigError, UsageError
 from .base import Arithmetic, Component, Mixer, Positive, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
-from .operations import AnyOperation, Cache, Cap, Program, Rotate, Sizes, attend, linear, out_of
-from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Turning
+from .operations import (
+    Activation,
+    AnyOperation,
+    Cache,
+    Cap,
+    Product,
+    Program,
+    Rotate,
+    Sizes,
+    Temper,
+    attend,
+    linear,
+    out_of,
+)
+from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Temperature, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -20,7 +33,8 @@ class Attention(Mixer, Component, frozen=True):
     """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
-    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t. `cap` c makes
+    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t, or with `chunked`
+    those of its own chunk of w tokens (Llama 4). `cap` c makes
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
@@ -35,8 +49,10 @@ class Attention(Mixer, Component, frozen=True):
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet). With `sinks` every head
-    has one more score, of a key without a value (gpt-oss).
+    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet); with `gated` each element
+    of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` a head has one more score, of a key with no
+    value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied by what it
+    leaves to the others (Granite). `temperature` is on the queries, last of all.
     """
 
     label = "attention"
@@ -52,12 +68,14 @@ class Attention(Mixer, Component, frozen=True):
         "kept",
         "lie",
         "kernel",
+        "sunk",
     )
-    tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
-    by_length: ClassVar[dict[str, Any]] = {"window": None}
+    tells = ("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    by_length: ClassVar[dict[str, Any]] = {"window": None, "chunked": False, "temperature": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
         "window": "window ignored",
+        "chunked": "chunks taken for windows",
         "q_norm": "norm of queries left out",
         "k_norm": "norm of keys left out",
         "qkv_bias": "QKV bias dropped",
@@ -68,6 +86,8 @@ class Attention(Mixer, Component, frozen=True):
         "norm_order": "norms of queries and keys before positions",
         "sinks": "sinks left out",
         "mixed_norm": "norm before the output projection left out",
+        "gated": "gate of attention left out",
+        "temperature": "queries not scaled by their positions",
     }
 
     hidden_size: Size
@@ -77,6 +97,7 @@ class Attention(Mixer, Component, frozen=True):
     scale: Scale
     position: Position | None = None
     window: Size | None = None
+    chunked: bool = False
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     qkv_bias: bool = False
@@ -87,6 +108,8 @@ class Attention(Mixer, Component, frozen=True):
     norm_order: Literal["before", "after"] = "before"
     sinks: bool = False
     mixed_norm: Norm | None = None
+    gated: bool = False
+    temperature: Temperature | None = None
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -97,8 +120,11 @@ class Attention(Mixer, Component, frozen=True):
     kept: Literal["window", "all"] = "window"
     lie: Literal["as cached", "as projected"] = "as cached"
     kernel: Literal["any", "eager"] = "any"
+    sunk: Literal["in softmax", "behind it"] = "in softmax"
 
     def __post_init__(self) -> None:
+        if self.chunked and self.window is None:
+            raise ConfigError("chunks of no width: chunked is of a window")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
@@ -163,6 +189,8 @@ class Attention(Mixer, Component, frozen=True):
             found |= {"q_proj.bias": bias(q), "k_proj.bias": bias(kv), "v_proj.bias": bias(kv)}
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
+        if self.gated:
+            found["gate_proj.weight"] = Weight((q, hidden), "reads")
         if self.sinks:
             found["sinks"] = Weight((self.heads,), "inner")
         return found
@@ -191,7 +219,7 @@ class Attention(Mixer, Component, frozen=True):
                 f" on {there[0]}" if len(there) == 1 else "",
                 f"{' and '.join(there)} heads{'' if self.by_head else ', all at once'}",
             ),
-            **shared_words(self.window, self.position, on),
+            **shared_words(self.window, self.position, on, self.chunked),
         }
 
     def biases(self) -> dict[str, Words]:
@@ -295,6 +323,8 @@ class Attention(Mixer, Component, frozen=True):
                     if self.norm_order == "after" and self.k_norm is not None:
                         turned["held"] = f"{path}.k_norm"  # queries and keys are normed when both have turned
                     found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, **turned))
+            if part == "q" and self.temperature is not None:
+                found.append(Temper(f"{path}.q_tempered", (found[-1].id,), inner, row, temperature=self.temperature))
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
@@ -315,8 +345,9 @@ class Attention(Mixer, Component, frozen=True):
             "position": self.position,
             "cap": self.cap,
             "window": self.window,
+            "chunked": self.chunked,
             "wide": self.softmax == "float32",
-            "sinks": self.sinks,
+            "sinks": self.sunk if self.sinks else "",
         }
         q, k, v = inputs
         found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
@@ -324,6 +355,12 @@ class Attention(Mixer, Component, frozen=True):
             found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)
             found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
+        if self.gated:
+            found[-1] = msgspec.structs.replace(found[-1], held=end)
+            mixed, wide = found[-1].id, ("B", "T", self.heads, self.head_dim)
+            found.append(linear(self, "gate_proj", path, source, wide, row))
+            found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid"))
+            found.append(Product(f"{path}.gated", (mixed, found[-1].id), wide, row))
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
 
@@ -347,8 +384,9 @@ def scale_words(scale: float, dim: int) -> Words:
     return Words(f"{scale:.4g}", plain_scale(scale), whole)
 
 
-def shared_words(window: int | None, position: Position | None, on: Words) -> dict[str, Words]:
+def shared_words(window: int | None, position: Position | None, on: Words, chunked: bool = False) -> dict[str, Words]:
     """Of what any attention has: which tokens it sees, and its positions."""
     none = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
+    sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight
     return {"window": sight, **(none if position is None else position.aspects_on(on))}

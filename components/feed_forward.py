@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self, get_args
 import msgspec
 
 from ..errors import ConfigError
-from .activations import FACTS, Activation, function_of
+from .activations import FACTS, LEARNT, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
 from .norms import Norm
 from .operations import Activation as ActivationOperation
@@ -14,11 +14,11 @@ from .words import Words
 
 __all__ = ["FeedForward", "GatedFeedForward"]
 
-USUAL = {"activation": ("the activation {}", get_args(Activation))}
+USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))); an activation may have parameters of its own (`activations.LEARNT`)."""
 
     label = "feed-forward"
     slot = "feed_forward"
@@ -46,7 +46,8 @@ class FeedForward(Mixer, Component, frozen=True):
             found["up_proj.bias"] = bias(self.intermediate_size)
         if self.down_bias:
             found["down_proj.bias"] = bias(self.hidden_size)
-        return found
+        learnt = LEARNT.get(self.activation, {})
+        return found | {f"activation.{name}": Weight((1,), "inner", start) for name, start in learnt.items()}
 
     def words(self) -> dict[str, Words]:
         return _words(self, "plain", "plain")
@@ -72,11 +73,13 @@ class FeedForward(Mixer, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         inner: Sizes = (*shape[:-1], self.intermediate_size)
-        row, active = "feed-forward", f"{path}.activated"
+        row, learnt = "feed-forward", LEARNT.get(self.activation, {})
+        active = f"{path}.activation" if learnt else f"{path}.activated"
+        numbers = tuple((name, (1,)) for name in learnt)
         up = linear(self, "up_proj", path, source, inner, row)
         return (
             up,
-            ActivationOperation(active, (up.id,), inner, row, function=self.activation),
+            ActivationOperation(active, (up.id,), inner, row, numbers, function=self.activation),
             linear(self, "down_proj", path, active, shape, row),
         )
 
@@ -116,6 +119,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     down_turned: bool = False
 
     def __post_init__(self) -> None:
+        if self.activation in LEARNT:
+            raise ConfigError(f"the activation {self.activation} has parameters, and no place in a gated feed-forward")
         if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:
             raise ConfigError(f"inner_norm of size {self.inner_norm.size} on {self.intermediate_size} units")
 

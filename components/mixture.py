@@ -36,19 +36,24 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
     Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
-    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`.
+    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`. With `jitter`
+    j each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
+    before it, and without those whose logits are below its own l by more than 2j · max(|logit|, l).
 
     `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
     first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
     every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
-    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum.
+    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
+    "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4).
 
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
-    of those of the largest logits alone; `scored_in`, the dtype of p; `in_order`, whether experts are summed in the
-    order of their p, or in that in which they are found; `rounded`, whether weights are rounded to the dtype of x
-    before they weigh; `wide_router`, `wide_choice`: what is kept in fp32 in a model of any dtype; `summed`, whether a
-    token's experts are summed at once, or each is added, and rounded, in the order of their numbers (DBRX); `total`,
-    whether what `normalise` divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
+    of those of the largest logits alone, or a sigmoid of all, where these are taken of it (Llama 4); `scored_in`, the
+    dtype of p; `in_order`, whether experts are summed in the order of their p, or in that in which they are found;
+    `rounded`, whether weights are rounded to the dtype of x before they weigh; `wide_router`, `wide_choice`: what is
+    kept in fp32 in a model of any dtype; `summed`, whether a token's experts are summed at once, or each is added, and
+    rounded, in the order of their numbers (DBRX), or every expert that has gate and up fused is given all tokens, as
+    zeros where it was not chosen, which costs as much as if all were (Llama 4); `total`, whether what `normalise`
+    divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
     """
 
     label = "router"
@@ -64,6 +69,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "shared": "shared expert left out",
         "shared_gate": "gate of the shared expert left out",
         "averaged": "experts and shared expert not averaged",
+        "jitter": "experts weighed by one softmax",
+        "weighs": "outputs of experts weighed, not their inputs",
     }
     rounds = (
         "routed_in",
@@ -94,14 +101,16 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     shared: FeedForward | GatedFeedForward | None = None
     shared_gate: bool = False
     averaged: bool = False
+    jitter: Positive | None = None
+    weighs: Literal["outputs", "inputs"] = "outputs"
     routed_in: Literal["input", "float32"] = "input"
-    chosen_by: Literal["scores", "logits"] = "scores"
+    chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
     in_order: bool = True
     rounded: bool = False
     wide_router: bool = False
     wide_choice: bool = False
-    summed: Literal["by token", "by expert"] = "by token"
+    summed: Literal["by token", "by expert", "over all"] = "by token"
     total: Literal["sum", "norm"] = "sum"
 
     def __post_init__(self) -> None:
@@ -111,6 +120,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
         if self.top_k > self.eligible:
             raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
+        plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
+        if self.jitter is not None and not plain:
+            raise ConfigError("experts that have a softmax each are chosen by their logits alone")
         for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
             if inner is not None and inner.hidden_size != self.hidden_size:
                 raise ConfigError(f"{what} {inner.hidden_size} wide, their router {self.hidden_size}")
@@ -142,7 +154,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         or sigmoid would choose; of a softmax their sum is 1 then.
         """
         alike = self.normalise or self.scores == "sigmoid"
-        return self.chosen_by == "logits" and alike and not self.choice_bias and self.groups == 1
+        plain = alike and not self.choice_bias and self.groups == 1 and self.jitter is None
+        return plain and (self.chosen_by == "logits" or (self.chosen_by != "scores" and self.scores == "sigmoid"))
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
@@ -172,8 +185,12 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         """What is beside a softmax over experts, in a few words."""
         if self.scores == "sigmoid" or self.choice_bias:
             yield f"{self.scores}{' + bias' if self.choice_bias else ''}"
+        if self.jitter is not None:
+            yield f"a softmax each, within {2 * self.jitter:g}"
         if self.multiplier != 1:
             yield f"× {self.multiplier:g}"
+        if self.weighs == "inputs":
+            yield "inputs weighed"
         if self.router_bias:
             yield "router bias"
         if self.groups > 1 or self.top_groups > 1:
@@ -212,7 +229,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         more = "an expert a token too many"
         counts = {more: self.top_k + 1, f"{more}, the other way round": self.top_k - 1}
         found = {name: msgspec.structs.replace(self, top_k=k) for name, k in counts.items() if 1 <= k <= self.eligible}
-        if self.top_k < self.experts or self.scores == "sigmoid":  # the weights of all of them sum to one anyway
+        one = self.scores == "softmax" and self.jitter is None  # of whose weights all together are one
+        if self.top_k < self.experts or not one:
             found["weights of experts normalised or not"] = msgspec.structs.replace(self, normalise=not self.normalise)
         return found
 
@@ -238,22 +256,30 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             return msgspec.structs.replace(each, **changes)
 
         weighs_wide = not self.rounded and self.scored_in == "float32"
-        apart_too = self.summed == "by expert"
+        apart_too, inputs = self.summed == "by expert", self.weighs == "inputs"
         copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
-            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best")},
-            "of_chosen": self.of_chosen,
+            **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
+            "of_chosen": self.of_chosen and self.chosen_by == "logits",
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
         return (
             linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined),
+            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
             *(copied(each, apart=apart) for each in inside),
             copied(last, apart=whole),
-            Combine(combined, (chosen, last.id), shape, "feed-forward", wide=weighs_wide, one_by_one=apart_too),
+            Combine(
+                combined,
+                (chosen, last.id),
+                shape,
+                "feed-forward",
+                wide=weighs_wide,
+                one_by_one=apart_too,
+                weighs=not inputs,
+            ),
             *self._beside(path, source, shape, combined),
         )
 

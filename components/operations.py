@@ -19,7 +19,7 @@ import msgspec
 from ..errors import ConfigError
 from .activations import Activation as Function
 from .base import Arithmetic, Shape, Sizes
-from .positions import Biasing, Turning
+from .positions import Biasing, Temperature, Turning
 
 if TYPE_CHECKING:
     from .base import Component
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
     "Gather", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
-    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Tokens", "attend", "linear", "out_of", "unknown",
+    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -141,6 +141,12 @@ class Rotate(Operation, frozen=True, kw_only=True):
         return self.parts * self.rotary.dim
 
 
+class Temper(Operation, frozen=True, kw_only=True):
+    """Each token's elements times a number that grows with its position."""
+
+    temperature: Temperature
+
+
 class Cache(Operation, frozen=True, kw_only=True):
     """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
 
@@ -169,6 +175,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     query_dim: int
     kv_heads: int
     window: int | None = None
+    chunked: bool = False
     wide: bool = False
     broadcast: bool = False
     written: bool = False
@@ -193,20 +200,25 @@ class Cap(Operation, frozen=True, kw_only=True):
 
 
 class Softmax(Operation, frozen=True, kw_only=True):
-    """Over the keys that a query may see: itself and what is before it, `window` of them at most.
+    """Over the keys that a query may see: itself and what is before it, `window` of them at most, or with
+    `chunked` those of its own chunk of so many.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink).
+    without a value, beside those of the keys (a sink); with `behind` it is not among these, and their sum is multiplied
+    by what is left to them.
     """
 
     window: int | None = None
+    chunked: bool = False
     wide: bool = True
+    behind: bool = False
 
 
 class Mix(Operation, frozen=True, kw_only=True):
     """The values' sum, each with its weight; heads in groups as for the scores. (B, T, heads, value dim)."""
 
     window: int | None = None
+    chunked: bool = False
 
 
 class Scan(Operation, frozen=True, kw_only=True):
@@ -264,7 +276,8 @@ class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
     `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
     the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
-    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least.
+    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed by a
+    softmax of its own, see `MixtureOfExperts`.
     """
 
     top_k: int
@@ -277,26 +290,33 @@ class Choose(Operation, frozen=True, kw_only=True):
     group_best: int = 2
     of_chosen: bool = False
     wide: bool = True
+    jitter: float | None = None
 
 
 class Gather(Operation, frozen=True, kw_only=True):
-    """Tokens in the order of the experts that were chosen for them, each once for each of its experts."""
+    """Tokens in the order of the experts that were chosen for them, each once for each of its experts, and
+    with `weighs` times the weight of that.
+    """
+
+    weighs: bool = False
 
 
 class Combine(Operation, frozen=True, kw_only=True):
     """Outputs of the experts that were chosen, and their weights -> the weighted sum of each token.
 
-    wide: weights are in fp32 at least. one_by_one: one expert after the other is added.
+    wide: weights are in fp32 at least. one_by_one: one expert after the other is added. Without `weighs` it is a sum of
+    what has been weighed before.
     """
 
     wide: bool = True
     one_by_one: bool = False
+    weighs: bool = True
 
 
 # fmt: off
 AnyOperation = (
     Tokens | Stream | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap | Softmax | Mix
-    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine
+    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""
@@ -333,17 +353,19 @@ def attend(
     position: object = None,
     cap: float | None = None,
     window: int | None = None,
+    chunked: bool = False,
     wide: bool = True,
-    sinks: bool = False,
+    sinks: Literal["", "in softmax", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
-    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether the softmax has a weight.
+    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether it has a weight, and where.
     """
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", "S")
     last = f"{path}.scores"
-    yield Scores(last, (q, k), seen, "scores", window=window, **scores)
+    sight: dict[str, Any] = {"window": window, "chunked": chunked}
+    yield Scores(last, (q, k), seen, "scores", **sight, **scores)
     if isinstance(position, Biasing):
         yield Alibi(f"{path}.alibi", (last,), seen, "scores", alibi=position, scale=scores["scale"])
         last = f"{path}.alibi"
@@ -351,8 +373,9 @@ def attend(
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
     weights = (("sinks", (heads,)),) if sinks else ()
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, window=window, wide=wide)
-    yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", window=window)
+    behind = sinks == "behind it"
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, behind=behind, **sight)
+    yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", **sight)
 
 
 def out_of(row: str, operations: Iterable[AnyOperation]) -> Iterator[AnyOperation]:

@@ -22,6 +22,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "SinusoidalPositions",
+    "Temperature",
     "Turning",
     "YarnScaling",
 ]
@@ -331,3 +332,26 @@ class ALiBi(Biasing, Component, frozen=True):
         """The heads by falling slopes; see `modules.positions.alibi_slopes`."""
         whole = 1 << heads.bit_length() - 1
         return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)
+
+
+class Temperature(Component, frozen=True):
+    """A factor of queries that grows with a token's position t (2501.19399, Llama 4):
+
+        1 + growth · log(1 + floor((t + offset) / original_context))
+
+    `counts`: t is what the positions say, and the factor is rounded to the dtype of queries (Ministral 3), or t is how
+    many tokens come before, those of padding among them, and the result is rounded alone (Llama 4).
+    """
+
+    rounds = ("counts",)
+    forgotten: ClassVar[dict[str, str]] = {"offset": "positions of the temperature counted from 0"}
+    tells = ("growth", "original_context")
+
+    growth: Positive
+    original_context: Size
+    offset: Literal[0, 1] = 0
+    counts: Literal["positions", "tokens"] = "positions"
+
+    def words(self) -> dict[str, Words]:
+        data = {"growth": self.growth, "original_context": self.original_context}
+        return {"temperature": Words(f"+ {self.growth:g} · log per {self.original_context:,}", data)}

@@ -58,10 +58,15 @@ class Mixing:
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
-        mask = context.additive_mask(spec.window, spec.held)  # (B or 1, 1, T, S)
+        mask = context.additive_mask(spec.window, spec.held, spec.chunked)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
+        if sinks is not None and spec.sunk == "behind it":
+            left = torch.logsumexp(scores, dim=-1) - sinks[:, None]  # (B, H, T)
+            left = left.to(torch.promote_types(left.dtype, torch.float32)).sigmoid()[..., None]
+            mixed = F.softmax(scores, dim=-1, dtype=wide).to(v.dtype) @ v
+            return mixed * left.to(mixed.dtype)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
             # As transformers' gpt-oss, before it is rounded; of `max` autograd keeps a number a row, of `amax` all.
@@ -102,11 +107,11 @@ class Mixing:
         mask: Tensor | None
         if isinstance(spec.position, Biasing):
             bias = self._scaled(context.bias(spec.position, heads, spec.held))
-            allowed = context.allowed(spec.window, spec.held)
+            allowed = context.allowed(spec.window, spec.held, spec.chunked)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
-            mask = context.sdpa_mask(spec.window, spec.held)
+            mask = context.sdpa_mask(spec.window, spec.held, spec.chunked)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:
@@ -140,6 +145,7 @@ class AttentionModule(nn.Module):
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
+        self.gate_proj = Linear(hidden, q, False, spec.arithmetic) if spec.gated else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     @staticmethod
@@ -176,6 +182,8 @@ class AttentionModule(nn.Module):
             q, k = turned(spec.position, q, k, context.tables(spec.position))
         if spec.norm_order == "after":
             q, k = self._normed(q, k)
+        if spec.temperature is not None:
+            q = context.tempered(spec.temperature, q)
         if cache is None and spec.lie == "as cached":
             # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
             k, v = k.contiguous(), v.contiguous()
@@ -185,7 +193,9 @@ class AttentionModule(nn.Module):
                 # Of one key head the repeated ones are views; transformers' cache holds them all.
                 k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
         mixed = self.mix(q, k, v, context, self.sinks)
-        out: Tensor = self.o_proj(mixed if self.mixed_norm is None else self.mixed_norm(mixed))
+        mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
+        mixed = mixed if self.gate_proj is None else mixed * torch.sigmoid(self.gate_proj(x))
+        out: Tensor = self.o_proj(mixed)
         return out
 
 

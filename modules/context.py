@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..components import Biasing, Turning
+from ..components import Biasing, Temperature, Turning
 from .registry import module_of
 
 
@@ -30,14 +30,26 @@ class Context:
         self.attention_mask = attention_mask
         self._tables: dict[Turning, Any] = {}
         self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
-        self._allowed: dict[tuple[int | None, int | None], Tensor] = {}
-        self._additive: dict[tuple[int | None, int | None], Tensor] = {}
+        self._allowed: dict[tuple[int | None, int | None, bool], Tensor] = {}
+        self._additive: dict[tuple[int | None, int | None, bool], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
         """What positions turn the new tokens by: of rotary ones cos and sin."""
         if spec not in self._tables:
             self._tables[spec] = module_of(spec).tables(spec, self.position_ids, self.dtype)
         return self._tables[spec]
+
+    def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
+        """Queries (B, H, T, hd) times what each position says, which is computed in fp32."""
+        at = self.position_ids
+        if spec.counts == "tokens":
+            at = torch.arange(self.past, self.past + self.steps, device=q.device)[None]
+        grown = torch.floor((at + spec.offset) / spec.original_context)
+        if spec.counts == "positions":
+            factor = (1 + spec.growth * torch.log(1 + grown)).to(q.dtype)
+        else:
+            factor = torch.log1p(grown) * spec.growth + 1.0
+        return (q * factor[:, None, :, None]).to(q.dtype)
 
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""
@@ -59,36 +71,43 @@ class Context:
             self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key]
 
-    def allowed(self, window: int | None, held: int | None) -> Tensor | None:
+    def allowed(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window
-        of the cache, which may hold more than is seen.
+        of the cache, which may hold more than is seen. With `chunked` windows do not move: they lie side by side from
+        the first token on that is no padding.
         """
         if self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
             return None
-        if (window, held) not in self._allowed:
+        if (window, held, chunked) not in self._allowed:
             device, first = self.position_ids.device, self.first_key(held)
             queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
             keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
             allowed = keys <= queries
-            if window is not None:
+            if window is not None and not chunked:
                 allowed &= keys > queries - window
             allowed = allowed[None, None]
+            if window is not None and chunked:
+                first_token = torch.zeros(1, 1, dtype=torch.long, device=device)
+                if self.attention_mask is not None:
+                    first_token = (self.attention_mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
+                start = first_token[:, None, None]  # (B or 1, 1, 1, 1)
+                allowed = allowed & ((keys - start) // window == (queries - start) // window)
             if self.padded and self.attention_mask is not None:
                 allowed = allowed & self.attention_mask[:, None, None, first:].bool()
-            self._allowed[window, held] = allowed
-        return self._allowed[window, held]
+            self._allowed[window, held, chunked] = allowed
+        return self._allowed[window, held, chunked]
 
-    def sdpa_mask(self, window: int | None, held: int | None) -> Tensor | None:
+    def sdpa_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """`allowed`, or None where the kernel's own causal mask says the same."""
         first_pass = self.past == 0 and (window is None or self.steps < window)
-        return None if first_pass and not self.padded else self.allowed(window, held)
+        return None if first_pass and not self.padded else self.allowed(window, held, chunked)
 
-    def additive_mask(self, window: int | None, held: int | None) -> Tensor | None:
+    def additive_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
-        allowed = self.allowed(window, held)
+        allowed = self.allowed(window, held, chunked)
         if allowed is None:
             return None
-        if (window, held) not in self._additive:
+        if (window, held, chunked) not in self._additive:
             zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-            self._additive[window, held] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
-        return self._additive[window, held]
+            self._additive[window, held, chunked] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return self._additive[window, held, chunked]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Arithmetic, FeedForward, GatedFeedForward, MixtureOfExperts
-from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, kept_wide
+from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
 
@@ -22,7 +22,7 @@ class _FeedForwardModule(nn.Module):
         super().__init__()
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.up_bias, spec.arithmetic)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.down_bias, spec.arithmetic)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = activation_of(spec.activation)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
@@ -131,9 +131,12 @@ class MixtureOfExpertsModule(nn.Module):
         else:
             logits = self.router(x)
         dtype = wide if spec.scored_in == "float32" else logits.dtype
-        if spec.of_chosen:
-            logits, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
-            weights = self._scores(logits.to(dtype))
+        if spec.jitter is not None:
+            (weights, chosen), summed = self._one_after_another(logits.to(dtype), spec.jitter), False
+        elif spec.of_chosen:
+            largest, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
+            of_all = spec.chosen_by == "logits of all"
+            weights = self._scores(logits.to(dtype)).gather(1, chosen) if of_all else self._scores(largest.to(dtype))
             summed = spec.scores == "softmax"
         else:
             scores = self._scores(logits.to(dtype))
@@ -144,6 +147,20 @@ class MixtureOfExpertsModule(nn.Module):
             weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
+
+    def _one_after_another(self, logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+        """The experts of tokens, each weighed by a softmax over those that are near it: both (N, top_k)."""
+        taken = torch.zeros_like(logits, dtype=torch.bool)
+        weights, chosen = [], []
+        for _ in range(self.spec.top_k):
+            with torch.no_grad():
+                largest, best = logits.masked_fill(taken, float("-inf")).max(dim=-1, keepdim=True)
+                far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * jitter
+                left_out = far | taken
+                taken = taken.scatter(-1, best, True)
+            weights.append(torch.softmax(logits.masked_fill(left_out, float("-inf")), dim=-1).gather(-1, best))
+            chosen.append(best)
+        return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
     def weighing(self, scores: Tensor) -> Tensor:
         """What experts are weighed by, of scores (N, experts): these, without what they are chosen by beside."""
@@ -168,12 +185,17 @@ class MixtureOfExpertsModule(nn.Module):
         """The experts' outputs for tokens (N, hidden), weighted and summed."""
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
+        fused = isinstance(self.spec.expert, GatedFeedForward) and self.spec.expert.fused
+        if self.spec.summed == "over all" and self.spec.weighs == "inputs" and fused:
+            return self._over_all(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()
         taken = x[order // top_k]  # (N·top_k, hidden), by expert
         counts = numbers.bincount(minlength=len(self.experts)).tolist()
+        inputs, weighing = self.spec.weighs == "inputs", weights.reshape(-1)[order, None]
+        taken = taken * weighing if inputs else taken
         done = self._each(taken, counts)
-        weighted = done * weights.reshape(-1)[order, None]
+        weighted = done if inputs else done * weighing
         in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[in_place].view(-1, top_k, x.shape[-1]).sum(dim=1).to(x.dtype)
 
@@ -183,9 +205,23 @@ class MixtureOfExpertsModule(nn.Module):
         for number, expert in enumerate(self.experts):
             places, tokens = torch.where((chosen == number).T)
             if len(tokens):
-                done = expert(x[tokens]) * weights[tokens, places, None]
+                given, weighing = x[tokens], weights[tokens, places, None]
+                inputs = self.spec.weighs == "inputs"
+                done = expert(given * weighing) if inputs else expert(given) * weighing
                 total = total.index_add(0, tokens, done.to(total.dtype))
         return total
+
+    def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The sum over all experts that anybody chose, each given all tokens: those that did not choose it as zeros, of
+        which it makes zeros. A product sums a row in an order that depends on how many there are.
+        """
+        weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
+        used = chosen.unique().tolist()
+        raised = torch.stack([self.experts[each].raised(x * weighing[:, each, None]) for each in used])
+        inner = self.experts[used[0]].gated(raised)
+        done = x.new_zeros(len(self.experts), *x.shape)
+        done[used] = torch.stack([self.experts[each].lowered(part) for each, part in zip(used, inner, strict=True)])
+        return done.sum(dim=0)
 
     def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
         """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""

@@ -310,3 +310,21 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": sqrtsoftplus,
     "linear": torch.clone,  # a tensor of its own, since what comes after may write into it
 }
+
+
+class Xielu(nn.Module):
+    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n, self.beta, self.eps = (nn.Parameter(torch.empty(1)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        positive = above * x * x + self.beta * x
+        return torch.where(x > 0, positive, (torch.expm1(torch.min(x, self.eps)) - x) * below + self.beta * x)
+
+
+def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:
+    """What computes an activation: a function, or a module with the parameters that it has."""
+    return Xielu() if name == "xielu" else ACTIVATIONS[name]

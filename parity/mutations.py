@@ -170,8 +170,11 @@ def _slipped(name: str) -> Apply:
     return lambda spec, weights: (spec.mapped(lambda node, _: node.slips().get(name, node)), dict(weights))
 
 
+_OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm", "norm_order")
+
+
 def _other_kinds(back: bool) -> Apply:
-    """Each layer's window and positions are those of the layer before it, the first one's of the last."""
+    """What layers see, and how positions enter, is as in the layer before, in the first one as in the last."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         mixers: list[Any] = [block.mixer("attention") for block in spec.blocks]
@@ -180,10 +183,12 @@ def _other_kinds(back: bool) -> Apply:
         if len({type(each) for each in mixers}) != 1:
             return None
         others = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
-        blocks = tuple(
-            block.replaced(attention=replace(own, window=other.window, position=other.position))
-            for block, own, other in zip(spec.blocks, mixers, others, strict=True)
-        )
+        names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
+        fields = [{name: getattr(other, name) for name in names} for other in others]
+        new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
+        if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
+            return None
+        blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
         return replace(spec, blocks=blocks), dict(weights)
 
     return apply

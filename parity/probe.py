@@ -176,6 +176,10 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
         length = _alike_up_to(*(getattr(each, "position", None) for each in pair))
         if length is not None:
             found.add(Limit(length, "positions counted otherwise"))
+        warm = [getattr(each, "temperature", None) for each in pair]
+        if warm[0] != warm[1]:
+            grows = min(each.original_context - each.offset for each in warm if each is not None)
+            found.add(Limit(grows, "temperatures of queries"))
     for name, x, y in sizes:
         if x != y:
             words = " and ".join("none" if size is None else f"{size:,}" for size in (x, y))

@@ -154,9 +154,11 @@ def structure(spec: ModelSpec) -> Structure:
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
-    """A program's operations as nodes. That tokens are gathered for their experts is drawn where experts choose."""
+    """A program's operations as nodes. That tokens are gathered for their experts is drawn where experts choose, unless
+    they are weighed there.
+    """
     operations = {each.id: each for each in program}
-    gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather)}
+    gathered = {each.id: each.inputs[0] for each in program if isinstance(each, ops.Gather) and not each.weighs}
     nodes = []
     for each in program:
         if each.id not in gathered:
@@ -202,6 +204,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Rotate(turned=turned):
             size = operation.shape[-1]
             return _Caption(operation.rotary.title, "" if turned == size else f"{turned} of {size} dims", positions)
+        case ops.Temper(temperature=temperature):
+            growth, length = temperature.growth, temperature.original_context
+            at = f"(t + {temperature.offset})" if temperature.offset else "t"
+            return _Caption("temperature", f"from {length:,}", f"x · (1 + {growth:g} · log(1 + ⌊{at} / {length}⌋))")
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
             return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
@@ -222,9 +228,9 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
         case ops.Cap(limit=limit):
             return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
-        case ops.Softmax(window=window):
-            sight = "causal" if window is None else f"causal, last {window:,}"
-            first = "0" if window is None else f"t − {window - 1:,}"
+        case ops.Softmax(window=window, chunked=chunked):
+            sight = "causal" if window is None else f"causal, {'chunks of' if chunked else 'last'} {window:,}"
+            first = "0" if window is None else f"t − t mod {window}" if chunked else f"t − {window - 1:,}"
             sink = " and the head's sink" if operation.weights else ""
             return _Caption("softmax", sight, f"softmax over the keys {first} … t of query t{sink}")
         case ops.Mix():
@@ -258,13 +264,15 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             if operation.groups > 1:
                 by = " by one expert" if operation.group_best == 1 else ""
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
+            formula += ", each among those near it" if operation.jitter is not None else ""
             formula += ", divided by their sum" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
             return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
-        case ops.Combine():
-            return _Caption("weighted sum", formula="Σ weight(e) · expert e(x)")
+        case ops.Combine(weighs=weighs):
+            each = "weight(e) · expert e(x)" if weighs else "expert e(weight(e) · x)"
+            return _Caption("weighted sum" if weighs else "sum", formula=f"Σ {each}")
         case ops.Gather():
-            return _Caption("tokens by expert")
+            return _Caption("tokens by expert", formula="weight(e) · x")
         case _:
             raise ops.unknown(operation, "the drawing")
 

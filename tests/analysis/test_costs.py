@@ -12,7 +12,7 @@ from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomise
 from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
 from helpers.trees import TREES as OTHERS
-from helpers.trees import filled, random_weights
+from helpers.trees import filled, of_chosen, random_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -180,7 +180,7 @@ def test_json_adds_up() -> None:
 
 # --- many tokens at once ---
 
-ALL = {**{variant.name: spec_of(variant.config) for variant in VARIANTS}, **OTHERS}
+ALL = {**{variant.name: of_chosen(spec_of(variant.config)) for variant in VARIANTS}, **OTHERS}
 """Every variant of every family, and trees that no family has: latent attention, mixtures of any kind."""
 
 

@@ -1,6 +1,6 @@
 """Memory: activations against what torch keeps and against what is alive in runs, byte for byte where that can be."""
 
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_refe
 from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import resized
 from helpers.storages import drawn_ids, kept_bytes, prefill_peak, training_peak
-from helpers.trees import TREES, filled, random_weights, with_blocks
+from helpers.trees import TREES, filled, of_chosen, random_weights, with_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +23,6 @@ from gptkit.analysis.prefill import peak
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.presets import presets
 from gptkit.components import (
-    Activation,
     ALiBi,
     GatedFeedForward,
     LatentAttention,
@@ -35,6 +34,7 @@ from gptkit.components import (
 )
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import BlockModule
+from gptkit.modules.layers import ACTIVATIONS
 
 replace = msgspec.structs.replace
 
@@ -60,7 +60,7 @@ def others() -> dict[str, ModelSpec]:
         ),
         "two-layer-norms-in-parallel": with_blocks(falcon, feed_forward_norm=LayerNorm(size=48, eps=1e-5)),
     }
-    for activation in get_args(Activation):
+    for activation in ACTIVATIONS:
         for fused in (False, True):
             gated = GatedFeedForward(hidden_size=48, intermediate_size=40, activation=activation, fused=fused)
             found[f"gated-{activation}-{fused}"] = with_blocks(llama, feed_forward=gated)
@@ -69,6 +69,7 @@ def others() -> dict[str, ModelSpec]:
 
 ALL = {**{variant.name: spec_of(variant.config) for variant in VARIANTS}, **TREES, **others()}
 ALL |= {family: spec_of(variant.config) for family, variant in REPRESENTATIVES.items()}
+ALL = {name: of_chosen(spec) for name, spec in ALL.items()}
 
 
 MIXTURES = [name for name in ALL if isinstance(ALL[name].blocks[0].feed_forward, MixtureOfExperts)]
@@ -127,13 +128,14 @@ MEASURED = {
         "dots1": 0.004,
         "ernie4_5_moe": 0.005,
         "gpt_oss": 0.003,
+        "llama4_text": 0.33,
     },
-    "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14},
+    "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.33},
 }
 """Where transformers keeps more, at most so much. Of Cohere it takes the mean off twice in every norm, and with windows
 makes a mask for each sequence. Of ERNIE, GLM and Helium neighbours turn as slices. Of DeepSeek-V3's routers it keeps
 indices and masks of groups and choices. Of gpt-oss it keeps numbers of the experts'
-rows, but tables half as wide. Of GPT-NeoX sdpa is handed two tensors as wide as the model that are made for it.
+rows, but tables half as wide. Of Llama 4 all experts are given all tokens. Of GPT-NeoX sdpa is handed two tensors as wide as the model that are made for it.
 """
 
 

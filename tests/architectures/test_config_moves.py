@@ -31,7 +31,9 @@ COMPARED |= {
 }
 COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
-LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COMPARED |= {("phimoe", "num_experts_per_tok"): "two, whatever is said"}
+COMPARED |= {("phimoe", "partial_rotary_factor"): "whole heads turn"}
+LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
 """Fields that are read to be compared with what others say."""

@@ -164,7 +164,8 @@ def test_layer_types_that_say_what_is_so_are_taken(family: str) -> None:
     config = REPRESENTATIVES[family].config
     spec = spec_of(config)
     windows = [block.attention.window for block in spec.blocks]
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    near = "chunked" if any(getattr(block.attention, "chunked", False) for block in spec.blocks) else "sliding"
+    types = ["full_attention" if window is None else f"{near}_attention" for window in windows]
     assert spec_of({**config, "layer_types": types}) == spec
     assert spec_of({**config, "layer_types": None, "is_causal": True}) == spec
     with pytest.raises(ConfigError, match="layer_types"):

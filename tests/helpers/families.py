@@ -91,6 +91,30 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+LLAMA4 = {
+    **GROUPED_LLAMA,
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 72,
+    "num_local_experts": 4,
+    "attention_chunk_size": 16,
+    "floor_scale": 10,
+}
+PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
+EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+GRANITE_SWA = {
+    **GROUPED_LLAMA,
+    "model_type": "granite_swa",
+    "num_hidden_layers": 5,
+    "sliding_window": 16,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 1.5,
+}
+
 NEOX = {**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 3}
 SMOLLM3 = {**LLAMA, **GROUPED, "model_type": "smollm3", "pad_token_id": 0}
 GPTJ = {**GPT2, "model_type": "gptj", "rotary_dim": 6}
@@ -1178,6 +1202,176 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "tie_word_embeddings": True,
     },
+    "mellum": {**GROUPED_LLAMA, **EXPERTS, "model_type": "mellum", "head_dim": 16},
+    "mellum-windowed": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        "model_type": "mellum",
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 16,
+    },
+    "mellum-by-kind": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        "model_type": "mellum",
+        "head_dim": 8,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
+    "axk1": {**DEEPSEEK, "model_type": "axk1", "n_group": 4, "topk_group": 2},
+    "axk1-legacy": {
+        **DEEPSEEK,
+        "model_type": "axk1",
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": True,
+    },
+    "phimoe": {**GROUPED_LLAMA, "model_type": "phimoe", "intermediate_size": 40, "num_local_experts": 4},
+    "phimoe-near": {
+        **GROUPED_LLAMA,
+        "model_type": "phimoe",
+        "intermediate_size": 40,
+        "num_local_experts": 5,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 16,
+        "max_position_embeddings": 160,
+        "rope_scaling": PHIMOE_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "phimoe-long": {
+        **GROUPED_LLAMA,
+        "model_type": "phimoe",
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "max_position_embeddings": 160,
+        "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
+    },
+    "llama4_text": LLAMA4,
+    "llama4_text-dense": {
+        **LLAMA4,
+        "moe_layers": [1],
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_experts_per_tok": 2,
+        "attn_temperature_tuning": False,
+        "layer_types": ["chunked_attention", "full_attention", "full_attention", "chunked_attention"],
+        "no_rope_layers": [1, 0, 1, 0],
+    },
+    "llama4_text-three": {
+        **LLAMA4,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 3,
+        "attn_scale": 0.4,
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 2e5,
+    },
+    "llama4_text-composite": {
+        "model_type": "llama4",
+        "text_config": LLAMA4,
+        "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 24},
+    },
+    "apertus": {**GROUPED_LLAMA, "model_type": "apertus"},
+    "apertus-plain": {
+        **GROUPED_LLAMA,
+        "model_type": "apertus",
+        "hidden_act": "relu2",
+        "attention_bias": True,
+        "num_key_value_heads": None,
+        "tie_word_embeddings": True,
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 2e5,
+    },
+    "ministral3": {
+        **GROUPED_LLAMA,
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {
+            **YARN_ROPE,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e5,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "ministral3-windowed": {
+        **GROUPED_LLAMA,
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "proportional",
+            "original_max_position_embeddings": 24,
+            "llama_4_scaling_beta": 0.7,
+        },
+    },
+    "afmoe": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        "model_type": "afmoe",
+        "head_dim": 16,
+        "num_shared_experts": 1,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+    },
+    "afmoe-mup": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        "model_type": "afmoe",
+        "head_dim": 8,
+        "num_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "sliding_window": 16,
+        "global_attn_every_n_layers": 2,
+        "mup_enabled": True,
+        "attention_bias": True,
+        "route_scale": 2.5,
+        "num_dense_layers": 0,
+    },
+    "granite_swa": {**GRANITE_SWA, "num_hidden_layers": 3},
+    "granite_swa-bases": {
+        **GRANITE_SWA,
+        "layer_rope_theta": [0, 1e4, 5e3, 0, 1e5],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 6,
+    },
+    "granitemoe_swa": {
+        **GRANITE_SWA,
+        "model_type": "granitemoe_swa",
+        "num_hidden_layers": 3,
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 56,
+    },
+    "granitemoe_swa-bases": {
+        **GRANITE_SWA,
+        "model_type": "granitemoe_swa",
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "layer_rope_theta": [0, 1e4, 5e3, 0, 1e5],
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"],
+    },
     "smollm3": {**SMOLLM3, "num_hidden_layers": 5},
     "smollm3-windowed": {
         **SMOLLM3,
@@ -1324,10 +1518,10 @@ def randomised_reference(
                 model._init_weights(module)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
-            elif name.endswith("correction_bias"):  # little beside a softmax, so that every expert gets tokens
+            if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens
                 parameter.copy_(0.1 * noise)
+            elif parameter.ndim == 1:
+                parameter.add_(0.3 * noise)  # from where transformers starts it: Gemma adds 1 to a norm's weight itself
             elif any(part in name for part in ("wte", "wpe", "embed")):
                 parameter.copy_(0.8 * noise)
             else:

@@ -344,6 +344,68 @@ def glm4_moe_lite(chosen: random.Random) -> Config:
     return found | sometimes(chosen, {"rope_interleave": False, "norm_topk_prob": False, "mlp_layer_types": types})
 
 
+def axk1(chosen: random.Random) -> Config:
+    return glm4_moe_lite(chosen) | {"q_lora_rank": chosen.choice(ODD)}
+
+
+def ministral3(chosen: random.Random) -> Config:
+    """Rotary parameters of any type say what queries grow by, or none are said."""
+    found = mistral(chosen)
+    head_dim = found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    grows = {"original_max_position_embeddings": chosen.choice((8, 32)), "llama_4_scaling_beta": 0.3}
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        found.pop(name, None)
+    said = {**scaling(chosen, head_dim), **grows, "rope_theta": chosen.choice((1e4, 37.5))}
+    return {**found, **sometimes(chosen, {"rope_parameters": said})}
+
+
+def apertus(chosen: random.Random) -> Config:
+    found = llama_like(chosen, own_dim=False)
+    return {**found, **sometimes(chosen, {"attention_bias": True, "hidden_act": "xielu"})}
+
+
+def phimoe(chosen: random.Random) -> Config:
+    """LongRoPE whose factors are the same behind the original context, where transformers takes the short ones."""
+    found = mixtral(chosen)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta", "layer_types", "head_dim"):
+        found.pop(name, None)
+    heads = found["num_attention_heads"]
+    found["hidden_size"] = heads * chosen.choice((8, 16, 24))
+    pairs = found["hidden_size"] // heads // 2
+    factors, scale = [chosen.uniform(0.5, 2) for _ in range(pairs)], chosen.choice((1.0, 1.2))
+    long = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 4.0}
+    long |= {"original_max_position_embeddings": 8, "short_mscale": scale, "long_mscale": scale}
+    more = {"rope_parameters": long, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3}
+    experts = {"num_local_experts": chosen.choice((2, 3, 5)), "num_experts_per_tok": 2}
+    return {**found, **experts, **sometimes(chosen, more)}
+
+
+def llama4_text(chosen: random.Random) -> Config:
+    found, experts = llama_like(chosen), chosen.choice((1, 2, 3, 5))
+    layers, kinds = found["num_hidden_layers"], ("full_attention", "chunked_attention")
+    more = {
+        "layer_types": [chosen.choice(kinds) for _ in range(layers)],
+        "no_rope_layers": [chosen.choice((0, 1)) for _ in range(layers)],
+        "moe_layers": [layer for layer in range(layers) if chosen.random() < 0.5],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attn_scale": 0.4,
+        "attention_bias": True,
+    }
+    return {
+        "head_dim": found["hidden_size"] // found["num_attention_heads"],
+        **found,
+        "intermediate_size": chosen.choice((16, 48, 64)),
+        "intermediate_size_mlp": chosen.choice((1, 7, 33)),
+        "hidden_size": chosen.choice((16, 32, 48)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "attention_chunk_size": chosen.choice((2, 3, 8, 17, 300)),
+        "floor_scale": chosen.choice((1, 5, 16)),
+        **sometimes(chosen, more),
+    }
+
+
 def mixture(chosen: random.Random) -> Config:
     """Sizes of mixtures of experts, by role: torch's grouped product wants rows of whole 16 bytes."""
     groups, width = chosen.choice((1, 1, 2)), chosen.choice((8, 24, 40))
@@ -685,6 +747,11 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "glm4_moe_lite": glm4_moe_lite,
+    "axk1": axk1,
+    "ministral3": ministral3,
+    "apertus": apertus,
+    "phimoe": phimoe,
+    "llama4_text": llama4_text,
 }
 
 

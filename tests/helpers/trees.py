@@ -78,6 +78,16 @@ def adjacent(attention: Attention | LatentAttention) -> Attention:
     return replace(attention, position=replace(attention.position, pairs="adjacent"))
 
 
+def of_chosen(spec: ModelSpec) -> ModelSpec:
+    """The tree whose experts are given the tokens alone that chose them, which is what is counted of any."""
+    tree: ModelSpec = spec.mapped(
+        lambda node, _: (
+            msgspec.structs.replace(node, summed="by token") if getattr(node, "summed", "") == "over all" else node
+        )
+    )
+    return tree
+
+
 def random_weights(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     """All parameters of a tree in fp64, none at what initialisation leaves."""
     generator = torch.Generator().manual_seed(seed)

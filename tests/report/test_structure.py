@@ -17,6 +17,7 @@ from torch import Tensor
 from gptkit.analysis.parameters import count
 from gptkit.components import LatentAttention, ModelSpec
 from gptkit.modules import Decoder
+from gptkit.modules.context import Context
 from gptkit.modules.layers import ACTIVATIONS
 from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables, sinusoids
 from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
@@ -108,6 +109,10 @@ class Following:
         done = [apply_rotary(part.transpose(1, 2), tables).transpose(1, 2) for part in parts.unbind(-2)]
         return torch.cat((x[..., : rotate.start], *done, x[..., end:]), dim=-1)
 
+    def temper(self, node: Node, path: str, x: Tensor) -> Tensor:
+        context = Context(*x.shape[:2], 0, False, self.at[None], None, x.dtype)
+        return context.tempered(node.operation.temperature, x.transpose(1, 2)).transpose(1, 2)  # type: ignore[union-attr]
+
     def cache(self, node: Node, path: str, x: Tensor) -> Tensor:
         earlier = self.cached.get(path + node.id)
         self.cached[path + node.id] = x if earlier is None else torch.cat((earlier, x), dim=1)
@@ -135,7 +140,9 @@ class Following:
         window = node.operation.window  # type: ignore[union-attr]
         keys, queries = torch.arange(self.total)[None], self.at[:, None]
         seen = keys <= queries
-        if window is not None:
+        if node.operation.chunked:  # type: ignore[union-attr]
+            seen &= keys // window == queries // window
+        elif window is not None:
             seen &= keys > queries - window
         scores = scores.masked_fill(~seen, -torch.inf)
         if node.weights:  # of the attention
@@ -149,7 +156,8 @@ class Following:
         return torch.einsum("bhts,bshd->bthd", weights, v)
 
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
-        return ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
+        learnt = dict(node.weights)
+        return self.module(node, path)(x) if learnt else ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
 
     def scale(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x * node.operation.factor  # type: ignore[union-attr]
@@ -167,6 +175,8 @@ class Following:
 
     def choose(self, node: Node, path: str, scores: Tensor) -> Tensor:
         record: Any = node.operation
+        if record.jitter is not None:
+            return self.near(scores, record)
         scores = scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
         best = scores + self.module(node, path).bias if node.weights else scores
         groups = best.unflatten(-1, (record.groups, -1))
@@ -178,11 +188,24 @@ class Following:
         weights = scores.gather(-1, self.chosen)
         return record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
 
+    def near(self, logits: Tensor, record: Any) -> Tensor:
+        self.chosen = logits.topk(record.top_k, dim=-1)[1]
+        weights = []
+        for index in range(record.top_k):
+            own = logits.gather(-1, self.chosen[..., index : index + 1])
+            far = (own - logits) / torch.maximum(logits.abs(), own) > 2 * record.jitter
+            others = logits.masked_fill(far, -torch.inf).scatter(-1, self.chosen[..., :index], -torch.inf)
+            weights.append(others.softmax(-1).gather(-1, self.chosen[..., index : index + 1]))
+        return record.multiplier * torch.cat(weights, dim=-1)
+
     def shift(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x + node.operation.number  # type: ignore[union-attr]
 
+    def gather(self, node: Node, path: str, x: Tensor, weights: Tensor) -> Tensor:
+        return x[:, :, None] * weights[..., None]
+
     def combine(self, node: Node, path: str, weights: Tensor, outputs: Tensor) -> Tensor:
-        return (weights[..., None] * outputs).sum(2)
+        return (weights[..., None] * outputs if node.operation.weighs else outputs).sum(2)  # type: ignore[union-attr]
 
     def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
         return one + other

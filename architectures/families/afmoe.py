@@ -1,0 +1,74 @@
+"""AFMoE (Arcee 2025, Trinity): gated attention, norms on query and key heads, positions in layers with a window alone,
+four norms a layer, and mixtures with sigmoid scores, a bias of the choice and shared experts behind dense layers.
+
+Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
+"""
+
+from __future__ import annotations
+
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, after, sliding, turned_in_windows, with_defaults, write_sliding
+from .gemma2 import NORMS
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=200192,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_attention_heads=16,
+            head_dim=128,
+            max_position_embeddings=16384,
+            rms_norm_eps=1e-5,
+        ),
+        "attention_bias": BIAS,
+        "mup_enabled": Field("embedding.multiplier", False, ConfigReader.boolean, lambda factor: factor != 1),
+        "moe_intermediate_size": Field("expert_size", 1408),
+        "num_shared_experts": Field("shared_experts", 2),
+        "num_experts": Field("mixture.experts", 64),
+        "num_experts_per_tok": Field("mixture.top_k", 6),
+        "route_scale": Field("mixture.multiplier", 1.0),
+    },
+    norms=NORMS,
+    head_norms="same",
+    fixed={
+        "norm.cast": "after_weight",
+        "attention.gated": True,
+        "embedding.multiplier": lambda values: values["hidden"] ** 0.5 if values["embedding.multiplier"] else 1.0,
+        "mixture.scores": "sigmoid",
+        "mixture.choice_bias": True,
+    },
+    layers=turned_in_windows(sliding(4, 1024, pattern="global_attn_every_n_layers")),
+    mixtures=Mixtures(**after("num_dense_layers", 1)),
+    written=write_sliding,
+)
+
+MODULES = {
+    **{name: ours for name, ours in ROUTED.items() if "experts" in name},
+    T + "mlp.router.gate": B + "feed_forward.router",
+    **shared("shared_experts"),
+}
+PLACES = {
+    T + "self_attn.gate_proj": B + "attention.gate_proj",
+    T + "input_layernorm": B + "attention_norm",
+    T + "post_attention_layernorm": B + "attention_output_norm",
+    T + "pre_mlp_layernorm": B + "feed_forward_norm",
+    T + "post_mlp_layernorm": B + "feed_forward_output_norm",
+}
+
+AFMOE = DECODER.architecture(
+    "afmoe",
+    "AfmoeForCausalLM",
+    mixed_leaves(
+        MODULES, leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **PLACES, **ENDS}), choice=T + "mlp.expert_bias"
+    ),
+    released="2025-12",
+    config_aliases={"num_experts": ("num_local_experts",)},
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,71 @@
+"""Apertus (Swiss AI 2025, 2509.14233): llama with norms on query and key heads, and a plain feed-forward with the
+activation xIELU (2411.13010), which has numbers of its own.
+
+Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...components import LEARNT, FeedForward
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import ACTIVATIONS, USUAL, Decoder, Field, name_of, with_defaults
+from ..layout import NUMBER
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
+
+
+def activation(config: ConfigReader, name: str, default: str) -> Any:
+    """xIELU, or one that any family may have."""
+    return config.choice(name, default, {"xielu": "xielu", **ACTIVATIONS})
+
+
+def written(value: Any) -> str:
+    """The field's value for an activation."""
+    return value if value in LEARNT else name_of(value)
+
+
+FIELDS = with_defaults(
+    USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
+)
+DECODER = Decoder(
+    {
+        **FIELDS,
+        "hidden_act": Field(
+            "activation", "xielu", activation, lambda value: value if value in LEARNT else name_of(value)
+        ),
+        "attention_bias": BIAS,
+    },
+    inner=FeedForward,
+    head_norms="same",
+    rotary=RotaryKind(
+        12_000_000.0,
+        usual={
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+)
+MLP, OURS = T + "mlp.", B + "feed_forward."
+FEED_FORWARD = {f"{MLP}{name}": f"{OURS}{name}" for name in ("up_proj", "down_proj")}
+NORMS = {T + "attention_layernorm": B + "attention_norm", T + "feedforward_layernorm": B + "feed_forward_norm"}
+
+APERTUS = DECODER.architecture(
+    "apertus",
+    "ApertusForCausalLM",
+    (
+        *leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD}),
+        *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}") for name in ("alpha_p", "alpha_n")),
+        *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}", NUMBER) for name in ("beta", "eps")),
+        *leaves_of({**NORMS, **ENDS}),
+    ),
+    released="2025-09",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+    dropped=LLAMA_DROPPED,
+)

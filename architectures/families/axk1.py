@@ -1,0 +1,56 @@
+"""A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm behind every mixture.
+
+Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversion_mapping.py: files have that norm
+beside the mixture, modules inside it. Released files have one in dense layers too, which transformers does not use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..base import Stacked
+from ..config import ConfigReader
+from ..decoder import Mixtures, by_type, none_or_more, with_defaults
+from ..latent import KNOWN
+from . import deepseek_v3, youtu
+from .glm4_moe import CORRECTION
+from .llama import LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+NORM = T + "post_mlp_layernorm"
+FIELDS = with_defaults(
+    deepseek_v3.DECODER.fields,
+    vocab_size=163840,
+    num_attention_heads=64,
+    n_routed_experts=192,
+    max_position_embeddings=32768,
+)
+
+
+def latent(config: ConfigReader, name: str, default: Any) -> int:
+    """The rank of the queries' latent, which is always there."""
+    return config.integer(name, default)
+
+
+DECODER = replace(
+    deepseek_v3.DECODER,
+    fields={**FIELDS, "q_lora_rank": FIELDS["q_lora_rank"]._replace(read=latent)},
+    kv_heads=64,
+    mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1)), normed=True),
+)
+MODULES = {**ROUTED, **shared("shared_experts"), NORM: B + "feed_forward_output_norm"}
+HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (NORM + ".weight",)))
+
+AXK1 = DECODER.architecture(
+    "axk1",
+    "AXK1ForCausalLM",
+    mixed_leaves(MODULES, youtu.LEAVES, choice=CORRECTION),
+    released="2026-01",
+    token_ids={"bos_token_id": 163691, "eos_token_id": 163691},
+    config_aliases={"n_routed_experts": ("num_local_experts",)},
+    dropped=(*LLAMA_DROPPED, NORM + ".weight"),
+    stacked=HELD,
+    irrelevant={**KNOWN, **OF_ROUTERS, **deepseek_v3.TRAINING},
+    refused=deepseek_v3.DEEPSEEK_V3.refused,
+)

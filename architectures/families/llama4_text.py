@@ -1,0 +1,163 @@
+"""Llama 4 (Meta 2025), its text model: attention within chunks of the text, and in every fourth layer over all of it,
+without positions and with queries that grow with them; norms without weights on query and key heads behind their
+positions; and mixtures whose experts are given a weighed input, beside a shared one, in all layers or every other one.
+
+Source: transformers models/llama4/{configuration,modeling}_llama4.py. Of a checkpoint with a vision tower the language
+model is read; what stands beside it is left out. One tensor holds all experts, [in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import Attention, ModelSpec, RMSNorm, Temperature
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..layout import Layout
+from ..obstacles import of_kind
+from ..rope import RotaryKind
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from .qwen2_moe import OF_ROUTERS
+
+CHUNK, GROWTH, LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's chunk, its positions with norms behind them, or what its queries grow by."""
+    every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
+    turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
+    if not isinstance(turned, list) or len(turned) != count or any(type(each) is not int for each in turned):
+        raise config.fail("no_rope_layers", turned, f"{count} integers, 0 where a layer has no positions")
+    types = config.layer_types(
+        ["chunked_attention" if each else "full_attention" for each in turned], "chunked_attention"
+    )
+    chunk = config.optional_integer(CHUNK, 8192)
+    if chunk is None:
+        raise config.fail(CHUNK, chunk, "a number: transformers makes masks of chunks for all models")
+    norm = RMSNorm(size=head_dim, eps=config.number("rms_norm_eps", 1e-5), gain="none")
+    normed = config.boolean("use_qk_norm", True)
+    growth, length = config.number(GROWTH, 0.1), config.integer(LENGTH, 8192)
+    grows = Temperature(growth=growth, original_context=length, offset=1, counts="tokens")
+    norms = {"q_norm": norm, "k_norm": norm, "norm_order": "after"} if normed else {}
+    bare = {"position": None, **({"temperature": grows} if config.boolean("attn_temperature_tuning", True) else {})}
+    sight = {"chunked_attention": {"window": chunk, "chunked": True}, "full_attention": {}}
+    return [{**sight[kind], **(norms if each else bare)} for each, kind in zip(turned, types, strict=True)]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields of what differs by layer."""
+    mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
+    warm = next((each.temperature for each in mixers if each.temperature is not None), None)
+    found = {} if warm is None else {GROWTH: warm.growth, LENGTH: warm.original_context}
+    return {
+        **found,
+        CHUNK: next((each.window for each in mixers if each.window is not None), 8192),
+        "layer_types": ["full_attention" if each.window is None else "chunked_attention" for each in mixers],
+        "no_rope_layers": [int(each.position is not None) for each in mixers],
+        "use_qk_norm": any(each.q_norm is not None for each in mixers),
+        "attn_temperature_tuning": warm is not None,
+    }
+
+
+def sparse(config: ConfigReader, count: int) -> Sequence[bool]:
+    """The layers of `moe_layers`, or every so many."""
+    step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
+    listed = list(range(step - 1, count, step)) if listed is None else listed
+    if not isinstance(listed, list) or any(type(each) is not int for each in listed):
+        raise config.fail("moe_layers", listed, "a list of layers")
+    return [layer in listed for layer in range(count)]
+
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL,
+            vocab_size=202048,
+            hidden_size=5120,
+            num_hidden_layers=48,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        "intermediate_size": Field("expert_size shared_size", 8192),
+        "intermediate_size_mlp": Field("intermediate", 16384),
+        "attention_bias": BIAS,
+        "num_local_experts": Field("mixture.experts", 16),
+        "num_experts_per_tok": Field("mixture.top_k", 1),
+    },
+    fixed={
+        "attention.softmax": "input",
+        "mixture.scores": "sigmoid",
+        "mixture.normalise": False,
+        "mixture.chosen_by": "logits of all",
+        "mixture.rounded": True,
+        "mixture.weighs": "inputs",
+        "mixture.summed": "over all",
+    },
+    rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
+    layers=layers,
+    mixtures=Mixtures(
+        sparse,
+        lambda sparse: {"moe_layers": [layer for layer, each in enumerate(sparse) if each]},
+        expert={"fused": True, "arithmetic": "conv1d"},
+    ),
+    written=written,
+)
+
+FF, OURS = T + "feed_forward.", B + "feed_forward."
+EXPERT, NAMES = OURS + "experts.{expert}.", ("gate_proj", "up_proj", "down_proj")
+LEAVES = (
+    *leaves_of({**EMBEDDING, **{name: ours for name, ours in ATTENTION.items() if "_norm" not in name}}),
+    *leaves_of({FF + name: OURS + name for name in NAMES}),
+    Leaf(
+        FF + "experts.gate_up_proj",
+        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        Layout(
+            "experts hidden (part intermediate)",
+            "(part intermediate) hidden",
+            split="part",
+            parts=("1", "1"),
+            each="experts",
+        ),
+    ),
+    Leaf(
+        FF + "experts.down_proj",
+        EXPERT + "down_proj.weight",
+        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+    ),
+    *leaves_of({FF + "router": OURS + "router"}),
+    *leaves_of({f"{FF}shared_expert.{name}": f"{OURS}shared.{name}" for name in NAMES}),
+    *leaves_of({**NORMS, **ENDS}),
+)
+
+LLAMA4_TEXT = DECODER.architecture(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    LEAVES,
+    model_types=("llama4_text", "llama4"),
+    hf_config="Llama4TextConfig",
+    kinds=DECODER.kinds | {Temperature},
+    released="2025-04",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    part="text_config",
+    renamed=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+    outside=("vision_model.", "multi_modal_projector."),
+    dropped=LLAMA_DROPPED,
+    irrelevant={
+        **OF_ROUTERS,
+        "router_jitter_noise": "training only",
+        "for_llm_compressor": "how a quantised file is made",
+        **dict.fromkeys(
+            (
+                *("vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"),
+                *("image_size", "num_channels", "patch_size", "pixel_shuffle_ratio"),
+                *("projector_dropout", "projector_input_dim", "projector_output_dim"),
+            ),
+            "about images, which the language model does not read",
+        ),
+    },
+)

@@ -1,0 +1,71 @@
+"""Mellum 2 (JetBrains 2026): qwen3-moe with a window in some layers, and rotary positions of their own in either kind.
+
+Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors of `mtp.`, which draft tokens, are left
+out there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, by_type, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..rope import RotaryKind
+from .llama import BIAS, LLAMA_DROPPED
+from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
+
+FIELDS = {
+    **with_defaults(
+        USUAL,
+        vocab_size=98304,
+        hidden_size=2304,
+        intermediate_size=7168,
+        num_hidden_layers=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=131072,
+    ),
+    "attention_bias": BIAS,
+    "moe_intermediate_size": Field("expert_size", 896),
+    "num_experts": Field("mixture.experts", 64),
+    "num_experts_per_tok": Field("mixture.top_k", 8),
+    "norm_topk_prob": Field("mixture.normalise", True),
+}
+KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window and positions, which without any parameters turn by another base where a layer sees all."""
+    said = config.raw("rope_parameters") is not None
+    kinds = KINDS if said else {**KINDS, "full_attention": RotaryKind(500_000.0, theta="")}
+    return turned_by_kind(sliding(1, 1024), kinds, FIELDS["max_position_embeddings"])(config, count, head_dim)
+
+
+DECODER = Decoder(
+    FIELDS,
+    head_norms="same",
+    fixed=ROUTER,
+    rotary=None,
+    layers=layers,
+    mixtures=Mixtures(**by_type(lambda _: 0)),
+    written=write_by_kind(KINDS),
+)
+
+MELLUM = DECODER.architecture(
+    "mellum",
+    "MellumForCausalLM",
+    mixed_leaves(ROUTED),
+    released="2026",
+    config_aliases={"num_experts": ("num_local_experts",)},
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    drafts=("mtp.",),
+    irrelevant={
+        **OF_ROUTERS,
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+            "layers behind the last, which draft tokens",
+        ),
+    },
+)

@@ -1,0 +1,79 @@
+"""Ministral 3 (Mistral 2025): mistral with YaRN, and queries that grow with their positions.
+
+Source: transformers models/ministral3/{configuration,modeling}_ministral3.py. What the queries grow by stands among the
+rotary parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import Attention, ModelSpec, Temperature
+from ..config import ConfigReader
+from ..decoder import Decoder, with_defaults
+from ..obstacles import of_kind
+from ..rope import ORIGINAL, RotaryKind
+from . import mistral
+from .llama import LEAVES, LLAMA_DROPPED
+
+GROWTH = "llama_4_scaling_beta"
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+}
+
+
+def layers(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
+    """What queries grow by, in all layers."""
+    found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
+    rope = config.inner("rope_scaling" if found[0].data else "rope_parameters")
+    rope.raw("max_position_embeddings")
+    if not rope.data:
+        grows = Temperature(growth=0.1, original_context=16384)
+    else:
+        kind = rope.raw("rope_type", rope.raw("type", "default"))
+        known = kind in ("yarn", "llama3", "longrope")
+        length = config.raw(ORIGINAL, FIELDS["max_position_embeddings"].value(config, "max_position_embeddings"))
+        grows = Temperature(
+            growth=rope.number(GROWTH), original_context=rope.integer(ORIGINAL, length if known else None)
+        )
+    return [{"temperature": grows}] * count
+
+
+FIELDS = with_defaults(
+    mistral.FIELDS,
+    vocab_size=131072,
+    num_hidden_layers=34,
+    head_dim=128,
+    max_position_embeddings=262144,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+)
+DECODER = Decoder(FIELDS, rotary=RotaryKind(usual=YARN), layers=layers)
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
+    fields = DECODER.write(spec)
+    grows = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
+    length = {ORIGINAL: grows.original_context}
+    return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], GROWTH: grows.growth}}
+
+
+MINISTRAL3 = DECODER.architecture(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    LEAVES,
+    write=write,
+    kinds=DECODER.kinds | {Temperature},
+    released="2025-12",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
+    dropped=LLAMA_DROPPED,
+)
