@@ -204,11 +204,14 @@ def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[st
 
 
 class _Storage(msgspec.Struct, eq=False):
-    """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row."""
+    """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row.
+    kept_elsewhere: that it is counted with another block.
+    """
 
     size: int
     row: str
     kept: dict[str, tuple[str, int]] = {}
+    kept_elsewhere: bool = False
 
 
 class _View(msgspec.Struct, eq=False):
@@ -259,7 +262,7 @@ class Keeping:
         return self.views[name]
 
     def _keep(self, view: _View, row: str = "") -> None:
-        if not view.storage.kept:
+        if not view.storage.kept and not view.storage.kept_elsewhere:
             self.storages.append(view.storage)
         view.storage.kept.setdefault(view.id, (row or view.storage.row, view.size))
 
@@ -270,6 +273,11 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
+            case ops.Scale() if operation.weights:
+                self._keep(self._given(operation))
+            case ops.Given():
+                result.storage.kept_elsewhere = operation.again
+                result.heads_first = operation.again
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.Linear(wide=wide) if wide and run.size < run.wide:  # copies in fp32

@@ -95,6 +95,8 @@ class Following:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
         run, size = self.run, self._bytes(operation)
         match operation:
+            case ops.Given():
+                return _Step()  # it was there before
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
                 return _Step(size)  # here and below no more than the result
             case ops.Scale() | ops.Shift() | ops.Add():

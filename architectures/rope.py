@@ -120,7 +120,7 @@ def read_rotaries(
     before = config.inner("rope_scaling")
     found = {}
     for name, kind in kinds.items():
-        rope = by_kind.inner(name)
+        rope = by_kind.inner(name, more=None if by_kind.data else kind.usual)
         if kind.scaled and before.data:
             rope = by_kind.inner(name, more=before.data)
             before.used |= {before.place + field for field in before.data}  # read under the kind's name
