@@ -59,7 +59,10 @@ class Attention(Mixer, Component, frozen=True):
         "lie",
         "kernel",
     )
-    tells = ("head_dim", "scale", "position", "window", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    tells = (
+        *("head_dim", "scale", "position", "window", "q_norm", "k_norm", "v_norm", "qkv_bias", "output_bias"),
+        "kv_from",
+    )
     by_length: ClassVar[dict[str, Any]] = {"window": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
@@ -201,11 +204,13 @@ class Attention(Mixer, Component, frozen=True):
             on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
         norms = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}
         there = [name for name, norm in norms.items() if norm is not None]
+        kv = {"input": "", "keys": ", v = k", "earlier": ", earlier k and v"}[self.kv_from]
+        source = {"kv_from": self.kv_from} if kv else {}
         return {
             "attention": Words(
-                f"{kind} {heads}",
-                {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads},
-                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}",
+                f"{kind} {heads}{kv}",
+                {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads, **source},
+                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}{kv}",
             ),
             "head dim": Words(f"{self.head_dim:,}", self.head_dim),
             "scale": scale,
@@ -298,16 +303,18 @@ class Attention(Mixer, Component, frozen=True):
         together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
         repeats = self.group if self.kv_expansion == "projection" else 1
         found: list[AnyOperation] = []
-        inputs = []
+        inputs: dict[str, str] = {}
         kv = self.kv_heads
-        parts = (("q", self.heads, self.q_norm), ("k", kv, self.k_norm), ("v", kv, self.v_norm))
+        parts = [("q", self.heads, self.q_norm), ("k", kv, self.k_norm), ("v", kv, self.v_norm)]
+        if self.v_norm is not None and self.kv_from == "input":
+            parts.insert(0, parts.pop())  # values are normed before queries and keys turn
         for part, heads, norm in parts:
             inner: Sizes = ("B", "T", heads, self.head_dim)
             seen: Sizes = ("B", "S", *inner[2:])
             if self.kv_from == "earlier" and part != "q":
                 words = f"{'keys' if part == 'k' else 'values'} of an earlier layer"
                 found.append(Given(f"{path}.{part}_earlier", (), seen, row, held=end, words=words, again=True))
-                inputs.append(found[-1].id)
+                inputs[part] = found[-1].id
                 continue
             last = f"{path}.k_proj"
             if part in self.projected:
@@ -322,7 +329,7 @@ class Attention(Mixer, Component, frozen=True):
                 elif step == "norm" and norm is not None:
                     wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
                     normed = out_of(row, norm.operations(f"{path}.{part}_norm", last, wide))
-                    held = end if part == "v" else f"{path}.k_rotated" if self.norm_order == "before" else ""
+                    held = f"{path}.k_rotated" if self.norm_order == "before" and part != "v" else ""
                     found += (msgspec.structs.replace(each, held=held) for each in normed)
                 elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
                     turned: dict[str, Any] = {"rotary": self.position}
@@ -339,7 +346,7 @@ class Attention(Mixer, Component, frozen=True):
                 fields["as_given"] = self.lie == "as projected"
                 found.append(Cache(f"{path}.{part}_cached", (last,), seen, row, **fields))
                 last = found[-1].id
-            inputs.append(last)
+            inputs[part] = last
         scores = {
             "scale": self.scale,
             "query_dim": self.head_dim,
@@ -355,8 +362,7 @@ class Attention(Mixer, Component, frozen=True):
             "wide": self.softmax == "float32",
             "sinks": self.sinks,
         }
-        q, k, v = inputs
-        found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
+        found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim, **rest)
         if self.mixed_norm is not None:
             found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)

@@ -105,6 +105,16 @@ class LayerEmbedding(Component, frozen=True):
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
         return {"m": self.layers * self.width}
 
+    def slips(self) -> dict[str, Self]:
+        return {
+            "sum of a layer's inputs not scaled": msgspec.structs.replace(self, summed=1.0),
+            "table of layers' inputs not scaled": msgspec.structs.replace(self, multiplier=1.0),
+        }
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        order = [*range(self.width, self.layers * self.width), *range(self.width)]
+        return {"projected inputs those of the next layer": {"projection": order}}
+
     def small(self, hidden: int) -> Self:
         width = min(self.width, FEW)
         return msgspec.structs.replace(self, hidden_size=hidden, width=width, norm=self.norm.small(width))

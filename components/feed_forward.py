@@ -186,7 +186,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
 
 class LayerInput(Mixer, Component, frozen=True):
-    """out(activation(gate(x)) · e), e what the model's `LayerEmbedding` has for the token in this layer (Gemma 3n)."""
+    """down(activation(gate(x)) · e), e what the model's `LayerEmbedding` has for the token in this layer (Gemma 3n)."""
 
     label = "layer inputs"
     slot = "layer_input"
@@ -200,7 +200,7 @@ class LayerInput(Mixer, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         return {
             "gate_proj.weight": Weight((self.width, self.hidden_size), "reads"),
-            "out_proj.weight": Weight((self.hidden_size, self.width), "writes"),
+            "down_proj.weight": Weight((self.hidden_size, self.width), "writes"),
         }
 
     def words(self) -> dict[str, Words]:
@@ -234,7 +234,7 @@ class LayerInput(Mixer, Component, frozen=True):
             ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
             Given(given, (), inner, row, words="the layer's own input"),
             Product(f"{path}.gated", (active, given), inner, row, in_place=True),
-            linear(self, "out_proj", path, f"{path}.gated", shape, row),
+            linear(self, "down_proj", path, f"{path}.gated", shape, row),
         )
 
 

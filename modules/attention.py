@@ -178,8 +178,10 @@ class AttentionModule(nn.Module):
         parts = {name: each.transpose(1, 2) for name, each in parts.items()}  # (B, H, T, hd)
         if isinstance(spec.position, Turning):
             tables, own = context.tables(spec.position), "k" in parts
-            both = turned(spec.position, parts["q"], parts["k"] if own else parts["q"][:, :0], tables)
-            parts |= zip("qk" if own else "q", both, strict=False)
+            q, k = parts.pop("q"), parts.pop("k", None)
+            q, k = turned(spec.position, q, q[:, :0] if k is None else k, tables)
+            parts |= {"q": q, "k": k} if own else {"q": q}
+            del q, k  # names would hold what others let go
         if spec.norm_order == "after":
             parts = self._normed(parts, "qk")
         own = spec.kv_from != "earlier"

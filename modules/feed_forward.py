@@ -76,17 +76,17 @@ class _GatedFeedForwardModule(nn.Module):
 
 @computes(LayerInput)
 class _LayerInputModule(nn.Module):
-    """out(activation(gate(x)) · what the layer reads beside x)."""
+    """down(activation(gate(x)) · what the layer reads beside x)."""
 
     def __init__(self, spec: LayerInput, kernel: str = "sdpa") -> None:  # noqa: ARG002 - it has one
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.width, False)
-        self.out_proj = Linear(spec.width, spec.hidden_size, False)
+        self.down_proj = Linear(spec.width, spec.hidden_size, False)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, context: Any, *_: Any) -> Tensor:
         gate, given = self.activation(self.gate_proj(x)), context.layer_input()
-        out: Tensor = self.out_proj(gate * given if torch.is_grad_enabled() else gate.mul_(given))
+        out: Tensor = self.down_proj(gate * given if torch.is_grad_enabled() else gate.mul_(given))
         return out
 
 

@@ -182,11 +182,14 @@ def _other_kinds(back: bool) -> Apply:
         if len({type(each) for each in mixers}) != 1:
             return None
         others = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
-        blocks = tuple(
-            block.replaced(attention=replace(own, window=other.window, position=other.position))
-            for block, own, other in zip(spec.blocks, mixers, others, strict=True)
-        )
-        return replace(spec, blocks=blocks), dict(weights)
+        try:
+            blocks = tuple(
+                block.replaced(attention=replace(own, window=other.window, position=other.position))
+                for block, own, other in zip(spec.blocks, mixers, others, strict=True)
+            )
+            return replace(spec, blocks=blocks), dict(weights)
+        except ConfigError:  # heads of the one kind are not as wide as the other's positions
+            return None
 
     return apply
 

@@ -186,7 +186,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 INPUTS = {
     T + "per_layer_input_gate": B + "layer_input.gate_proj",
-    T + "per_layer_projection": B + "layer_input.out_proj",
+    T + "per_layer_projection": B + "layer_input.down_proj",
     T + "post_per_layer_input_norm": B + "layer_input_output_norm",
 }
 BEHIND = {

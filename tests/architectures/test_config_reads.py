@@ -4,6 +4,8 @@ The names are taken from the installed source, so that one which a new version r
 """
 
 import ast
+import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,16 @@ def read_by_transformers(family: str) -> list[str]:
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in (modeling, *(SOURCE / name for name in shared)) for name in names_read(path)}
     methods = {name for name in found if callable(getattr(config_class, name, None))}
-    return sorted(found - methods - NOT_OF_A_FILE.keys() - within(family))
+    return sorted(found - methods - NOT_OF_A_FILE.keys() - within(family) - of_others(config_class))
+
+
+def of_others(config_class: Any) -> set[str]:
+    """Fields of the configs of towers beside the language model, which are in the same file."""
+    there = [each for each in vars(sys.modules[config_class.__module__]).values() if dataclasses.is_dataclass(each)]
+    own = {field.name for field in dataclasses.fields(config_class)}
+    return {
+        field.name for each in there if each.__module__ == config_class.__module__ for field in dataclasses.fields(each)
+    } - own
 
 
 def within(family: str) -> set[str]:

@@ -60,7 +60,7 @@ GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_lo
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
 GEMMA4 = {**GEMMA, "model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 16, "global_head_dim": 24}
 GEMMA4 |= {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 12}
-GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+GEMMA4_SHORT = {**GEMMA4, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 
 LATENT = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
@@ -450,7 +450,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "tie_word_embeddings": True,
     },
-    "gemma4_text": {
+    "gemma4_text": {**GEMMA4, "num_hidden_layers": 7},
+    "gemma4_text-shared": {
         **GEMMA4,
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 3,
@@ -458,7 +459,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
     "gemma4_text-keys": {
-        **GEMMA4,
+        **GEMMA4_SHORT,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
@@ -468,7 +469,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "gemma4_text-layers": {
-        **GEMMA4,
+        **GEMMA4_SHORT,
         "hidden_activation": "silu",
         "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 3} for layer in (1, 2)},
         "rope_parameters": {
@@ -478,7 +479,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text-composite": {
         "model_type": "gemma4",
-        "text_config": GEMMA4,
+        "text_config": GEMMA4_SHORT,
         "vision_config": {"model_type": "gemma4_vision", "hidden_size": 24},
         "image_token_id": 5,
         "tie_word_embeddings": True,
