@@ -22,7 +22,7 @@ from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
 from . import gemma2
 from .gemma import GEMMA_IDS
 from .gemma2 import NORMS, SANDWICH
-from .llama import ATTENTION, EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
+from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = with_defaults(
@@ -196,10 +196,13 @@ BEHIND = {
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",
 }
+MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")
+"""The modules of attention in transformers' order."""
 LEAVES = (
-    *leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH}),
+    *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight"),
-    *leaves_of({**INPUTS, **BEHIND}),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
+    *leaves_of({**FEED_FORWARD, **SANDWICH, **INPUTS, **BEHIND}),
 )
 UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 

@@ -294,7 +294,8 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
         pytest.skip("transformers has no cache for it")
     seen = ids.shape[1] + new - 1  # the last id was predicted, and never read
     found = cache_bytes(spec, seen, "float32", 2)
-    theirs = [part for layer in out.past_key_values.layers for part in (layer.keys, layer.values)]
+    there = [layer for layer in out.past_key_values.layers if layer.keys is not None]  # others share an earlier one's
+    theirs = [part for layer in there for part in (layer.keys, layer.values)]
     assert sum(part.nbytes for part in theirs) == found.in_transformers
     repeats = variant.name in ("falcon-40b", "falcon-11b", "falcon-RefinedWeb")
     assert (found.in_transformers > found.held) == repeats
