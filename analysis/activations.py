@@ -87,10 +87,11 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     probabilities in fp32, and the targets.
     """
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
-    layers = {block: Keeping(program, run).found for block, program in programs.items()}
-    found = Counter(_ends(spec, run))
+    layers = {block: Keeping(program, run) for block, program in programs.items()}
+    first = layers[spec.blocks[0]]
+    found = Counter(_ends(spec, run, first.keeps(first.program[0])))
     for block, number in Counter(spec.blocks).items():
-        found.update({name: value * number for name, value in layers[block].items()})
+        found.update({name: value * number for name, value in layers[block].found.items()})
     found["attention"] += tables(run, (each for program in programs.values() for each in program))
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
@@ -102,14 +103,19 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
-    return {"inputs": inputs, "layer": largest, **_ends(spec, run)}
+    return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
 
 
 COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
 
 
-def _ends(spec: ModelSpec, run: Pass) -> dict[str, int]:
-    found = Keeping(spec.before_blocks(), run).found + Keeping(spec.after_blocks(), run).found
+def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
+    """What is kept outside of the layers; `stream` says that what the first one reads is kept with the layers."""
+    program = spec.before_blocks()
+    before = Keeping(program, run)
+    found = before.found + Keeping(spec.after_blocks(), run).found
+    if stream and before.keeps(program[-1]):
+        found[before.views[program[-1].id].storage.row] -= run.rows * spec.hidden_size * run.size
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
@@ -205,11 +211,14 @@ def ways(program: Iterable[ops.AnyOperation], kernel: Kernel = "sdpa") -> set[st
 
 
 class _Storage(msgspec.Struct, eq=False):
-    """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row."""
+    """Memory that tensors are views of. kept: by the id of the one that is kept, its bytes and their row.
+    kept_elsewhere: that it is counted with another block.
+    """
 
     size: int
     row: str
     kept: dict[str, tuple[str, int]] = {}
+    kept_elsewhere: bool = False
 
 
 class _View(msgspec.Struct, eq=False):
@@ -236,14 +245,20 @@ class Keeping:
         self.views: dict[str, _View] = {}
         self.storages: list[_Storage] = []  # of which a view is kept
         self.products: dict[str, _Storage] = {}
+        self.looked_up: set[tuple[str, ...]] = set()
         self.found: Counter[str] = Counter()
         for each in program:
             self.views[each.id] = self._follow(each)
-        for storage in self.storages:
+        for storage in (each for each in self.storages if not each.kept_elsewhere):
             self.found[storage.row] += storage.size  # a view keeps all that it is a view of
             for row, size in storage.kept.values():
                 self.found[row] += size
                 self.found[storage.row] -= size
+
+    def keeps(self, operation: ops.AnyOperation) -> bool:
+        """Whether autograd keeps an operation's result."""
+        view = self.views[operation.id]
+        return view.id in view.storage.kept
 
     def _bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
@@ -271,6 +286,13 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
+            case ops.Scale() if operation.weights:
+                self._keep(self._given(operation))
+            case ops.Given():
+                result.storage.kept_elsewhere = operation.again
+                result.heads_first = operation.again
+            case ops.Stream() if operation.inputs[0] in self.views:
+                return self.views[operation.inputs[0]]
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.Temper():
@@ -285,7 +307,9 @@ class Keeping:
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Embed() | ops.Positions():  # which rows were read
-                found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
+                if operation.inputs not in self.looked_up:
+                    found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
+                self.looked_up.add(operation.inputs)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
                 if inside or run.size == run.wide:

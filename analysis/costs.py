@@ -71,7 +71,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Convolve(width=width):
             channels = operation.numbers(B=1, T=1)
             return Work(channels * width, state=channels * (width - 1), repeats=None)
-        case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
+        case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below

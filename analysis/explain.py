@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
-from ..components import Component, ModelSpec
+from ..components import Block, Component, ModelSpec
+from ..components.model import walk
 from ..components.ranges import layer_ranges, range_label
 from ..display import Record
 from .parameters import choice_of
@@ -33,6 +32,8 @@ _MEANINGS = {
     "p": "width of the rotary keys",
     "u": "width of the keys that are made of the latent",
     "w": "width of the values that are made of the latent",
+    "m": "width of all layers' inputs",
+    "e": "width of a layer's input",
     "n": "another width",
 }
 _MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
@@ -90,7 +91,7 @@ def explain(spec: ModelSpec) -> Explained:
     """The formula of a tree's parameters, a tied head not counted again."""
     before: dict[str, _Sum] = {}  # by component
     behind: dict[str, _Sum] = {}
-    seen = {block: _layer(msgspec.structs.replace(spec, blocks=(block,))) for block in dict.fromkeys(spec.blocks)}
+    seen = {block: _layer(spec, block) for block in dict.fromkeys(spec.blocks)}
     kinds: list[dict[str, _Sum]] = []
     for layer in seen.values():
         kinds += [] if layer in kinds else [layer]
@@ -128,29 +129,32 @@ def explain(spec: ModelSpec) -> Explained:
     return Explained(whole.value, whole.formula, (*symbols, *layers), tuple(map(term, labels)))
 
 
-def _layer(spec: ModelSpec) -> dict[str, _Sum]:
-    """A tree's only layer, by component. Experts are alike: the first stands for all."""
+def _layer(spec: ModelSpec, block: Block) -> dict[str, _Sum]:
+    """A layer of a tree, by component. Experts are alike: the first stands for all."""
     found: dict[str, _Sum] = {}
-    nodes = dict(spec.nodes())
+    nodes = {path: node for path, node in walk(block, "blocks.0") if node.label is not None}
+    choice = choice_of(spec, block)
     for path, node in nodes.items():
-        if path.startswith("blocks.") and (".experts." not in path or path.endswith(".experts.0")):
+        if ".experts." not in path or path.endswith(".experts.0"):
             above = nodes.get(path.rpartition(".")[0])
-            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above))
+            experts = choice.experts if choice is not None and ".experts." in path else None
+            found.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above, experts))
     return found
 
 
-def _shapes(path: str, node: Component, spec: ModelSpec, above: Component | None = None) -> _Sum:
+def _shapes(
+    path: str, node: Component, spec: ModelSpec, above: Component | None = None, experts: int | None = None
+) -> _Sum:
     """The parameters of a component, which may be a part of the one above it."""
     found = _Sum()
     own = {} if above is None else above.letters(path.rpartition(".")[2])
     widths = own or {"d": spec.hidden_size, **node.letters()}
     letters = {size: base for base, size in reversed(widths.items())}
-    choice = choice_of(spec, spec.blocks[0]) if ".experts." in path else None
     for name, shape in node.shapes().items():
         rows = node.rows if name in ("weight", "bias") else ""
         product = [(rows if rows and not index else letters.get(size, "n"), size) for index, size in enumerate(shape)]
-        if choice is not None:
-            product.append(("E", choice.experts))
+        if experts is not None:
+            product.append(("E", experts))
         factor = 1
         for index, (base, size) in enumerate(product):
             times, rest = divmod(size, spec.hidden_size)

@@ -28,7 +28,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     """
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Following(program, run) for block, program in programs.items()}
-    worst = held = 0
+    worst, held = 0, run.size * sum(_given(programs[block], run) for block in spec.blocks)
     for block in spec.blocks:
         worst = max(worst, held + layers[block].most)
         held += layers[block].left
@@ -39,6 +39,12 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
         asked = replace(run, tokens=1) if logits == "last" else run
         last = max(Following(program[:first], run, stream).most, stream + Following(program[first:], asked).most)
     return _shared(list(programs.values()), run) + max(worst, held + last)
+
+
+def _given(program: ops.Program, run: Pass) -> int:
+    """Numbers that were made for a layer before the first one ran, and are there until the pass ends."""
+    made = (each for each in program if isinstance(each, ops.Given) and not each.again)
+    return sum(each.numbers(B=run.batch, T=run.tokens, S=run.tokens) for each in made)
 
 
 def _shared(programs: Collection[ops.Program], run: Pass) -> int:
@@ -95,6 +101,8 @@ class Following:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
         run, size = self.run, self._bytes(operation)
         match operation:
+            case ops.Given():
+                return _Step()  # it was there before
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat():
                 return _Step(size)  # here and below no more than the result
             case ops.Gather(weighs=weighs):

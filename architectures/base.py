@@ -162,7 +162,8 @@ class Architecture:
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
-    irrelevant, refused: config fields beside the common ones; see ConfigReader.
+    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly refused and this
+        family reads is None.
     """
 
     name: str
@@ -188,12 +189,17 @@ class Architecture:
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
     model: str = ""
 
     # --- config.json <-> tree ---
+
+    @property
+    def refusals(self) -> dict[str, tuple[tuple[Any, ...], str]]:
+        """The config fields that it refuses, with the harmless values of each and the reason."""
+        return {name: each for name, each in {**COMMON_REFUSED, **self.refused}.items() if each is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
         """A reader of what is about the language model, that knows this family's other spellings."""
@@ -212,7 +218,7 @@ class Architecture:
         reader = self.reader(config)
         whole = reader.outer or reader
         for each in dict.fromkeys((whole, reader)):
-            each.refuse({**COMMON_REFUSED, **self.refused})
+            each.refuse(self.refusals)
         spec = self.read(reader)
         reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
         return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})

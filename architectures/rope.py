@@ -115,10 +115,10 @@ def read_rotaries(
     flat = [name for name, value in by_kind.data.items() if value is not None and not isinstance(value, dict)]
     if flat:
         raise by_kind.fail(flat[0], by_kind.data[flat[0]], f"an object for each of {', '.join(kinds)}")
-    before = config.inner("rope_scaling")
+    before = config.inner("rope_scaling") if any(kind.scaled for kind in kinds.values()) else ConfigReader({})
     found = {}
     for name, kind in kinds.items():
-        rope = by_kind.inner(name)
+        rope = by_kind.inner(name, more=None if by_kind.data else kind.usual)
         if kind.scaled and before.data:
             rope = by_kind.inner(name, more=before.data)
             before.used |= {before.place + field for field in before.data}  # read under the kind's name

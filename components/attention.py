@@ -14,6 +14,7 @@ from .operations import (
     AnyOperation,
     Cache,
     Cap,
+    Given,
     Product,
     Program,
     Rotate,
@@ -49,10 +50,15 @@ class Attention(Mixer, Component, frozen=True):
     `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). `mixed_norm` is on what all heads give, before the output projection (BitNet); with `gated` each element
-    of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks` a head has one more score, of a key with no
-    value (gpt-oss); `sunk` says whether it is among those of the softmax, or what heads give is multiplied by what it
-    leaves to the others (Granite). `temperature` is on the queries, last of all.
+    (Hunyuan). `v_norm` is on each head's values (Gemma 4). `mixed_norm` is on what all heads give, before the output
+    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks`
+    a head has one more score, of a key with no value (gpt-oss); `sunk` says whether it is among those of the softmax,
+    or what heads give is multiplied by what it leaves to the others (Granite). `temperature` is on the queries, last of
+    all.
+
+    `kv_from` says what keys and values are made of: the "input", each by a projection; with "keys" one projection makes
+    both, and values are what it gives before the norm and the positions of keys (Gemma 4); with "earlier" they are
+    those of the nearest layer before that makes its own, in as many heads as wide behind the same window (Gemma 3n).
     """
 
     label = "attention"
@@ -70,7 +76,10 @@ class Attention(Mixer, Component, frozen=True):
         "kernel",
         "sunk",
     )
-    tells = ("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    tells = (
+        *("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "v_norm", "qkv_bias"),
+        *("output_bias", "kv_from"),
+    )
     by_length: ClassVar[dict[str, Any]] = {"window": None, "chunked": False, "temperature": None}
     forgotten: ClassVar[dict[str, str]] = {
         "position": "no positions in attention",
@@ -88,6 +97,8 @@ class Attention(Mixer, Component, frozen=True):
         "mixed_norm": "norm before the output projection left out",
         "gated": "gate of attention left out",
         "temperature": "queries not scaled by their positions",
+        "v_norm": "norm of values left out",
+        "kv_from": "keys and values projected apart in every layer",
     }
 
     hidden_size: Size
@@ -110,6 +121,8 @@ class Attention(Mixer, Component, frozen=True):
     mixed_norm: Norm | None = None
     gated: bool = False
     temperature: Temperature | None = None
+    v_norm: Norm | None = None
+    kv_from: Literal["input", "keys", "earlier"] = "input"
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -145,6 +158,12 @@ class Attention(Mixer, Component, frozen=True):
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
                 raise ConfigError(f"q/k norm of size {norm.size} does not fit {heads} heads of {self.head_dim}")
+        if self.v_norm is not None and self.v_norm.size != self.head_dim:
+            raise ConfigError(f"v_norm of size {self.v_norm.size} is not as wide as a head of {self.head_dim}")
+        if self.kv_from != "input" and (self.fused or self.kv_expansion == "projection"):
+            raise ConfigError(f"kv_from {self.kv_from}: keys and values that have no projections are not made at once")
+        if self.kv_from == "earlier" and (self.k_norm is not None or self.v_norm is not None):
+            raise ConfigError("kv_from earlier: keys and values of an earlier layer have its norms, and no others")
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
                 f"mixed_norm of size {self.mixed_norm.size} does not fit {self.heads} heads of {self.head_dim}"
@@ -173,20 +192,27 @@ class Attention(Mixer, Component, frozen=True):
         return None if self.kept == "all" else self.window
 
     @property
+    def projected(self) -> tuple[str, ...]:
+        """What is projected from the input."""
+        return {"input": ("q", "k", "v"), "keys": ("q", "k"), "earlier": ("q",)}[self.kv_from]
+
+    @property
+    def remembered(self) -> tuple[int | None, int, int]:
+        """What the keys and values of layers have in common of which one may use the other's."""
+        return self.window, self.kv_heads, self.head_dim
+
+    @property
     def groups(self) -> int:
         """In how many groups the rows of a fused product lie."""
         return 1 if self.arithmetic == "conv1d" or self.fused_rows == "by part" else self.kv_heads
 
     def weights(self) -> dict[str, Weight]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
-        found = {
-            "q_proj.weight": Weight((q, hidden), "reads"),
-            "k_proj.weight": Weight((kv, hidden), "reads"),
-            "v_proj.weight": Weight((kv, hidden), "reads"),
-            "o_proj.weight": Weight((hidden, q), "writes"),
-        }
+        rows = {each: q if each == "q" else kv for each in self.projected}
+        found = {f"{each}_proj.weight": Weight((size, hidden), "reads") for each, size in rows.items()}
+        found["o_proj.weight"] = Weight((hidden, q), "writes")
         if self.qkv_bias:
-            found |= {"q_proj.bias": bias(q), "k_proj.bias": bias(kv), "v_proj.bias": bias(kv)}
+            found |= {f"{each}_proj.bias": bias(size) for each, size in rows.items()}
         if self.output_bias:
             found["o_proj.bias"] = bias(hidden)
         if self.gated:
@@ -204,13 +230,15 @@ class Attention(Mixer, Component, frozen=True):
         if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
             dim = self.position.dim
             on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
-        norms = {"q": self.q_norm, "k": self.k_norm}
+        norms = {"q": self.q_norm, "k": self.k_norm, "v": self.v_norm}
         there = [name for name, norm in norms.items() if norm is not None]
+        kv = {"input": "", "keys": ", v = k", "earlier": ", earlier k and v"}[self.kv_from]
+        source = {"kv_from": self.kv_from} if kv else {}
         return {
             "attention": Words(
-                f"{kind} {heads}",
-                {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads},
-                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}",
+                f"{kind} {heads}{kv}",
+                {"kind": kind, "heads": self.heads, "kv_heads": self.kv_heads, **source},
+                f"{kind}, {told}, head dim {self.head_dim}{scale.whole}{kv}",
             ),
             "head dim": Words(f"{self.head_dim:,}", self.head_dim),
             "scale": scale,
@@ -303,36 +331,53 @@ class Attention(Mixer, Component, frozen=True):
         together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
         repeats = self.group if self.kv_expansion == "projection" else 1
         found: list[AnyOperation] = []
-        inputs = []
-        for part, heads, norm in (("q", self.heads, self.q_norm), ("k", self.kv_heads, self.k_norm), ("v", 0, None)):
-            inner: Sizes = ("B", "T", heads or self.kv_heads, self.head_dim)
-            found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
+        inputs: dict[str, str] = {}
+        kv = self.kv_heads
+        parts = [("q", self.heads, self.q_norm), ("k", kv, self.k_norm), ("v", kv, self.v_norm)]
+        if self.v_norm is not None and self.kv_from == "input":
+            parts.insert(0, parts.pop())  # values are normed before queries and keys turn
+        for part, heads, norm in parts:
+            inner: Sizes = ("B", "T", heads, self.head_dim)
+            seen: Sizes = ("B", "S", *inner[2:])
+            if self.kv_from == "earlier" and part != "q":
+                words = f"{'keys' if part == 'k' else 'values'} of an earlier layer"
+                found.append(Given(f"{path}.{part}_earlier", (), seen, row, held=end, words=words, again=True))
+                inputs[part] = found[-1].id
+                continue
+            last = f"{path}.k_proj"
+            if part in self.projected:
+                found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
+                last = found[-1].id
             steps: tuple[str, ...] = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
             steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
             for step in steps:
                 if step == "clip" and self.clip is not None:
                     cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}
-                    found.append(Cap(f"{path}.{part}_clipped", (found[-1].id,), inner, row, **cut))
+                    found.append(Cap(f"{path}.{part}_clipped", (last,), inner, row, **cut))
                 elif step == "norm" and norm is not None:
                     wide: Sizes = inner if norm.size == self.head_dim else ("B", "T", norm.size)
-                    normed = out_of(row, norm.operations(f"{path}.{part}_norm", found[-1].id, wide))
-                    held = f"{path}.k_rotated" if self.norm_order == "before" else ""
+                    normed = out_of(row, norm.operations(f"{path}.{part}_norm", last, wide))
+                    held = f"{path}.k_rotated" if self.norm_order == "before" and part != "v" else ""
                     found += (msgspec.structs.replace(each, held=held) for each in normed)
                 elif step == "rotate" and isinstance(self.position, Turning) and part != "v":
                     turned: dict[str, Any] = {"rotary": self.position}
                     if self.norm_order == "after" and self.k_norm is not None:
                         turned["held"] = f"{path}.k_norm"  # queries and keys are normed when both have turned
-                    found.append(Rotate(f"{path}.{part}_rotated", (found[-1].id,), inner, row, **turned))
+                    found.append(Rotate(f"{path}.{part}_rotated", (last,), inner, row, **turned))
+                else:
+                    continue
+                last = found[-1].id
             if part == "q" and self.temperature is not None:
-                found.append(Temper(f"{path}.q_tempered", (found[-1].id,), inner, row, temperature=self.temperature))
+                found.append(Temper(f"{path}.q_tempered", (last,), inner, row, temperature=self.temperature))
+                last = found[-1].id
             if part == "q":
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
-                seen: Sizes = ("B", "S", *inner[2:])
                 fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
                 fields["as_given"] = self.lie == "as projected"
-                found.append(Cache(f"{path}.{part}_cached", (found[-1].id,), seen, row, **fields))
-            inputs.append(found[-1].id)
+                found.append(Cache(f"{path}.{part}_cached", (last,), seen, row, **fields))
+                last = found[-1].id
+            inputs[part] = last
         scores = {
             "scale": self.scale,
             "query_dim": self.head_dim,
@@ -349,8 +394,7 @@ class Attention(Mixer, Component, frozen=True):
             "wide": self.softmax == "float32",
             "sinks": self.sunk if self.sinks else "",
         }
-        q, k, v = inputs
-        found += attend(path, (q, k, v), scores, self.heads, self.head_dim, **rest)
+        found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim, **rest)
         if self.mixed_norm is not None:
             found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)

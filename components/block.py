@@ -9,7 +9,7 @@ import msgspec
 
 from ..errors import ConfigError, MissingComponent
 from .attention import Attention
-from .base import Component, Mixer, Positive
+from .base import Component, Mixer, Positive, Weight
 from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
@@ -17,9 +17,12 @@ from .norms import Norm
 from .operations import Add, AnyOperation, Program, Scale, Sizes, Stream
 from .words import NOT_THERE, Words
 
-__all__ = ["Block", "SubLayer"]
+__all__ = ["Block", "BlockScale", "SubLayer"]
 
 NORMS = ("norm", "output_norm", "sum_norm")
+
+OWN = ("parallel", "residual", "scale", "sums")
+"""A block's fields beside its sub-layers."""
 
 PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
@@ -66,8 +69,23 @@ class SubLayer(Component, frozen=True):
         return [place for name, place in PLACES.items() if getattr(self, name) is not None]
 
 
+class BlockScale(Component, frozen=True):
+    """A number that was trained, by which all that leaves a block is multiplied (Gemma 4)."""
+
+    label = "norms"
+
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((1,), "inner", 1.0)}
+
+    def words(self) -> dict[str, Words]:
+        return {"scale of blocks": Words("of each", {})}
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        return (Scale(path, (source,), shape, "norms", tuple(self.shapes().items()), factor=1.0),)
+
+
 class Block(Component, frozen=True):
-    """One layer: its sub-layers, one after the other.
+    """One layer: its sub-layers, one after the other, and what multiplies the stream behind them, `scale`.
 
     With `parallel` all of them read the layer's input, through norms of their own or, where one has none, through the
     first one's, and their results are added to it together: the last one's and then those before, or with `sums`
@@ -83,11 +101,13 @@ class Block(Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {
         "parallel": "parallel block run in series",
         "residual": "residual taken from the stream, not from the norm",
+        "scale": "what leaves blocks not scaled",
     }
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
     residual: Literal["stream", "normed"] = "stream"
+    scale: BlockScale | None = None
     sums: Literal["branches first", "stream first"] = "branches first"
 
     def __post_init__(self) -> None:
@@ -107,7 +127,8 @@ class Block(Component, frozen=True):
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
-        return change(msgspec.structs.replace(self, sublayers=sublayers), path)
+        scale = None if self.scale is None else self.scale.mapped(change, f"{path}.scale" if path else "scale")
+        return change(msgspec.structs.replace(self, sublayers=sublayers, scale=scale), path)
 
     def slips(self) -> dict[str, Block]:
         alone = self.parallel and all(sublayer.norm is not None for sublayer in self.sublayers)
@@ -126,11 +147,11 @@ class Block(Component, frozen=True):
         found: dict[str, Any] = {}
         for sublayer in self.sublayers:
             found |= sublayer.parts()
-        return found | {"parallel": self.parallel, "residual": self.residual, "sums": self.sums}
+        return found | {name: getattr(self, name) for name in OWN}
 
     def replaced(self, **parts: Any) -> Block:
         """The block with other parts, by the names of `entries`, as attention or feed_forward_norm."""
-        own = {name: parts.pop(name) for name in ("parallel", "residual", "sums") if name in parts}
+        own = {name: parts.pop(name) for name in OWN if name in parts}
         sublayers = []
         for sublayer in self.sublayers:
             slot, fields = sublayer.mixer.slot, {}
@@ -288,6 +309,9 @@ class Block(Component, frozen=True):
             for index, other in enumerate(others):
                 both = add("both" if not index else f"both_{index + 1}", both, other, None)
             add(end, source, both, source)
+        if self.scale is not None:  # whose result has the block's name
+            found[-1] = msgspec.structs.replace(found[-1], held="")
+            found += self.scale.operations(f"{path}scale", found[-1].id, shape)
         return tuple(found)
 
     def plain(self) -> None:

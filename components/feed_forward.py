@@ -9,10 +9,10 @@ from .activations import FACTS, LEARNT, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
 from .norms import Norm
 from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Cap, Product, Program, Shift, Sizes, linear, out_of
-from .words import Words
+from .operations import AnyOperation, Cap, Given, Product, Program, Shift, Sizes, linear, out_of
+from .words import Words, plain_number
 
-__all__ = ["FeedForward", "GatedFeedForward"]
+__all__ = ["FeedForward", "GatedFeedForward", "LayerInput"]
 
 USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
 
@@ -186,6 +186,63 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         if self.inner_norm is not None:
             found += out_of(row, self.inner_norm.operations(f"{path}.inner_norm", gated, inner))
         return (*found, linear(self, "down_proj", path, found[-1].id, shape, row))
+
+
+class LayerInput(Mixer, Component, frozen=True):
+    """down(activation(gate(x)) · e), e what the model's `LayerEmbedding` has for the token in this layer (Gemma 3n)."""
+
+    label = "layer inputs"
+    slot = "layer_input"
+    tells = ("width", "activation")
+    usual: ClassVar[dict[str, Any]] = USUAL
+
+    hidden_size: Size
+    width: Size
+    activation: Activation
+
+    def weights(self) -> dict[str, Weight]:
+        return {
+            "gate_proj.weight": Weight((self.width, self.hidden_size), "reads"),
+            "down_proj.weight": Weight((self.hidden_size, self.width), "writes"),
+        }
+
+    def words(self) -> dict[str, Words]:
+        function = function_of(self.activation)
+        data = {"width": self.width, "activation": function}
+        told = f"{plain_number(self.width)} of the layer's own"
+        return {"layer input": Words(told, data, f"{told}, gated by {FACTS[function].words}")}
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, width=min(self.width, FEW))
+
+    def slips(self) -> dict[str, Self]:
+        return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
+        return {"e": self.width}
+
+    def share(self, devices: int) -> Self:
+        width = divided(self.width, devices, "units of a layer's input")
+        return msgspec.structs.replace(self, width=width)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        inner: Sizes = (*shape[:-1], self.width)
+        row, given, active = "layer inputs", f"{path}.given", f"{path}.activated"
+        gate = linear(self, "gate_proj", path, source, inner, row)
+        return (
+            gate,
+            ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
+            Given(given, (), inner, row, words="the layer's own input"),
+            Product(f"{path}.gated", (active, given), inner, row, in_place=True),
+            linear(self, "down_proj", path, f"{path}.gated", shape, row),
+        )
+
+
+FEW = 8
+"""Numbers of a layer's input in a small copy."""
 
 
 def _another(activation: Activation) -> Activation:

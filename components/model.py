@@ -9,9 +9,9 @@ from ..display import Shown
 from ..errors import ConfigError
 from .base import Component, Mixer, Parameter, Size
 from .block import Block
-from .ends import Embedding, Head
+from .ends import Embedding, Head, LayerEmbedding
 from .norms import Norm
-from .operations import Add, AnyOperation, Positions, Program, Sizes, Tokens
+from .operations import Add, AnyOperation, Positions, Program, Sizes, Stream, Tokens
 from .positions import LearnedPositions, SinusoidalPositions
 from .words import Words
 
@@ -23,16 +23,18 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     a `final_norm` the head reads the last block's output (where norms stand behind the sums, say).
     """
 
-    tells = ("embedding", "positions", "blocks", "final_norm", "head", "context_length")
+    tells = ("embedding", "positions", "layer_inputs", "blocks", "final_norm", "head", "context_length")
     notes = ("context_length",)
     by_length: ClassVar[dict[str, Any]] = {"context_length": None}
     forgotten: ClassVar[dict[str, str]] = {
         "positions": "table of positions left out",
         "final_norm": "norm of the last output left out",
+        "layer_inputs": "inputs of layers left out",
     }
 
     embedding: Embedding
     positions: LearnedPositions | SinusoidalPositions | None = None
+    layer_inputs: LayerEmbedding | None = None
     blocks: tuple[Block, ...]
     final_norm: Norm | None = None
     head: Head
@@ -49,9 +51,35 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.head.tied and self.head.width != self.embedding.width:
             raise ConfigError(f"a tied head of width {self.head.width} on a table of width {self.embedding.width}")
 
+        self._given()
+
+    def _given(self) -> None:
+        """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
+        inputs, made = self.layer_inputs, set[Any]()
+        for layer, block in enumerate(self.blocks):
+            own = block.mixer("layer_input")
+            if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
+                raise ConfigError(f"layer {layer} reads an input of its own, and layer_inputs makes none of its width")
+            heads = getattr(block.mixer("attention"), "remembered", None)
+            if heads in made or heads is None:
+                continue
+            if getattr(block.attention, "kv_from", "") == "earlier":
+                raise ConfigError(f"layer {layer} takes keys of an earlier layer, and none makes such")
+            made.add(heads)
+        if inputs is not None and inputs.vocab_size < self.vocab_size:
+            raise ConfigError(f"layer_inputs of {inputs.vocab_size} tokens in a vocabulary of {self.vocab_size}")
+
+    @property
+    def shared(self) -> frozenset[Any]:
+        """Which keys and values later layers take from earlier ones, by `Attention.remembered`."""
+        mixers = (block.mixer("attention") for block in self.blocks)
+        return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
+
     def _widths(self) -> Iterator[tuple[str, int]]:
         norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "final_norm": self.final_norm}
         yield from ((name, node.size) for name, node in norms.items() if node is not None)
+        if self.layer_inputs is not None:
+            yield "layer_inputs", self.layer_inputs.hidden_size
         for block, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1]):
             first = next(run)[0]
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
@@ -119,6 +147,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         ids: Sizes = ("B", "T")
         found: list[AnyOperation] = [Tokens("tokens", (), ids, "embedding")]
         found += self.embedding.operations("embedding", "tokens", ids)
+        stream = found[-1]
+        if self.layer_inputs is not None:
+            found += self.layer_inputs.operations("layer_inputs", stream.id, ids)
+            found.append(Stream("embedded_tokens", (stream.id,), stream.shape, "norms"))
         if self.positions is not None:
             last, shape = found[-1].id, found[-1].shape
             own = tuple(self.positions.shapes().items())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
-    "Gather", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
+    "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
     "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
@@ -68,6 +68,13 @@ class Tokens(Operation, frozen=True, kw_only=True):
 
 class Stream(Operation, frozen=True, kw_only=True):
     """A block's input: what the block before it gave."""
+
+
+class Given(Operation, frozen=True, kw_only=True):
+    """What another part of the model made for this one, in `words`. again: it is kept there, as keys of a layer are."""
+
+    words: str
+    again: bool = False
 
 
 class Embed(Operation, frozen=True, kw_only=True):
@@ -255,7 +262,7 @@ class Product(Operation, frozen=True, kw_only=True):
 
 
 class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number."""
+    """The input times a number, and times its weight, where it has one, which is a number too."""
 
     factor: float
 
@@ -315,8 +322,8 @@ class Combine(Operation, frozen=True, kw_only=True):
 
 # fmt: off
 AnyOperation = (
-    Tokens | Stream | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap | Softmax | Mix
-    | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
+    Tokens | Stream | Given | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap
+    | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""

@@ -137,66 +137,80 @@ class AttentionModule(nn.Module):
         self.mix = Mixing(spec, kernel)
         self.kernel = self.mix.kernel
         hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q_proj = Linear(hidden, q, spec.qkv_bias, spec.arithmetic)
-        self.k_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
-        self.v_proj = Linear(hidden, kv, spec.qkv_bias, spec.arithmetic)
+        for part in spec.projected:
+            self.add_module(f"{part}_proj", Linear(hidden, q if part == "q" else kv, spec.qkv_bias, spec.arithmetic))
         self.o_proj = Linear(q, hidden, spec.output_bias, spec.arithmetic)
         self.fused = FusedLinears(spec.groups) if spec.fused else None
         self.q_norm = build_module(spec.q_norm) if spec.q_norm else None
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
+        self.v_norm = build_module(spec.v_norm) if spec.v_norm else None
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
         self.gate_proj = Linear(hidden, q, False, spec.arithmetic) if spec.gated else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     @staticmethod
-    def cache(spec: Attention) -> LayerCache:
+    def cache(spec: Attention) -> LayerCache | None:
         """What a decode keeps of earlier tokens."""
-        return LayerCache(spec.held)
+        return None if spec.kv_from == "earlier" else LayerCache(spec.held)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys behind their norms, where there are any: of each head, or of all heads at once."""
-        found = []
-        for x, norm, record in ((q, self.q_norm, self.spec.q_norm), (k, self.k_norm, self.spec.k_norm)):
-            whole = record is not None and record.size != self.spec.head_dim
-            normed = x if norm is None else norm(x.flatten(-2) if whole else x)
-            found.append(normed.reshape(x.shape))
-        return found[0], found[1]
+    def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
+        """Queries, keys and values, those named behind their norms: of each head, or of all heads at once."""
+        found = dict(parts)
+        for name, x in parts.items():
+            norm = getattr(self, f"{name}_norm")
+            if norm is not None and name in names:
+                whole = norm.spec.size != self.spec.head_dim
+                found[name] = norm(x.flatten(-2) if whole else x).reshape(x.shape)
+        return found
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
-        linears = (self.q_proj, self.k_proj, self.v_proj)
+        linears = [getattr(self, f"{part}_proj") for part in spec.projected]
         clip = None if spec.clip_normed else spec.clip
         projected: Sequence[Tensor] = (
             self.fused(linears, x, clip) if self.fused else [clipped(each(x), clip) for each in linears]
         )
-        q, k, v = (each.reshape(heads) for each in projected)  # (B, T, H, hd)
-        if spec.norm_order == "before":
-            q, k = self._normed(q, k)
+        parts = {name: each.reshape(heads) for name, each in zip(spec.projected, projected, strict=True)}
+        if spec.kv_from == "keys":
+            parts["v"] = parts["k"]
+        parts = self._normed(parts, "qkv" if spec.norm_order == "before" else "v")  # (B, T, H, hd)
         if spec.clip_normed:
-            q, k, v = (clipped(each, spec.clip) for each in (q, k, v))
+            parts = {name: clipped(each, spec.clip) for name, each in parts.items()}
         if spec.kv_expansion == "projection" and cache is None:
-            k, v = k.repeat_interleave(spec.group, dim=2), v.repeat_interleave(spec.group, dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, hd)
+            parts |= {name: parts[name].repeat_interleave(spec.group, dim=2) for name in "kv"}
+        parts = {name: each.transpose(1, 2) for name, each in parts.items()}  # (B, H, T, hd)
         if isinstance(spec.position, Turning):
-            q, k = turned(spec.position, q, k, context.tables(spec.position))
+            tables, own = context.tables(spec.position), "k" in parts
+            q, k = parts.pop("q"), parts.pop("k", None)
+            q, k = turned(spec.position, q, q[:, :0] if k is None else k, tables)
+            parts |= {"q": q, "k": k} if own else {"q": q}
+            del q, k  # names would hold what others let go
         if spec.norm_order == "after":
-            q, k = self._normed(q, k)
+            parts = self._normed(parts, "qk")
         if spec.temperature is not None:
-            q = context.tempered(spec.temperature, q)
-        if cache is None and spec.lie == "as cached":
-            # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
-            k, v = k.contiguous(), v.contiguous()
-        elif cache is not None:
-            k, v = cache.append(k, v)
-            if spec.kv_expansion == "projection":
-                # Of one key head the repeated ones are views; transformers' cache holds them all.
-                k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
-        mixed = self.mix(q, k, v, context, self.sinks)
+            parts["q"] = context.tempered(spec.temperature, parts["q"])
+        own = spec.kv_from != "earlier"
+        k, v = self._kept(parts.pop("k"), parts.pop("v"), cache) if own else context.earlier(spec)
+        if own and spec.remembered in context.shared:
+            context.shared[spec.remembered] = k, v
+        mixed = self.mix(parts["q"], k, v, context, self.sinks)
         mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
         mixed = mixed if self.gate_proj is None else mixed * torch.sigmoid(self.gate_proj(x))
         out: Tensor = self.o_proj(mixed)
         return out
+
+    def _kept(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        """The keys and values (B, KV, S, hd) of all tokens in sight."""
+        spec = self.spec
+        if cache is None:
+            # As after a cache, which is what transformers' products run on by default: they sum in memory's order.
+            return (k.contiguous(), v.contiguous()) if spec.lie == "as cached" else (k, v)
+        k, v = cache.append(k, v)
+        if spec.kv_expansion == "projection":
+            # Of one key head the repeated ones are views; transformers' cache holds them all.
+            k, v = _repeat_heads(k, spec.group).contiguous(), _repeat_heads(v, spec.group).contiguous()
+        return k, v
 
 
 @computes(LatentAttention)

@@ -73,8 +73,11 @@ class Cache:
 
     def __init__(self, spec: ModelSpec) -> None:
         mixers = [[sublayer.mixer for sublayer in block.sublayers] for block in spec.blocks]
-        self.layers: list[dict[str, Any]] = [
+        made = [
             {each.slot: module_of(each).cache(each) for each in block if hasattr(module_of(each), "cache")}
             for block in mixers
+        ]
+        self.layers: list[dict[str, Any]] = [
+            {slot: each for slot, each in layer.items() if each is not None} for layer in made
         ]
         self.length = 0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..components import Biasing, Temperature, Turning
+from ..errors import MissingComponent
 from .registry import module_of
 
 
@@ -28,6 +29,9 @@ class Context:
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.attention_mask = attention_mask
+        self.layer = 0  # which block runs
+        self.inputs: Tensor | None = None  # (B, T, layers, width): what each block reads beside the stream
+        self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
         self._tables: dict[Turning, Any] = {}
         self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
         self._allowed: dict[tuple[int | None, int | None, bool], Tensor] = {}
@@ -50,6 +54,19 @@ class Context:
         else:
             factor = torch.log1p(grown) * spec.growth + 1.0
         return (q * factor[:, None, :, None]).to(q.dtype)
+
+    def layer_input(self) -> Tensor:
+        """What the block that runs reads beside the stream, (B, T, width); raises MissingComponent: nothing made it."""
+        if self.inputs is None:
+            raise MissingComponent("a layer reads an input of its own (layer_inputs), and none was made for this pass")
+        return self.inputs[:, :, self.layer]
+
+    def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that an earlier layer left for an attention; raises MissingComponent: none did."""
+        found = self.shared.get(spec.remembered)
+        if found is None:
+            raise MissingComponent("attention takes keys of an earlier layer (kv_from), which has not run in this pass")
+        return found
 
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""

@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SinusoidalPositions, SubLayer
+from ..components import (
+    Block,
+    BlockScale,
+    Embedding,
+    Head,
+    LayerEmbedding,
+    LearnedPositions,
+    Mixer,
+    ModelSpec,
+    Norm,
+    SinusoidalPositions,
+    SubLayer,
+)
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
@@ -42,6 +54,36 @@ class EmbeddingModule(nn.Module):
             x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
         x = x if self.projection is None else self.projection(x)
         return x if self.norm is None else self.norm(x)
+
+
+class LayerEmbeddingModule(nn.Module):
+    """Token ids (B, T) and their embeddings (B, T, hidden) -> (B, T, layers, width)."""
+
+    def __init__(self, spec: LayerEmbedding) -> None:
+        super().__init__()
+        self.spec = spec
+        every = spec.layers * spec.width
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, every))
+        self.projection = Linear(spec.hidden_size, every, False)
+        self.norm = build_module(spec.norm)
+
+    def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        spec, by_layer = self.spec, (self.spec.layers, self.spec.width)
+        rows = F.embedding(input_ids, self.weight)
+        rows = torch.unflatten(rows * rows.new_tensor(spec.multiplier), -1, by_layer)
+        projected = self.norm(torch.unflatten(self.projection(x) * spec.projected, -1, by_layer))
+        return (projected + rows) * spec.summed  # type: ignore[no-any-return]
+
+
+class BlockScaleModule(nn.Module):
+    """x times one number."""
+
+    def __init__(self, _: BlockScale) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class PositionsModule(nn.Module):
@@ -100,10 +142,13 @@ class BlockModule(nn.Module):
                     self.add_module(name, build_module(part, kernel))
                 elif isinstance(part, Norm):
                     self.add_module(name, build_module(part))
+        self.scale = None if spec.scale is None else BlockScaleModule(spec.scale)
 
     def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:  # (B, T, hidden)
-        if self.spec.parallel:
-            return self._together(x, context, cache)
+        x = self._together(x, context, cache) if self.spec.parallel else self._in_turn(x, context, cache)
+        return x if self.scale is None else self.scale(x)
+
+    def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
         for sublayer in self.spec.sublayers:
             read = x if sublayer.norm is None else self._part(sublayer, "norm")(x)
             past = x if self.spec.residual == "stream" else read
@@ -179,6 +224,7 @@ class Decoder(nn.Module):
         self.source: Outline | None = None
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
+        self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = HeadModule(spec.head)
@@ -219,13 +265,16 @@ class Decoder(nn.Module):
         elif position_ids is None:
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
         x = self.embedding(input_ids)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, x)
         if self.positions is not None:
             length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
             x = x + self.positions(position_ids, x.dtype)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype)
+        context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         for layer, block in enumerate(self.blocks):
+            context.layer = layer
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.length += steps

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Arithmetic, FeedForward, GatedFeedForward, MixtureOfExperts
+from ..components import Arithmetic, FeedForward, GatedFeedForward, LayerInput, MixtureOfExperts
 from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
@@ -72,6 +72,22 @@ class _GatedFeedForwardModule(nn.Module):
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.activation(gate) * (up + self.up_shift if self.up_shift else up)
+
+
+@computes(LayerInput)
+class _LayerInputModule(nn.Module):
+    """down(activation(gate(x)) · what the layer reads beside x)."""
+
+    def __init__(self, spec: LayerInput, kernel: str = "sdpa") -> None:  # noqa: ARG002 - it has one
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.width, False)
+        self.down_proj = Linear(spec.width, spec.hidden_size, False)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor, context: Any, *_: Any) -> Tensor:
+        gate, given = self.activation(self.gate_proj(x)), context.layer_input()
+        out: Tensor = self.down_proj(gate * given if torch.is_grad_enabled() else gate.mul_(given))
+        return out
 
 
 class Choice(nn.Module):

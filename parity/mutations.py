@@ -185,11 +185,14 @@ def _other_kinds(back: bool) -> Apply:
         others = mixers[1:] + mixers[:1] if back else mixers[-1:] + mixers[:-1]
         names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
         fields = [{name: getattr(other, name) for name in names} for other in others]
-        new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
-        if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
+        try:
+            new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
+            if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
+                return None
+            blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
+            return replace(spec, blocks=blocks), dict(weights)
+        except ConfigError:  # heads of the one kind are not as wide as the other's positions
             return None
-        blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
-        return replace(spec, blocks=blocks), dict(weights)
 
     return apply
 

@@ -155,7 +155,7 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
     """A parameter of trained-like size: fresh initialisation hides whole tensors (norms at 1, biases at 0)."""
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
     if tensor.ndim == 1:
-        return 1 + 0.3 * noise if name.endswith("norm.weight") else 0.3 * noise
+        return 1 + 0.3 * noise if name.endswith(("norm.weight", "scale.weight")) else 0.3 * noise
     return noise if name in TABLES else noise / tensor.shape[1] ** 0.5
 
 
@@ -185,12 +185,13 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     width = max(few, default=min(spec.hidden_size, WIDTH))
     copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
     vocab = min(spec.vocab_size, TOKENS)
-    table = copy.positions
+    table, inputs = copy.positions, copy.layer_inputs
     return replace(
         copy,
         embedding=replace(copy.embedding, vocab_size=vocab),
         head=replace(copy.head, vocab_size=vocab),
         positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
+        layer_inputs=None if inputs is None else replace(inputs, vocab_size=vocab, layers=len(blocks)),
     )
 
 

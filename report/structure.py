@@ -187,6 +187,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
             return _Caption("x", "the residual stream")
+        case ops.Given(words=words):
+            return _Caption(words, "made before this layer")
         case ops.Embed():
             return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
         case ops.Positions(weights=weights, offset=offset):
@@ -246,6 +248,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             if isinstance(gate, ops.Activation) and gate.shape == up.shape:
                 return _Caption("gate · up", formula=f"{gate.function}(gate) · up")
             return _Caption("·", formula=f"{gate.id} · {up.id}")
+        case ops.Scale(weights=weights) if weights:
+            return _Caption(f"× {last}", matrix, f"{last} · x")
         case ops.Scale(factor=factor):
             return _Caption(f"× {factor:.4g}", formula=f"{factor:.4g} · x")
         case ops.Shift(number=number):

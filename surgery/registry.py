@@ -165,9 +165,10 @@ class Swap:
     for anything. takes, gives: the components. guarantee: the best it gives, where its preconditions hold. needs: them,
     in words. source: the paper or code. reshape: the tree after it, and of what each tensor is to be made, without
     weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
-    a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text.
-    exact_where: the weights that it is exact on, where only some are so, in words that end "exact only where …".
-    clears: what it is a remedy of, where a family has something else.
+    a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. apart:
+    whether it changes nothing but feed-forwards, the head, or how weights are stored, and so may meet layers that share
+    keys or have inputs of their own. exact_where: the weights that it is exact on, where only some are so, in words that
+    end "exact only where …". clears: what it is a remedy of, where a family has something else.
     """
 
     option: str
@@ -182,6 +183,7 @@ class Swap:
     by_layer: bool = False
     calibrated: bool = False
     exact_where: str = ""
+    apart: bool = False
     clears: tuple[Clears, ...] = ()
 
     def gives_for(self, value: str) -> str:
@@ -333,6 +335,20 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
 # --- carried out ------------------------------------------------------------------------------------------------------
 
 
+def _refuse_shared(spec: ModelSpec) -> None:
+    """Raise SwapRefused where layers read beside the stream what others made, or are scaled with all that enters them,
+    or where values are no projections of their own, by the field that says so.
+    """
+    if spec.layer_inputs is not None:
+        raise SwapRefused("the model has layer_inputs, unknown to this swap")
+    for layer, block in enumerate(spec.blocks):
+        if block.scale is not None:
+            raise SwapRefused(f"blocks.{layer} has a scale of all that leaves it, unknown to this swap")
+        for name, plain in (("kv_from", "input"), ("v_norm", None)):
+            if getattr(block.mixer("attention"), name, plain) != plain:
+                raise SwapRefused(f"blocks.{layer}.attention has {name}, unknown to this swap")
+
+
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
     """The tree after one step; its tensors are not computed yet. See `reshape`."""
     from .base import Read, origin_of
@@ -352,6 +368,8 @@ def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swap
         raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
     argument = step.value.partition(":")[2] if ":" in step.value else None
     layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
+    if not swap.apart:
+        _refuse_shared(spec)
     try:
         asked = Asked(step.value, argument, layers, step.approximate, step.settings, weights, **given)
         found = swap.reshape(spec, asked)

@@ -316,7 +316,8 @@ def test_a_tied_head_is_counted_once():
 
 def test_component_labels_cover_every_parameter():
     labels = {p.component for v in VARIANTS for p in spec_of(v.config).parameters()}
-    assert labels == {"embedding", "positions", "attention", "router", "feed-forward", "norms", "head"}
+    others = {"embedding", "positions", "attention", "router", "feed-forward", "layer inputs", "norms", "head"}
+    assert labels == others
 
 
 def test_gpt2_has_its_known_size():

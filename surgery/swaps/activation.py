@@ -223,6 +223,7 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
     plain = form == new
     return Swap(
         option="activation",
+        apart=True,
         form=form,
         takes="feed-forward's activation",
         gives=new + {"2": ", two units for one", "fit": ", slope fitted"}.get(form.partition(":")[2], ""),

@@ -375,6 +375,7 @@ OPTIONS = (Option("merge_lora", WEIGHTS, 1, "Merge a PEFT adapter into the weigh
 SWAPS = (
     Swap(
         option="merge_lora",
+        apart=True,
         form="DIR",
         takes="model and LoRA adapter",
         gives="one model",

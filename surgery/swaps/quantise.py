@@ -56,7 +56,13 @@ def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
 
 
 entry = partial(
-    Swap, option="quantize", takes="linear weights", guarantee="approximate", reshape=quantise, by_layer=True
+    Swap,
+    option="quantize",
+    takes="linear weights",
+    guarantee="approximate",
+    reshape=quantise,
+    by_layer=True,
+    apart=True,
 )
 
 ORDER = 200

@@ -263,6 +263,7 @@ OPTIONS = (
 SWAPS = (
     tying(
         option="tie",
+        apart=True,
         takes="untied head",
         gives="tied head",
         needs="the head's matrix equal to the embedding's; else their mean, approximate",
@@ -271,6 +272,7 @@ SWAPS = (
     ),
     tying(
         option="untie",
+        apart=True,
         takes="tied head",
         gives="untied head",
         needs="a tied head",

@@ -117,6 +117,7 @@ OPTIONS = (
 SWAPS = (
     Swap(
         option="intermediate",
+        apart=True,
         form="N",
         takes="a feed-forward of m units",
         gives="a feed-forward of N units",

@@ -182,6 +182,9 @@ BAD = {
 }
 
 
+MAY_BE_ZERO = ("qk_nope_head_dim", "first_k_dense_replace", "hidden_size_per_layer_input")
+
+
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_every_size_refuses_what_is_no_size(variant, value):
@@ -196,8 +199,8 @@ def test_every_size_refuses_what_is_no_size(variant, value):
     sizes = [key for key, good in variant.config.items() if type(good) is int and key not in others]
     assert len(sizes) >= 4
     for key in sizes:
-        if key in ("qk_nope_head_dim", "first_k_dense_replace") and value == 0 and type(value) is int:
-            continue  # all of a head may turn, and no layer be dense
+        if key in MAY_BE_ZERO and value == 0 and type(value) is int:
+            continue  # all of a head may turn, no layer be dense, and none have inputs of its own
         with pytest.raises(ConfigError, match=key):
             spec_of({**variant.config, key: value})
 
@@ -263,7 +266,7 @@ def test_the_largest_sizes_are_only_counted():
 @families
 def test_what_is_refused_says_why(family):
     architecture = ARCHITECTURES[family]
-    for name, (harmless, reason) in {**COMMON_REFUSED, **architecture.refused}.items():
+    for name, (harmless, reason) in architecture.refusals.items():
         for value in harmless:
             spec_of({**REPRESENTATIVES[family].config, name: value})
         for value in (each for each in (True, {"bits": 4}, "yes", [1]) if each not in harmless):

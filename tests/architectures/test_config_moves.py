@@ -45,6 +45,10 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     layers = config.get("num_hidden_layers", config.get("n_layer", config.get("num_layers", 1)))
     if isinstance(value, dict):
         yield from ({**value, key: other} for key in value for other in (0.25, 3.0, 1, None, "linear", "default"))
+        inner = {name for each in value.values() if isinstance(each, dict) for name in each}
+        yield from ({key: {**value[key], name: 40} for key in value} for name in inner)
+    if name == "vocab_size_per_layer_input":
+        yield from (101, 128)
     if isinstance(value, list):
         yield from ([each] * layers for each in (0, 1))
     if name == "mlp_layer_types":

@@ -4,6 +4,8 @@ The names are taken from the installed source, so that one which a new version r
 """
 
 import ast
+import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,9 +66,18 @@ def read_by_transformers(family: str) -> list[str]:
     reference = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     modeling = SOURCE.joinpath(*reference.__module__.split(".")[1:]).with_suffix(".py")
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
-    found = {name for path in (modeling, *(SOURCE / name for name in shared)) for name in names_read(path)}
+    found = {name for path in shared for name in names_read(SOURCE / path)}
+    found |= {*names_read(modeling)} - of_others(config_class)
     methods = {name for name in found if callable(getattr(config_class, name, None))}
     return sorted(found - methods - NOT_OF_A_FILE.keys() - within(family))
+
+
+def of_others(config_class: Any) -> set[str]:
+    """Fields of the configs of towers beside the language model, which are in the same file."""
+    there = [each for each in vars(sys.modules[config_class.__module__]).values() if dataclasses.is_dataclass(each)]
+    own = {field.name for field in dataclasses.fields(config_class)}
+    beside = [each for each in there if each.__module__ == config_class.__module__]
+    return {field.name for each in beside for field in dataclasses.fields(each)} - own
 
 
 def within(family: str) -> set[str]:

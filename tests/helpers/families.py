@@ -58,6 +58,9 @@ GEMMA = {**LLAMA, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 1
 GEMMA2 = {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 16}
 GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA4 = {**GEMMA, "model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 16, "global_head_dim": 24}
+GEMMA4 |= {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 12}
+GEMMA4_SHORT = {**GEMMA4, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 
 LATENT = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
@@ -469,6 +472,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**GEMMA3, "sliding_window_pattern": 2},
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 24},
         "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_text": {**GEMMA4, "num_hidden_layers": 7},
+    "gemma4_text-shared": {
+        **GEMMA4,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text-keys": {
+        **GEMMA4_SHORT,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "attention_bias": True,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "tie_word_embeddings": False,
+    },
+    "gemma4_text-layers": {
+        **GEMMA4_SHORT,
+        "hidden_activation": "silu",
+        "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 3} for layer in (1, 2)},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
+    "gemma4_text-composite": {
+        "model_type": "gemma4",
+        "text_config": GEMMA4_SHORT,
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 24},
+        "image_token_id": 5,
         "tie_word_embeddings": True,
     },
     "qwen2_moe": {
@@ -1527,9 +1564,9 @@ def randomised_reference(
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         stored = model.state_dict()
-        for name, buffer in model.named_buffers():  # of those that are stored: what the choice of experts is moved by
+        for name, buffer in model.named_buffers():  # of those that are stored: the choice of experts is moved by some
             if name in stored:
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

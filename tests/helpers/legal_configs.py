@@ -252,6 +252,41 @@ def gemma3(chosen: random.Random) -> Config:
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
 
+def gemma4(chosen: random.Random) -> Config:
+    """Heads and rotary positions by kind of layer, keys of earlier layers, and inputs of layers."""
+    found = gemma(chosen)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        found.pop(name, None)
+    if "hidden_act" in found:
+        found["hidden_activation"] = found.pop("hidden_act")
+    width, kinds = chosen.choice((0, 1, 3, 8)), ("full_attention", "sliding_attention")
+    types = [chosen.choice(kinds) for _ in range(chosen.choice((1, 2, 3, 4)) - 1)]
+    full = chosen.choice(EVEN)
+    found |= {
+        "num_hidden_layers": len(types) + 1,
+        "layer_types": [*types, "full_attention"],
+        "hidden_size_per_layer_input": width,
+        "vocab_size_per_layer_input": chosen.choice((VOCAB, VOCAB + 3)),
+        "global_head_dim": full,
+        "attention_k_eq_v": chosen.random() < 0.3,
+        "sliding_window": chosen.choice((2, 3, 8, 17, 300)),
+        **sometimes(chosen, {"final_logit_softcapping": chosen.choice((None, 0.5, 30.0)), "use_double_wide_mlp": True}),
+    }
+    if found["attention_k_eq_v"]:
+        found |= sometimes(chosen, {"num_global_key_value_heads": 1})
+    if width and {*types} == {*types, "full_attention"}:
+        found["num_kv_shared_layers"] = 1
+    if chosen.random() < 0.5:
+        dims = {"full_attention": (5e4, full), "sliding_attention": (37.5, found["head_dim"])}
+        found["rope_parameters"] = {k: {**scaling(chosen, dim), "rope_theta": base} for k, (base, dim) in dims.items()}
+        for fields in found["rope_parameters"].values():
+            fields.pop("truncate", None)
+            if fields["rope_type"] == "longrope":  # transformers' config class fails where heads differ in width
+                fields.clear()
+                fields |= {"rope_type": "linear", "factor": 4.5, "rope_theta": 5e4}
+    return found
+
+
 def latent(chosen: random.Random) -> Config:
     """What families with latent attention have; the rotary key's width is for a whole "head" of them."""
     heads, rope_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
@@ -742,6 +777,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
     "youtu": youtu,
     "minicpm3": minicpm3,
     "deepseek_v2": deepseek_v2,

@@ -40,10 +40,11 @@ def test_as_is_said(name: str) -> None:
     small = DEVIATION / math.sqrt(2 * len(spec.blocks))
     norm = spec.final_norm or next(iter(spec.blocks[0].norms().values()))
     starts = {"1 + weight": 0, "weight": 1}.get(norm.gain)
-    drawn = {each.name for each in spec.parameters() if each.role not in ("gain", "bias")}  # sinks are drawn too
+    drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name not in drawn:
-            assert (array == (0 if name.endswith("bias") else starts)).all(), name
+            begins = 1 if name.endswith(".scale.weight") else starts
+            assert (array == (0 if name.endswith("bias") else begins)).all(), name
             continue
         wrote = ("o_proj.weight", "down_proj.weight", "embedding.projection.weight")
         writes = name.endswith(wrote) and not any(each in name for each in ("v_down", "q_down"))

@@ -44,7 +44,8 @@ class Following:
         self.ids, self.total = ids, self.past + ids.shape[1]
         self.at = torch.arange(self.past, self.total)
         last = self.graph.before[-1].id
-        x = self.follow(self.graph.before, "", {})[last]
+        self.begun = self.follow(self.graph.before, "", {})
+        x = self.begun[last]
         for layer in range(len(self.graph.spec.blocks)):
             kind = self.graph.kind_of(layer)
             first, *nodes = kind.nodes
@@ -69,7 +70,19 @@ class Following:
         return self.ids
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
-        return self.module(node, path).weight[ids]
+        return self.module(node, path).weight[ids].reshape(*ids.shape, *node.shape[2:])  # type: ignore[arg-type]
+
+    def stream(self, node: Node, path: str, x: Tensor) -> Tensor:
+        return x
+
+    def given(self, node: Node, path: str) -> Tensor:
+        layer, operation = int(path.split(".")[1]), node.operation
+        if not operation.again:  # type: ignore[union-attr]
+            return self.begun["layer_inputs.summed"][:, :, layer]
+        mixers: Any = [block.attention for block in self.graph.spec.blocks]
+        alike = [i for i in range(layer) if mixers[i].remembered == mixers[layer].remembered]
+        made = max(i for i in alike if mixers[i].kv_from != "earlier")
+        return self.cached[f"blocks.{made}.{node.id.removesuffix('earlier')}cached"]
 
     def positions(self, node: Node, path: str) -> Tensor:
         module = self.module(node, path)
@@ -160,7 +173,8 @@ class Following:
         return self.module(node, path)(x) if learnt else ACTIVATIONS[node.title](x.clone())  # type: ignore[index]
 
     def scale(self, node: Node, path: str, x: Tensor) -> Tensor:
-        return x * node.operation.factor  # type: ignore[union-attr]
+        own = self.module(node, path).weight if node.weights else 1.0
+        return x * node.operation.factor * own  # type: ignore[union-attr, no-any-return]
 
     def cap(self, node: Node, path: str, x: Tensor) -> Tensor:
         operation: Any = node.operation

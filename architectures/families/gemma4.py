@@ -1,0 +1,248 @@
+"""Gemma 4 (Google 2026), its text model: Gemma 3 with heads of another width where a layer sees all tokens, values that
+are normed or made of the keys, the last layers on keys and values of earlier ones, and an input of its own for each.
+
+Source: transformers models/gemma4/{configuration,modeling}_gemma4.py. Of a checkpoint with towers for images and sound
+the language model is read; what stands beside it is left out. Files also hold the projections of keys and values that
+the last layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import Attention, BlockScale, LayerEmbedding, LayerInput, ModelSpec, RMSNorm, Rotary, SubLayer
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, none_or_more, with_defaults, write_sliding
+from ..obstacles import of_kind
+from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
+from . import gemma2
+from .gemma import GEMMA_IDS
+from .gemma2 import NORMS, SANDWICH
+from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+FIELDS = with_defaults(
+    {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
+    vocab_size=262144,
+    num_hidden_layers=30,
+    max_position_embeddings=131072,
+    final_logit_softcapping=None,
+)
+KINDS = {
+    FULL: RotaryKind(
+        1e6, "", usual={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, scaled=False
+    ),
+    SLIDING: RotaryKind(1e4, "", scaled=False),
+}
+EVERY = 6
+"""One layer of so many sees all tokens."""
+HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""What may be otherwise in layers that see all tokens, and the field that says so where `per_layer_config` does not."""
+
+
+def _types(config: ConfigReader, count: int) -> list[str]:
+    """The kind of each layer; the last one sees all tokens, whatever is said."""
+    usual = [FULL if (layer + 1) % EVERY == 0 else SLIDING for layer in range(count)]
+    return [*config.layer_types(usual)[:-1], FULL]
+
+
+def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
+    """The fields of `HEADS` for each kind of layer, where they are not those of all."""
+    said = config.raw("per_layer_config")
+    if said is None:
+        found = {"head_dim": config.integer("global_head_dim", 512)}
+        kv_heads = config.optional_integer("num_global_key_value_heads")
+        shared = config.boolean("attention_k_eq_v", False)
+        return {FULL: found | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
+    for name in HEADS.values():
+        config.raw(name)  # transformers looks at none of them then
+    numbers = {int(key): key for key in said if key.isdecimal()} if isinstance(said, dict) else {}
+    if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
+        raise config.fail("per_layer_config", said, f"an object by the number of a layer, of {len(types)}")
+    if not all(isinstance(own, dict) for own in said.values()):
+        raise config.fail("per_layer_config", said, "objects")
+    whole = {name: FIELDS[name].value(config, name) for name in HEADS}
+    each = [whole | said.get(numbers.get(layer), {}) for layer in range(len(types))]
+    wrong = [
+        own for own in each if own.keys() != HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
+    ]
+    if wrong:
+        raise config.fail("per_layer_config", wrong[0], f"positive integers for {' and '.join(HEADS)} alone")
+    found = dict(zip(types, each, strict=True))
+    if [found[kind] for kind in types] != each:
+        raise config.fail("per_layer_config", said, "the same for all layers of a kind")
+    return found
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, positions, heads, and where its keys and values come from."""
+    types, eps = _types(config, count), FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
+    window, context = config.integer("sliding_window", 512), FIELDS["max_position_embeddings"]
+    kv_heads = FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
+    shared, own = none_or_more(config, "num_kv_shared_layers", 0), _by_kind(config, types)
+    if shared and (shared >= count or {*types[: count - shared]} != {*types}):
+        raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
+    if shared and not none_or_more(config, *WIDTH):
+        raise config.fail(WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
+    keys_alone, found = config.boolean("attention_k_eq_v", False), {}
+    for kind in dict.fromkeys(types):
+        width = own.get(kind, {}).get("head_dim", head_dim)
+        length = context.value(config, "max_position_embeddings")
+        norm = RMSNorm(size=width, eps=eps, cast="after_weight")
+        found[kind] = {
+            "window": None if kind == FULL else window,
+            "head_dim": width,
+            "kv_heads": own.get(kind, {}).get("num_key_value_heads", kv_heads),
+            "position": read_rotaries(config, width, length, {kind: KINDS[kind]})[kind],
+            "q_norm": norm,
+            "k_norm": norm,
+            "v_norm": replace(norm, gain="none"),
+            "kv_from": "keys" if kind == FULL and keys_alone else "input",
+        }
+    late = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}
+    return [found[kind] if layer < count - shared else found[kind] | late for layer, kind in enumerate(types)]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `layers` and `read` read."""
+    attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
+    fields = write_sliding(spec)
+    first: dict[str, Any] = {}
+    for kind, each in zip(fields["layer_types"], attentions, strict=True):
+        first.setdefault(kind, each)
+    full, local = first.get(FULL, attentions[0]), first.get(SLIDING, attentions[0])
+    keys_alone = full.kv_from == "keys"
+    heads = {"head_dim": local.head_dim, "num_key_value_heads": local.kv_heads}
+    heads |= {"global_head_dim": full.head_dim, "num_global_key_value_heads": full.kv_heads if keys_alone else None}
+    if full.kv_heads != local.kv_heads and not keys_alone:
+        own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
+        heads["per_layer_config"] = {str(i): own for i, kind in enumerate(fields["layer_types"]) if kind == FULL}
+    shared = [block for block, each in zip(spec.blocks, attentions, strict=True) if each.kv_from == "earlier"]
+    width = spec.blocks[0].feed_forward.intermediate_size
+    inputs = spec.layer_inputs
+    return {
+        **fields,
+        **heads,
+        **write_rotaries({kind: of_kind(each.position, Rotary) for kind, each in first.items()}),
+        "attention_k_eq_v": keys_alone,
+        "num_kv_shared_layers": len(shared),
+        "use_double_wide_mlp": any(block.feed_forward.intermediate_size == 2 * width for block in shared),
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
+        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.vocab_size,
+    }
+
+
+WIDTH = ("hidden_size_per_layer_input", 256)
+DECODER = Decoder(
+    {**FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
+    norms=NORMS,
+    fixed={
+        "norm.cast": "after_weight",
+        "attention.scale": 1.0,
+        "embedding.multiplier": lambda values: values["hidden"] ** 0.5,
+        "embedding.scaling": "rounded",
+    },
+    rotary=None,
+    layers=layers,
+    written=written,
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    spec = DECODER.read(config)
+    hidden, count, wide = spec.hidden_size, len(spec.blocks), config.boolean("use_double_wide_mlp", False)
+    width, rows = none_or_more(config, *WIDTH), config.integer("vocab_size_per_layer_input", 262144)
+    if width and rows < spec.vocab_size:
+        raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
+    blocks = []
+    for block in spec.blocks:
+        inner: Any = block.feed_forward
+        if wide and of_kind(block.attention, Attention).kv_from == "earlier":
+            inner = replace(inner, intermediate_size=2 * inner.intermediate_size)
+        block = replace(block.replaced(feed_forward=inner), scale=BlockScale())
+        if width:
+            mixer = LayerInput(hidden_size=hidden, width=width, activation=inner.activation)
+            block = replace(block, sublayers=(*block.sublayers, SubLayer(mixer=mixer, output_norm=spec.final_norm)))
+        blocks.append(block)
+    inputs = None
+    if width:
+        inputs = LayerEmbedding(
+            vocab_size=rows,
+            hidden_size=hidden,
+            layers=count,
+            width=width,
+            norm=replace(of_kind(spec.final_norm, RMSNorm), size=width),
+            multiplier=width**0.5,
+            projected=hidden**-0.5,
+            summed=2.0**-0.5,
+        )
+    return replace(spec, blocks=tuple(blocks), layer_inputs=inputs)
+
+
+INPUTS = {
+    T + "per_layer_input_gate": B + "layer_input.gate_proj",
+    T + "per_layer_projection": B + "layer_input.down_proj",
+    T + "post_per_layer_input_norm": B + "layer_input_output_norm",
+}
+BEHIND = {
+    "model.norm": "final_norm",
+    "model.embed_tokens_per_layer": "layer_inputs",
+    "model.per_layer_model_projection": "layer_inputs.projection",
+    "model.per_layer_projection_norm": "layer_inputs.norm",
+    "lm_head": "head",
+}
+MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")
+"""The modules of attention in transformers' order."""
+LEAVES = (
+    *leaves_of(EMBEDDING),
+    Leaf(T + "layer_scalar", B + "scale.weight"),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
+    *leaves_of({**FEED_FORWARD, **SANDWICH, **INPUTS, **BEHIND}),
+)
+UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+
+GEMMA4 = DECODER.architecture(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    LEAVES,
+    released="2026-04",
+    model_types=("gemma4_text", "gemma4"),
+    hf_config="Gemma4TextConfig",
+    kinds=DECODER.kinds | {*ROTARY, BlockScale, LayerEmbedding, LayerInput},
+    read=read,
+    token_ids=GEMMA_IDS,
+    part="text_config",
+    renamed=(("model.language_model.", "model."),),
+    outside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+    dropped=(*LLAMA_DROPPED, *UNUSED),
+    irrelevant={
+        **dict.fromkeys(
+            (
+                "vision_config",
+                "audio_config",
+                "boi_token_id",
+                "eoi_token_id",
+                "image_token_id",
+                "video_token_id",
+                "boa_token_id",
+                "eoa_token_index",
+                "audio_token_id",
+            ),
+            "about images and sound, which the language model does not read",
+        ),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), "read with enable_moe_block alone"),
+    },
+    refused={
+        "per_layer_config": None,
+        "use_bidirectional_attention": ((None, "vision"), "attention to tokens that come later has no component here"),
+        "enable_moe_block": (
+            (False,),
+            "experts beside a dense feed-forward, each behind norms, have no component here",
+        ),
+    },
+)
