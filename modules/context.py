@@ -13,7 +13,8 @@ from .registry import module_of
 
 class Context:
     """One forward pass of T new tokens (`steps`) a row of a batch, after `past` earlier ones in the cache; position ids
-    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are.
+    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are. `documents` (B, T) are
+    the numbers of those that are packed into a row: a token looks at none of another. None where each row is one.
     """
 
     def __init__(
@@ -25,11 +26,12 @@ class Context:
         position_ids: Tensor,
         attention_mask: Tensor | None,
         dtype: torch.dtype,
+        documents: Tensor | None = None,
     ) -> None:
         self.batch, self.steps, self.past, self.cached = batch, steps, past, cached
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
-        self.attention_mask = attention_mask
+        self.attention_mask, self.documents = attention_mask, documents
         self._tables: dict[Turning, Any] = {}
         self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
         self._allowed: dict[tuple[int | None, int | None], Tensor] = {}
@@ -77,13 +79,16 @@ class Context:
             allowed = allowed[None, None]
             if self.padded and self.attention_mask is not None:
                 allowed = allowed & self.attention_mask[:, None, None, first:].bool()
+            if self.documents is not None:
+                allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
             self._allowed[window, held] = allowed
         return self._allowed[window, held]
 
     def sdpa_mask(self, window: int | None, held: int | None) -> Tensor | None:
         """`allowed`, or None where the kernel's own causal mask says the same."""
         first_pass = self.past == 0 and (window is None or self.steps < window)
-        return None if first_pass and not self.padded else self.allowed(window, held)
+        whole = not self.padded and self.documents is None
+        return None if first_pass and whole else self.allowed(window, held)
 
     def additive_mask(self, window: int | None, held: int | None) -> Tensor | None:
         """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
