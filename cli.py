@@ -6,11 +6,11 @@ Imports of torch, transformers and rich wait inside the commands, so that --help
 import io
 import sys
 
-from .commands import compare, convert, demo, diff, generate, params, recommend, show, swap, tokenize, verify
+from .commands import compare, convert, demo, diff, generate, params, recommend, show, swap, tokenize, train, verify
 from .commands.base import app
 from .process import answer_signals
 
-COMMANDS = (params, compare, diff, show, recommend, convert, swap, verify, generate, tokenize, demo)
+COMMANDS = (params, compare, diff, show, recommend, convert, swap, verify, generate, tokenize, train, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 
