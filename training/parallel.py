@@ -54,7 +54,8 @@ class Group:
 
         for block in model.blocks:
             fully_shard(block)
-        fully_shard(model)
+        # An evaluation has no backward pass that would take whole parameters back.
+        fully_shard(model, reshard_after_forward=True)
 
     def local(self, tensor: Tensor) -> Tensor:
         """What this process has of a tensor."""
