@@ -52,8 +52,9 @@ class Batch:
 
 def next_token(model: Logits, batch: Batch) -> Tensor:
     """The cross entropy of each next token, in nats."""
-    logits = model(batch.ids, documents=batch.documents).flatten(0, 1).float()
-    return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=NOWHERE, reduction="sum")
+    logits = model(batch.ids, documents=batch.documents).flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, batch.targets.flatten(), ignore_index=NOWHERE, reduction="sum")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -273,7 +274,7 @@ class _Engine:
             raise self._no_number(number, self._first_output(share))
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        norm = float(whole)
+        norm = float(whole.detach())
         if not math.isfinite(norm):
             raise self._no_number(number, self._first("gradient of {}", lambda parameter: parameter.grad))
         if self.settings.clip:
