@@ -98,7 +98,7 @@ def test_kinds_of_computing_agree(tmp_path: Path) -> None:
     assert timed.seconds >= 0.5 and timed.steps >= 1
 
 
-# --- stopped, and gone on -----------------------------------------------------------------------------------------------
+# --- stopped, and gone on ------------------------------------------------------------------------------------------
 
 
 def run_apart(folder: Path) -> int:
@@ -199,7 +199,7 @@ def test_two_processes_have_the_curve_of_one(tmp_path: Path) -> None:
         assert torch.allclose(a, b, atol=1e-4)
 
 
-# --- what cannot be done ------------------------------------------------------------------------------------------------
+# --- what cannot be done ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
