@@ -102,7 +102,6 @@ def result_lines(done: Trained) -> list[str]:
     first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
     return [
         "",
-        f"held-out loss {done.held_out:.4f} nats per token after {done.tokens:,} tokens"
-        f" (behind step {first['step']:,}: {first['held_out']:.4f})",
+        f"held-out loss {done.held_out:.4f} nats per token ({first['held_out']:.4f} behind step {first['step']:,})",
         f"{printable(str(done.folder))}: {form}, float32, {done.steps:,} steps in {duration(done.seconds)}",
     ]

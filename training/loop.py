@@ -191,7 +191,8 @@ def fit(
     with _Interrupt() as interrupt:
         while run.done(settings) < 1:
             rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
-            windows, start = batches(run.step), time.monotonic()
+            start = time.monotonic()
+            windows = batches(run.step)
             value, norm = engine.step(run.step, windows, rate)
             run.step, took = run.step + 1, time.monotonic() - start
             first = group.rank == 0
