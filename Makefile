@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-params  gptkit params against accelerate estimate-memory, as whole processes"
 	@echo "make bench-diff    two checkpoints of 2 GB against each other, beside cmp and sha256sum"
 	@echo "make bench-surgery fewer key-value heads against mean-pooling; a 2.2 GB model within 600 MB"
+	@echo "make bench-train   gptkit train against a plain loop, as ratios (TEXT=tinyshakespeare.txt, NANOGPT=FOLDER)"
 	@echo "make format        let ruff rewrite the code"
 	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
 
@@ -132,6 +133,9 @@ bench-surgery: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/surgery.py
 
 TEXT ?= tinyshakespeare.txt
+bench-train: $(STAMP)
+	$(BIN)/python benchmarks/train.py --text $(TEXT) $(if $(NANOGPT),--nanogpt $(NANOGPT))
+
 samples: $(STAMP)
 	$(BIN)/python examples/train_samples.py --text $(TEXT) --out samples
 

@@ -13,6 +13,8 @@ never waits for torch.
     recommend(goal, params)      components for a goal and a size, with costs and papers
     verify(model, other)         logits against transformers
     generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
+    tokenize(files, out)         texts as a folder of tokens, for training
+    train(model, data, out)      a tree from random weights, or a checkpoint further
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
     progress(what)               a line that tells how far one of these is, in a notebook too
 """
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
     from .surgery.swap import swap as swap
+    from .training.data import tokenize as tokenize
+    from .training.train import train as train
 
 _HOMES = {
     "compare": ".analysis.compare",
@@ -51,6 +55,8 @@ _HOMES = {
     "recommend": ".analysis.recommend",
     "save": ".modules.save",
     "swap": ".surgery.swap",
+    "tokenize": ".training.data",
+    "train": ".training.train",
     "verify": ".parity.verify",
 }
 

@@ -6,11 +6,25 @@ Imports of torch, transformers and rich wait inside the commands, so that --help
 import io
 import sys
 
-from .commands import audit, compare, convert, demo, diff, generate, params, recommend, show, swap, verify
+from .commands import (
+    audit,
+    compare,
+    convert,
+    demo,
+    diff,
+    generate,
+    params,
+    recommend,
+    show,
+    swap,
+    tokenize,
+    train,
+    verify,
+)
 from .commands.base import app
 from .process import answer_signals
 
-COMMANDS = (params, compare, diff, audit, show, recommend, convert, swap, verify, generate, demo)
+COMMANDS = (params, compare, diff, audit, show, recommend, convert, swap, verify, generate, tokenize, train, demo)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 

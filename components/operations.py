@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
-    "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale", "Scan",
-    "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of", "unknown",
+    "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale",
+    "Scan", "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of",
+    "unknown",
 ]
 # fmt: on
 

@@ -45,7 +45,7 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
-def _several() -> bool:
+def several() -> bool:
     """Whether torchrun, or something that sets what it sets, started this process as one of several."""
     size = os.environ.get("WORLD_SIZE", "")
     return size.isdigit() and int(size) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
@@ -53,7 +53,7 @@ def _several() -> bool:
 
 def leads() -> bool:
     """Whether this process is the one that speaks: all but the guests of a team."""
-    return not _several() or os.environ["RANK"] == "0"
+    return not several() or os.environ["RANK"] == "0"
 
 
 class _Alone:
@@ -79,7 +79,7 @@ def together(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         global _team
-        if not _several():
+        if not several():
             return function(*args, **kwargs)
         group, rank, size = _meet()
         mates = _Guest(group, rank, size) if rank else _Host(group, rank, size)

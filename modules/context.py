@@ -12,7 +12,8 @@ from .registry import module_of
 
 class Context:
     """One forward pass of T new tokens (`steps`) a row of a batch, after `past` earlier ones in the cache; position ids
-    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are.
+    are (1 or B, T), the mask is (B, past + T), 1 where a token is real, or None where all are. `documents` (B, T) are
+    the numbers of those that are packed into a row: a token looks at none of another. None where each row is one.
     """
 
     def __init__(
@@ -24,11 +25,12 @@ class Context:
         position_ids: Tensor,
         attention_mask: Tensor | None,
         dtype: torch.dtype,
+        documents: Tensor | None = None,
     ) -> None:
         self.batch, self.steps, self.past, self.cached = batch, steps, past, cached
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
-        self.attention_mask = attention_mask
+        self.attention_mask, self.documents = attention_mask, documents
         self.layer = 0  # which block runs
         self.inputs: Tensor | None = None  # (B, T, layers, width): what each block reads beside the stream
         self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
@@ -108,16 +110,21 @@ class Context:
                 if self.attention_mask is not None:
                     first_token = (self.attention_mask.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
                 start = first_token[:, None, None]  # (B or 1, 1, 1, 1)
+                if self.documents is not None:  # each begins its chunks anew
+                    keys, queries = self.position_ids[:, None, None, :], self.position_ids[:, None, :, None]
                 allowed = allowed & ((keys - start) // window == (queries - start) // window)
             if self.padded and self.attention_mask is not None:
                 allowed = allowed & self.attention_mask[:, None, None, first:].bool()
+            if self.documents is not None:
+                allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
             self._allowed[window, held, chunked] = allowed
         return self._allowed[window, held, chunked]
 
     def sdpa_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """`allowed`, or None where the kernel's own causal mask says the same."""
         first_pass = self.past == 0 and (window is None or self.steps < window)
-        return None if first_pass and not self.padded else self.allowed(window, held, chunked)
+        whole = not self.padded and self.documents is None
+        return None if first_pass and whole else self.allowed(window, held, chunked)
 
     def additive_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""

@@ -236,6 +236,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         last_only: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T).
 
@@ -247,9 +248,12 @@ class Decoder(nn.Module):
                 transformers does.
             cache: a `Cache` to read earlier tokens from and leave these in.
             last_only: logits of the last token alone, (B, 1, vocabulary), which is all that decoding needs.
+            documents: (B, T), the number of the document that each token is of, where several lie behind one another
+                in a row: attention keeps them apart, and positions that are not given start again at each.
 
         Raises:
-            UsageError: more tokens than the position table has rows, or ids or a mask of another shape.
+            UsageError: more tokens than the position table has rows; ids, a mask or documents of another shape;
+                documents with a cache or a mask, which have no meaning together.
         """
         if input_ids.dim() != 2 or not input_ids.shape[1]:
             raise UsageError(f"token ids of shape {tuple(input_ids.shape)}, expected (B, T) with T of 1 or more")
@@ -260,7 +264,14 @@ class Decoder(nn.Module):
                 f"attention_mask of shape {tuple(attention_mask.shape)}, expected {(batch, past + steps)}:"
                 " a column for every token, those in the cache included"
             )
-        if position_ids is None and self.positions is not None:
+        if documents is not None:
+            if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
+                raise UsageError(
+                    f"documents of shape {tuple(documents.shape)} for token ids of {(batch, steps)}",
+                    "They are as many as the ids, and go with neither a cache nor an attention_mask.",
+                )
+            position_ids = positions_in(documents) if position_ids is None else position_ids
+        elif position_ids is None and self.positions is not None:
             position_ids = self.positions.where_not_given(attention_mask, past, steps, input_ids.device)
         elif position_ids is None:
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
@@ -271,7 +282,7 @@ class Decoder(nn.Module):
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
             x = x + self.positions(position_ids, x.dtype)
-        context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype)
+        context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         for layer, block in enumerate(self.blocks):
             context.layer = layer
@@ -281,3 +292,11 @@ class Decoder(nn.Module):
         x = x if self.final_norm is None else self.final_norm(x)
         logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
         return logits
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """The position (B, T) of each token in its document, of the documents' numbers (B, T)."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values

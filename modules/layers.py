@@ -74,9 +74,10 @@ class FusedLinears:
     """Several `Linear`s on one input as one matrix product, with their parameters as they are.
 
     The parameters become views of one matrix, made again whenever they were replaced (another dtype or device, new
-    weights); in-place changes show through. Where gradients are needed the matrix is concatenated every time, since
-    a view's gradient would not reach the parameter. A linear that is no longer a plain one (an adapter in its place,
-    a hook on it) is called for itself, and so are its neighbours.
+    weights); in-place changes show through. Where gradients are needed, and in train mode, the matrix is concatenated
+    every time, since a view's gradient would not reach the parameter, and whoever trains holds on to its memory. A
+    linear that is no longer a plain one (an adapter in its place, a hook on it) is called for itself, and so are its
+    neighbours.
 
     `groups`: the linears' rows come in so many equal groups, and the family's own matrix has the first group's rows of
     each linear, then the second's, and so on. Where a row lies shows only where a group's results are no whole
@@ -100,7 +101,8 @@ class FusedLinears:
             weight, bias = self._concatenated(plain, self.groups)
             out = clipped(multiply(x, weight, bias, plain[0].arithmetic), limit)
             return torch.split(torch.unflatten(out, -1, (self.groups, -1)), rows, dim=-1)
-        if torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters()):
+        wanted = torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters())
+        if wanted or plain[0].training:
             weight, bias = self._concatenated(plain)
         else:
             biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]

@@ -37,6 +37,7 @@ def save(
     dtype: torch.dtype | str | None = None,
     force: bool = False,
     max_shard_bytes: int | None = None,
+    record: dict[str, Any] | None = None,
 ) -> Path:
     """Write a model in memory as a checkpoint folder, which appears complete or not at all.
 
@@ -51,6 +52,7 @@ def save(
         dtype: store every tensor as this; by default as each is in memory.
         force: replace an existing checkpoint folder, in one step; it may be the one that the model was loaded from.
         max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
+        record: what the history says of how the weights came about, in JSON values.
 
     Returns:
         The folder.
@@ -65,7 +67,7 @@ def save(
     to = target(as_, FOLDERS)
     stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     with Staging(Path(folder), force) as staging:
-        source, to = adapted(_in_memory(model, stored), to)
+        source, to = adapted(_in_memory(model, stored, record), to)
         plan = plan_conversion(source, to, stored, max_shard_bytes)
         done = transfer(plan, source, staging)
         manifest = {
@@ -78,7 +80,7 @@ def save(
     return Path(folder)
 
 
-def _in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
+def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] | None = None) -> Checkpoint:
     """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
@@ -107,18 +109,18 @@ def _in_memory(model: Decoder, dtype: str | None = None) -> Checkpoint:
         stored[name] = Stored(None, parse_dtype(str(each.dtype)), tuple(each.shape), decode=partial(_values, each))
     weights = Weights(stored)
     compute = widest([each.dtype for each in stored.values()])
-    about = model.source or Outline(model.spec, Origin())
-    record = {"saved": TOLD, "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
+    source = model.source or Outline(model.spec, Origin())
+    record = {**(about or {"saved": TOLD}), "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
     return Checkpoint(
-        reference=about.origin.reference or "the model in memory",
+        reference=source.origin.reference or "the model in memory",
         path=Path(),
-        revision=about.revision,
+        revision=source.revision,
         format="memory",
         spec=model.spec,
         leaves=identity_leaves(model.spec),
         dtype=compute,
-        origin=replace(about.origin, history=(*about.origin.history, record)),
-        texts={**_tokenizer(about.path), **about.texts},
+        origin=replace(source.origin, history=(*source.origin.history, record)),
+        texts={**_tokenizer(source.path), **source.texts},
         _weights=weights,
         _found={name: name for name in declared},
     )

@@ -167,8 +167,8 @@ class Swap:
     weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
     a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. apart:
     whether it changes nothing but feed-forwards, the head, or how weights are stored, and so may meet layers that share
-    keys or have inputs of their own. exact_where: the weights that it is exact on, where only some are so, in words that
-    end "exact only where …". clears: what it is a remedy of, where a family has something else.
+    keys or have inputs of their own. exact_where: the weights that it is exact on, where only some are so, in words
+    that end "exact only where …". clears: what it is a remedy of, where a family has something else.
     """
 
     option: str

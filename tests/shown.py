@@ -34,8 +34,8 @@ MORE = "…"
 """The last line of an output of which only the beginning is shown."""
 
 DECIMAL, NUMBER = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
-MEASURED = {"swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER}
-"""Of these commands what is measured: whatever has a decimal point; of `diff` ranks too."""
+MEASURED = {"swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER, "train": NUMBER}
+"""Of these commands what is measured: whatever has a decimal point; of `diff` ranks too, of `train` everything."""
 
 
 @dataclass(frozen=True)

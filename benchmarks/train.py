@@ -1,0 +1,184 @@
+"""gptkit train beside a plain loop, as nanoGPT's train.py is one: tokens a second, and loss on the same held-out text.
+
+    python benchmarks/train.py --text tinyshakespeare.txt [--nanogpt FOLDER] [--tokens N] [--seeds N]
+
+Both train GPT-2 of the same size (exact GELU, learned positions, tied head) on the same tokens with the same rates,
+decay and clipping, and are evaluated on the same windows. The plain one is written here; with --nanogpt its model is
+that of nanoGPT's own model.py in FOLDER, with AdamW as its `configure_optimizers` makes it. Runs alternate, and which
+goes first does too. Seconds are those of steps, their batches counted in, without evaluations. Fails where gptkit is
+slower by the median of the runs' ratios, or its mean loss is above the other's by more than their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptkit.architectures import architecture_of
+from gptkit.modules.load import load_random
+from gptkit.training.data import Stretch, TokenFile, Windows, tokenize
+from gptkit.training.loop import Settings, fit
+from gptkit.training.optimiser import rate_at
+from gptkit.training.parallel import Group
+from gptkit.training.state import Store
+
+LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 4, 4, 128, 128, 512
+RATE, WARMUP, DECAY, CLIP, BETAS = 3e-3, 0.05, 0.1, 1.0, (0.9, 0.95)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(self.first(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Plain(nn.Module):
+    """GPT-2, called as nanoGPT's model is: ids and targets -> logits and their mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.layers, self.norm = nn.ModuleList(Layer() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+        for name, each in self.named_parameters():
+            if each.dim() > 1:
+                deep = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(each, std=0.02 / (math.sqrt(2 * LAYERS) if deep else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(each)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self, decay: float, rate: float, betas: tuple[float, float], _: str) -> Any:
+        groups = [[p for p in self.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
+        kinds = [{"params": groups[0], "weight_decay": decay}, {"params": groups[1], "weight_decay": 0.0}]
+        return torch.optim.AdamW(kinds, lr=rate, betas=betas)
+
+
+def nanogpt(folder: Path) -> Callable[[], Any]:
+    """What makes nanoGPT's own model."""
+    about = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    assert about is not None and about.loader is not None
+    module = importlib.util.module_from_spec(about)
+    sys.modules[about.name] = module
+    about.loader.exec_module(module)
+    config = module.GPTConfig(CONTEXT, VOCABULARY, LAYERS, HEADS, WIDTH, 0.0, True)
+    return lambda: module.GPT(config)
+
+
+def other(make: Callable[[], Any], training: Stretch, held: Windows, steps: int, windows: int, seed: int) -> Any:
+    """(loss, seconds) of the plain loop."""
+    torch.manual_seed(seed)
+    model = make()
+    optimiser = model.configure_optimizers(DECAY, RATE, BETAS, "cpu")
+    data = torch.from_numpy(training.tokens.read(0, training.end))
+    seconds = 0.0
+    for step in range(steps):
+        began = time.perf_counter()
+        starts = torch.randint(len(data) - CONTEXT, (windows,))
+        ids = torch.stack([data[at : at + CONTEXT] for at in starts])
+        targets = torch.stack([data[at + 1 : at + 1 + CONTEXT] for at in starts])
+        for group in optimiser.param_groups:
+            group["lr"] = rate_at((step + 1) / steps, RATE, WARMUP)
+        _, loss = model(ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        float(loss.detach())
+        seconds += time.perf_counter() - began
+    with torch.no_grad():
+        rows = zip(
+            torch.from_numpy(held.ids).split(windows), torch.from_numpy(held.targets).split(windows), strict=True
+        )
+        lost = sum(float(model(ids, targets)[1]) * targets.numel() for ids, targets in rows)
+    return lost / held.targets.size, seconds
+
+
+def ours(training: Stretch, held: Windows, steps: int, windows: int, seed: int) -> Any:
+    """(loss, seconds) of gptkit's loop."""
+    config = {
+        "model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_positions": CONTEXT,
+        "vocab_size": VOCABULARY, "activation_function": "gelu",
+    }  # fmt: skip
+    model = load_random(architecture_of(config).spec(config), "float32", seed=seed)
+    settings = Settings(
+        windows, CONTEXT, steps, rate=RATE, warmup=WARMUP, decay=DECAY, clip=CLIP, seed=seed, every=steps
+    )
+    alone, took = Group(0, 1, torch.device("cpu")), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        run = fit(
+            model, lambda step: training.step(step, windows, seed), held, settings,
+            group=alone, store=Store(Path(folder), alone), tell=lambda step: took.append(step.took),
+        )  # fmt: skip
+    return run.curve[-1]["held_out"], sum(took)
+
+
+def main() -> None:
+    """Run both in turn, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    make, name = (Plain, "plain") if given.nanogpt is None else (nanogpt(given.nanogpt), "nanoGPT")
+    with tempfile.TemporaryDirectory() as folder:
+        found: TokenFile = tokenize([given.text], Path(folder) / "tokens", vocabulary=VOCABULARY)
+        cut = found.tokens * 9 // 10
+        training, held = Stretch(found, 0, cut, CONTEXT), Stretch(found, cut, found.tokens, CONTEXT).spread(512)
+        steps = -(-given.tokens // (given.windows * CONTEXT))
+        print(f"{steps:,} steps of {given.windows * CONTEXT:,} tokens, {torch.get_num_threads()} threads")
+        print(f"{'seed':>4}{'gptkit':>10}{name:>10}{'tokens/s':>12}{name:>12}{'ratio':>8}", flush=True)
+        losses: tuple[list[float], list[float]] = ([], [])
+        ratios = []
+        for seed in range(given.seeds):
+            runs = {
+                0: lambda seed=seed: ours(training, held, steps, given.windows, seed),
+                1: lambda seed=seed: other(make, training, held, steps, given.windows, seed),
+            }
+            done = {each: runs[each]() for each in ((0, 1) if seed % 2 == 0 else (1, 0))}
+            pace = [steps * given.windows * CONTEXT / done[each][1] for each in (0, 1)]
+            for each in (0, 1):
+                losses[each].append(done[each][0])
+            ratios.append(pace[0] / pace[1])
+            row = f"{seed:>4}{done[0][0]:>10.4f}{done[1][0]:>10.4f}{pace[0]:>12,.0f}{pace[1]:>12,.0f}{ratios[-1]:>8.2f}"
+            print(row, flush=True)
+    mean = [statistics.mean(each) for each in losses]
+    spread = max(max(each) - min(each) for each in losses)
+    print(
+        f"mean{mean[0]:>10.4f}{mean[1]:>10.4f}   spread {spread:.4f}{'':>6}median ratio{statistics.median(ratios):>8.2f}"
+    )
+    if statistics.median(ratios) < 1 or mean[0] > mean[1] + spread:
+        sys.exit("gptkit is slower, or its loss is higher")
+
+
+if __name__ == "__main__":
+    main()

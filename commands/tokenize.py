@@ -1,0 +1,40 @@
+"""tokenize: texts as a folder of tokens, once, for everything that trains or measures on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UsageError
+from ..terminal import progress_bar, say
+from .base import FORCE, QUIET, argument, command, option
+
+
+@command("gptkit tokenize play.txt play-tokens", "gptkit tokenize a.txt b.jsonl tokens --tokenizer sample:gpt2")
+def tokenize(
+    files: list[Path] = argument(
+        "FILE… OUT", "Texts, each a document; of a .jsonl each line; last, the folder to make."
+    ),
+    *,
+    tokenizer: str | None = option(
+        "MODEL", "Take this model's tokenizer, or a tokenizer.json; without one, a byte-level BPE is trained."
+    ),
+    vocabulary: int | None = option("N", "How many tokens one that is trained has at most; by default 4,096."),
+    force: bool = FORCE,
+    quiet: bool = QUIET,
+) -> None:
+    """Write texts as a folder of tokens, for train and eval."""
+    from ..training.data import tokenize as run
+
+    *texts, out = files
+    if not texts:
+        raise UsageError("tokenize takes a text and the folder to make", "gptkit tokenize play.txt play-tokens")
+    with progress_bar("tokenizing", quiet) as advance:
+        done = run(texts, out, tokenizer=tokenizer, vocabulary=vocabulary, force=force, progress=advance)
+    documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"
+    say(
+        [
+            f"{out}: {done.tokens:,} tokens of {documents}, {done.bytes / done.tokens:.2f} bytes a token",
+            f"vocabulary of {done.vocabulary:,}, stored as uint{8 * int(done.dtype[-1])}",
+        ],
+        quiet,
+    )

@@ -1,0 +1,101 @@
+"""train: a model from random weights, or a checkpoint further."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..converter.distributed import leads
+from ..errors import Elsewhere, GptkitError, UsageError
+from ..terminal import progress_bar, say
+from .base import MODEL, QUIET, argument, command, flag, option, tokens
+from .completion import one_of
+
+_HOW = "How to train"
+_UNITS = {"s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(name: str, text: str) -> float:
+    """Seconds of "90", "90s", "10m", "1.5h"; raises UsageError."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([smhd]?)\s*", text, re.ASCII)
+    found = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if found <= 0:
+        raise UsageError(f"{name} {text!r:.40} is not a time", f"as in {name} 90s, {name} 10m or {name} 1.5h")
+    return found
+
+
+@command(
+    "gptkit train tiny.json tiny --data play.txt --tokens 1M",
+    "gptkit train sample:gpt2 tuned --data play-tokens --tokens 200k --lr 3e-4",
+    "torchrun --nproc-per-node 2 -m gptkit train gpt2 out --data tokens --time 1h",
+)
+def train(
+    model: str = MODEL,
+    out: Path = argument("OUT", "The folder to write; OUT.training has checkpoints and measurements."),
+    *,
+    data: list[str] = option(
+        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+    ),
+    budget: str | None = option("--tokens N", "Train on so many tokens: 1M, 500k, 2e9."),
+    time: str | None = option("--time TIME", "Train for so long instead: 90s, 10m, 1.5h."),
+    batch: str | None = option("N", "Tokens per step; by default 16 windows.", _HOW),
+    context: str | None = option("N", "Tokens per window; by default the model's context, 1,024 at most.", _HOW),
+    lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
+    warmup: float = option("SHARE", "Reach that rate within this share of the budget.", _HOW, default=0.05, min=0),
+    decay: float = option("NUMBER", "Decoupled weight decay of matrices.", _HOW, default=0.1, min=0),
+    clip: float = option("NORM", "Cut each gradient to this norm; 0 leaves it.", _HOW, default=1.0, min=0),
+    accumulate: int = option("N", "Compute each step in N parts, for less memory.", _HOW, default=1, min=1),
+    held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
+    tokenizer: str | None = option("MODEL", "Take this tokenizer for texts; by default the model's own.", _HOW),
+    no_document_mask: bool = flag("--no-document-mask", "Let tokens look at other documents too.", _HOW),
+    random: bool = flag("--random", "Draw random weights for a checkpoint's tree too.", _HOW),
+    seed: int = option("N", "The seed of random weights and of the order of windows.", _HOW, default=0, min=0),
+    dtype: str | None = option(
+        "float32 | bfloat16",
+        "Multiply in this; by default bfloat16 on GPUs.",
+        _HOW,
+        complete=one_of(("float32", "bfloat16")),
+    ),
+    compiled: bool = flag("--compile", "Compile the model with torch.compile.", _HOW),
+    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    every: int | None = option("STEPS", "Evaluate and keep a checkpoint every so many steps.", min=1),
+    sample: str | None = option("PROMPT", "Continue this prompt at every evaluation."),
+    metrics: Path | None = option("FILE", "Write the measurements (JSON lines) here as well."),
+    resume: bool = flag("--resume", "Go on from the last checkpoint of the same call."),
+    force: bool = flag("--force", "Replace OUT, and begin anew."),
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    quiet: bool = QUIET,
+) -> None:
+    """Train a model, from random weights or a checkpoint's, on texts."""
+    from ..report.training import Watched, result_lines
+    from ..training.train import train as run
+
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
+    share = re.fullmatch(r"\d*\.?\d+", held_out)
+    options: dict[str, Any] = {
+        "tokens": None if budget is None else tokens("--tokens", budget),
+        "seconds": None if time is None else seconds("--time", time),
+        "batch": None if batch is None else tokens("--batch", batch),
+        "context": None if context is None else tokens("--context", context),
+        "held_out": float(held_out) if share else held_out,
+        "documents_apart": not no_document_mask,
+    }
+    hyper = {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
+    what = {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
+    where = {"device": device, "sample": sample, "resume": resume, "force": force}
+    opening = {"offline": offline, "allow_pickle": allow_pickle}
+    quiet = quiet or not leads()
+    try:
+        with progress_bar("tokenizing", quiet) as advance, Watched(quiet, metrics if leads() else None) as watched:
+            done = run(
+                model, data, out, **options, **hyper, **what, **where, **opening,
+                on_start=watched.start, tell=watched.step, progress=advance,
+            )  # fmt: skip
+    except GptkitError as error:
+        if leads():
+            raise
+        raise Elsewhere(error.message, error.exit_code) from error  # the first process tells the same
+    say(result_lines(done), quiet)

@@ -1,0 +1,107 @@
+"""train, for the terminal: what is about to be trained, a row an evaluation, a bar on the way, and what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ..terminal import printable, say
+from ..training.loop import Step
+from ..training.train import Prepared, Trained
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Watched:
+    """What a person sees of a run: lines on standard output, and a bar on standard error where somebody is looking.
+    `metrics` gets a line of JSON a step.
+    """
+
+    def __init__(self, quiet: bool, metrics: Path | None = None) -> None:
+        self.quiet, self._path, self._file, self._bar = quiet, metrics, None, None
+        self._took: float | None = None  # seconds a step, smoothed
+
+    _file: IO[str] | None
+    _bar: Any
+
+    def __enter__(self) -> Watched:
+        if self._path is not None:
+            self._file = self._path.open("a")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def start(self, prepared: Prepared) -> None:
+        """Tell what begins."""
+        self.about = prepared
+        settings = prepared.settings
+        step = settings["windows"] * settings["context"]
+        budget = f"{settings['steps']:,} steps" if settings["steps"] else duration(settings["seconds"])
+        begun = "from random weights" if prepared.from_scratch else "from its checkpoint"
+        lines = [
+            f"{prepared.model}: {prepared.parameters:,} parameters, {begun}",
+            f"{budget} of {step:,} tokens, {settings['context']:,} a window; AdamW, rate {settings['rate']:.3g}",
+            f"{prepared.tokens:,} tokens to train on, {prepared.held_out:,} held out",
+            f"{prepared.flops:.3g} FLOPs a step; at most {prepared.peak:.3g} a second, by {prepared.peak_by}",
+        ]
+        lines += [f"goes on behind step {prepared.first:,}"] if prepared.first else []
+        head = f"{'step':>8}{'tokens':>14}{'loss':>9}{'held out':>10}{'rate':>11}{'tokens/s':>10}{'of peak':>9}"
+        say([*lines, "", head], self.quiet)
+        if not self.quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=1.0)
+            self._bar.start()
+
+    def step(self, step: Step) -> None:
+        """Tell a step."""
+        if self._file is not None:
+            self._file.write(json.dumps(step.as_json()) + "\n")
+            self._file.flush()
+        self._took = step.took if self._took is None else 0.9 * self._took + 0.1 * step.took
+        settings = self.about.settings
+        pace = settings["windows"] * settings["context"] / self._took
+        share = f"{100 * self.about.flops / self._took / self.about.peak:.1f} %"
+        if self._bar is not None:
+            done = step.step / settings["steps"] if settings["steps"] else step.seconds / settings["seconds"]
+            words = f"step {step.step:,}  loss {step.loss:.3f}  {pace:,.0f} tokens/s  {share} of peak"
+            self._bar.update(self._task, completed=done, description=words)
+        if step.held_out is not None:
+            row = f"{step.step:>8,}{step.tokens:>14,}{step.loss:>9.4f}{step.held_out:>10.4f}{step.rate:>11.2e}"
+            self._say([f"{row}{pace:>10,.0f}{share:>9}"])
+            if step.sample is not None:
+                self._say([f"    {printable(' '.join(step.sample.split())):.76}"])
+
+    def _say(self, lines: list[str]) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        say(lines, self.quiet)
+        if self._bar is not None:
+            self._bar.start()
+
+
+def result_lines(done: Trained) -> list[str]:
+    """What came out, in lines."""
+    first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
+    return [
+        "",
+        f"held-out loss {done.held_out:.4f} nats per token ({first['held_out']:.4f} behind step {first['step']:,})",
+        f"{printable(str(done.folder))}: {form}, float32, {done.steps:,} steps in {duration(done.seconds)}",
+    ]

@@ -1,0 +1,126 @@
+"""The optimiser's groups, the schedule, a step's gradient, and documents that lie in one row."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gptkit.errors import UsageError
+from gptkit.modules.decoder import Decoder, positions_in
+from gptkit.modules.load import load
+from gptkit.training.data import NOWHERE, Windows
+from gptkit.training.loop import Settings, _Engine, next_token
+from gptkit.training.optimiser import FLOOR, adamw, decays, rate_at
+from gptkit.training.parallel import Group
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+def windows(model: Decoder, rows: int, length: int) -> Windows:
+    ids = np.random.default_rng(0).integers(0, model.spec.vocab_size, (rows, length + 1))
+    targets = ids[:, 1:].copy()
+    targets[::2, : length // 2] = NOWHERE  # parts with fewer targets than others
+    return Windows(ids[:, :-1].copy(), targets, None)
+
+
+# --- the optimiser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])
+def test_matrices_alone_decay(name: str) -> None:
+    model = load(f"sample:{name}")
+    names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+    optimiser = adamw(model, model.spec.parameters(), 1e-3, 0.1)
+    found = {
+        group["weight_decay"]: {names[each.data_ptr()] for each in group["params"]} for group in optimiser.param_groups
+    }
+    assert set(found) == {0.1, 0.0} and found[0.1] | found[0.0] == set(names.values())
+    declared = {each.name: each for each in model.spec.parameters()}
+    assert all(name.endswith("proj.weight") or name == "head.weight" for name in found[0.1])
+    assert all(len(declared[name].shape) == 1 or declared[name].role == "table" for name in found[0.0])
+    assert {name for name, each in declared.items() if decays(each)} == found[0.1]
+
+
+def test_what_is_not_trained_is_frozen() -> None:
+    model = load("sample:llama")
+    norms = {name for name, _ in model.named_parameters() if "norm" in name}
+    (group,) = adamw(model, model.spec.parameters(), 1e-3, 0.1, trained=norms).param_groups
+    assert len(group["params"]) == len(norms)
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == norms
+
+
+def test_the_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
+    assert [rate_at(done, 2.0, 0.2) for done in (0.05, 0.1, 0.2)] == pytest.approx([0.5, 1.0, 2.0])
+    assert rate_at(0.6, 2.0, 0.2) == pytest.approx(2.0 * (FLOOR + 1) / 2)
+    assert rate_at(1.0, 2.0, 0.2) == rate_at(1.5, 2.0, 0.2) == pytest.approx(0.2)
+    assert rate_at(0.0, 2.0, 0.0) == 2.0
+    rates = [rate_at(done / 100, 2.0, 0.2) for done in range(20, 101)]
+    assert rates == sorted(rates, reverse=True)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_parts_add_up_to_the_large_batch(clip: float) -> None:
+    """By what a step of plain descent takes from the parameters, which is the gradient."""
+    taken = []
+    for accumulate in (1, 3, 8):
+        model = load("sample:llama", "float64").train()
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        batch = windows(model, 8, 12)
+        descent = torch.optim.SGD(model.parameters(), lr=1.0)
+        settings = Settings(8, 12, steps=1, accumulate=accumulate, clip=clip)
+        loss, norm = _Engine(model, next_token, descent, settings, ALONE).step(0, batch, 1.0)
+        taken.append({name: before[name] - each.detach() for name, each in model.named_parameters()})
+        logits = load("sample:llama", "float64")(torch.from_numpy(batch.ids))
+        mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten())
+        assert loss == pytest.approx(float(mean.detach()), rel=1e-6)  # summed over parts in fp32
+        whole = math.sqrt(sum(float(each.square().sum()) for each in taken[-1].values()))
+        assert whole == pytest.approx(min(norm, clip) if clip else norm, rel=1e-3)
+    for other in taken[1:]:
+        for name, gradient in taken[0].items():
+            assert torch.allclose(gradient, other[name], rtol=0, atol=1e-12 * float(gradient.abs().max())), name
+
+
+# --- documents in one row ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])
+def test_a_document_does_not_see_another(name: str, attention: str) -> None:
+    """Within fp64's rounding; a bias of ALiBi is rounded to fp32, and is another number by the same constant."""
+    model = load(f"sample:{name}", "float64", attention)
+    lengths = (9, 14, 5)
+    ids = torch.randint(0, model.spec.vocab_size, (2, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    numbers = torch.repeat_interleave(torch.tensor([4, 5, 9]), torch.tensor(lengths)).expand(2, -1)
+    with torch.no_grad():
+        packed = model(ids, documents=numbers)
+        alone = torch.cat([model(part) for part in ids.split(lengths, dim=1)], dim=1)
+        together = model(ids)
+    bound = (1e-5 if name == "bloom" else 1e-12) * float(alone.abs().max())
+    assert float((packed - alone).abs().max()) < bound
+    assert float((together - alone)[:, 9:].abs().max()) > 1000 * bound
+    assert positions_in(numbers)[0].tolist() == [*range(9), *range(14), *range(5)]
+
+
+def test_documents_go_with_no_cache_or_mask(tmp_path: Path) -> None:
+    model, ids = load("sample:llama"), torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(UsageError, match="documents of shape"):
+        model(ids, documents=ids[:, :2])
+    with pytest.raises(UsageError, match="documents of shape"):
+        model(ids, documents=ids, attention_mask=ids)
+
+
+def test_training_mode_keeps_the_parameters_memory() -> None:
+    """Whoever holds it writes there: an optimiser, or the shares of several processes."""
+    model = load("sample:bloom").train()
+    before = {name: each.data_ptr() for name, each in model.named_parameters()}
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        trained = model(ids)
+    assert before == {name: each.data_ptr() for name, each in model.named_parameters()}
+    with torch.no_grad():
+        assert torch.equal(trained, model.eval()(ids))

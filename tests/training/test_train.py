@@ -1,0 +1,329 @@
+"""gptkit train: it learns, goes on to the same bytes wherever it was stopped, and refuses what it cannot do."""
+
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.command import call
+from helpers.processes import python
+from helpers.training import BUDGET, made, trained
+
+from gptkit import generate, load, open_checkpoint
+from gptkit.converter.manifest import check_manifest, manifest_of
+from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.training import loop, state
+from gptkit.training.data import Stretch, open_tokens, tokenize
+from gptkit.training.parallel import Group
+from gptkit.training.train import peak_flops
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def bigram(tokens: np.ndarray, vocabulary: int, held: int) -> float:
+    """The loss that a table of pairs reaches on the last `held` tokens."""
+    counts = np.full((vocabulary, vocabulary), 0.01)
+    np.add.at(counts, (tokens[:-held][:-1], tokens[:-held][1:]), 1)
+    chances = counts / counts.sum(1, keepdims=True)
+    return float(-np.log(chances[tokens[-held:][:-1], tokens[-held:][1:]]).mean())
+
+
+def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
+    made(tmp_path)
+    lines: list[loop.Step] = []
+    done = trained(tmp_path, tokens=200_000, every=100, rate=5e-3, tell=lines.append, sample="abc")
+    found = open_tokens(tmp_path / "out.training/data")
+    bound = bigram(found.read(0, found.tokens), found.vocabulary, found.tokens // 20)
+    assert done.held_out < 0.6 * bound, (done.held_out, bound)
+    assert done.steps == len(lines) == math.ceil(200_000 / 512) and done.loss == lines[-1].loss
+    told = [each.step for each in lines if each.held_out]
+    assert told == [100, 200, 300, 391] == [each["step"] for each in done.curve]
+    assert all((each.sample or "").startswith("abc") for each in lines if each.held_out)
+    # What is written is what was measured.
+    assert check_manifest(tmp_path / "out") == [] and done.to == "hf:llama"
+    assert "".join(generate(tmp_path / "out", "ab", 5))
+    record = manifest_of(tmp_path / "out")["history"][-1]["trained"]
+    assert (
+        record["curve"] == done.curve
+        and record["seed"] == 1
+        and record["tokens"] == manifest_of(found.folder)["files"]["tokens.bin"]["sha256"]
+    )
+    kept = [json.loads(line) for line in (tmp_path / "out.training/metrics.jsonl").read_text().splitlines()]
+    assert kept == [each.as_json() for each in lines]
+    assert list((tmp_path / "out.training").glob("step-*")) == []
+
+
+def test_a_checkpoint_is_trained_further(tmp_path: Path) -> None:
+    made(tmp_path)
+    done = trained(tmp_path, model="sample:gpt2", tokens=4096, rate=1e-3, every=2)
+    assert done.to == "hf:gpt2" and done.held_out < done.curve[0]["held_out"]
+    opened = open_checkpoint(tmp_path / "out")
+    assert opened.spec == open_checkpoint("sample:gpt2").spec and opened.dtype == "F32"
+    own = Path(state.__file__).parents[1] / "samples/gpt2/tokenizer.json"
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == own.read_bytes()
+
+
+def test_a_tree_of_no_family_is_trained(tmp_path: Path) -> None:
+    made(tmp_path)
+    assert call("swap", "sample:gpt2", tmp_path / "rms", "--norm", "rmsnorm", "-q").exit_code == 0
+    done = trained(tmp_path, model=tmp_path / "rms", tokens=1024, random=True)
+    assert done.to == "local" and open_checkpoint(tmp_path / "out").format == "local"
+
+
+def test_kinds_of_computing_agree(tmp_path: Path) -> None:
+    made(tmp_path)
+    tokens = tokenize([tmp_path / "text.jsonl"], tmp_path / "tokens", vocabulary=257)
+    data = [tokens.folder]
+    whole = trained(tmp_path, data=data)
+    parts = trained(tmp_path, "parts", data=data, accumulate=4)
+    narrow = trained(tmp_path, "narrow", data=data, dtype="bfloat16")
+    assert parts.held_out == pytest.approx(whole.held_out, rel=1e-4)
+    assert narrow.held_out == pytest.approx(whole.held_out, rel=0.02) and narrow.held_out != whole.held_out
+    mixed = trained(tmp_path, "mixed", data=data, documents_apart=False)
+    assert mixed.held_out != whole.held_out
+    timed = trained(tmp_path, "timed", data=data, tokens=None, seconds=0.5)
+    assert timed.seconds >= 0.5 and timed.steps >= 1
+
+
+# --- stopped, and gone on ------------------------------------------------------------------------------------------
+
+
+def run_apart(folder: Path) -> int:
+    """A run with --resume in a forked process; returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        trained(folder, resume=True)
+        code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
+
+
+def kill(folder: Path, kills: int) -> Counter[str]:
+    """Kill runs at random moments until so many were, each resumed until it has ended with the same bytes."""
+    made(folder)
+    began = time.monotonic()
+    _, status = os.waitpid(run_apart(folder), 0)
+    assert status == 0
+    wanted, span = contents(folder / "out"), time.monotonic() - began
+    moments, counts = random.Random(kills), Counter[str]()
+    while counts["kills"] < kills:
+        for path in (folder / "out", folder / "out.training"):
+            shutil.rmtree(path, ignore_errors=True)
+        while not (folder / "out").exists():
+            pid = run_apart(folder)
+            time.sleep(moments.uniform(0.1, 1) * span)
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if not found:
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+            counts["kills"] += status == signal.SIGKILL
+            assert status in (0, signal.SIGKILL)
+            if list((folder / "out.training").glob("step-*[0-9]")) and status:
+                counts["with a checkpoint"] += 1
+        assert contents(folder / "out") == wanted, "another result than without the kill"
+        assert list((folder / "out.training").glob("step-*")) == []
+    return counts
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    kill(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_many_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+    assert kill(tmp_path, 50)["with a checkpoint"] > 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signals) -> None:
+    made(tmp_path)
+    trained(tmp_path, "whole")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(step: loop.Step) -> None:
+        if step.step == 5:
+            os.kill(os.getpid(), number)
+
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            trained(tmp_path, tell=interrupt)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (note,) = caught.value.__notes__
+    assert "step 6 is kept" in note and "--resume" in note
+    assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000006"]
+    with pytest.raises(UsageError, match="has not ended"):
+        trained(tmp_path)
+    with pytest.raises(UsageError, match="its seed is 1, not 2"):
+        trained(tmp_path, seed=2, resume=True)
+    trained(tmp_path, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_curve_of_one(tmp_path: Path) -> None:
+    made(tmp_path)
+    words = ["-m", "gptkit", "train", "tree.json", "--data", "text.jsonl", "--tokens", "6144", "--context", "32"]
+    words += ["--batch", "512", "--every", "4", "--lr", "0.003", "--seed", "1"]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    env = {"OMP_NUM_THREADS": "1"}
+    one = python(*words, "one", cwd=tmp_path, env=env)
+    two = python(*ranks, *words, "two", cwd=tmp_path, env=env)
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    first, second = (
+        [json.loads(line) for line in (tmp_path / f"{name}.training/metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert len(first) == len(second) == 12
+    for a, b in zip(first, second, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["norm"] == pytest.approx(b["norm"], rel=1e-3)
+    for a, b in zip(load(tmp_path / "one").parameters(), load(tmp_path / "two").parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+# --- what cannot be done ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tokens": None}, "needs a budget"),
+        ({"seconds": 1.0}, "needs a budget"),
+        ({"batch": 16}, "fewer tokens than one window"),
+        ({"accumulate": 32}, "cannot be computed in 32 parts"),
+        ({"model": "sample:gpt2", "context": 300, "batch": 4800}, "300"),
+        ({"batch": 10**6}, "a step takes"),
+        ({"held_out": 2.0}, "held out is 2"),
+        ({"rate": -1.0}, "the rate is -1"),
+        ({"device": "nowhere"}, "cannot compute on"),
+        ({"model": "sample:nothing"}, "no such sample"),
+        ({"data": ["missing.txt"]}, "cannot read"),
+        ({"tokenizer": "sample:llama"}, "the tokenizer has 512 tokens"),
+    ],
+)
+def test_a_wrong_call_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    made(tmp_path)
+    with pytest.raises(GptkitError, match=said) as caught:
+        trained(tmp_path, **options)
+    assert caught.value.exit_code in (2, 4) and not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    made(tmp_path, lines=3)
+    with pytest.raises(UsageError, match="a step takes 16 windows of 32 tokens, and the text has"):
+        trained(tmp_path)
+    with pytest.raises(UsageError, match=r"a step takes|shorter than one window"):
+        trained(tmp_path, context=64)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, where: str) -> None:
+    made(tmp_path)
+
+    def broken(model: loop.Logits, batch: loop.Batch) -> torch.Tensor:
+        lost = plain(model, batch)
+        count.append(1)
+        # Of what has a gradient without end, and of what is no number itself, from some step on.
+        late = len(count) > 14
+        return lost * (torch.sqrt(lost * 0) + 1 if late and where == "gradient" else math.nan if late else 1)
+
+    plain, count = loop.next_token, list[int]()
+    monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": broken})
+    with pytest.raises(GptkitError, match=r"stopped at step \d+: the (gradient of \S+|loss) is no number"):
+        trained(tmp_path)
+    (kept,) = (tmp_path / "out.training").glob("step-*")
+    assert kept.name == "step-00000004" and not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_no_number_is_named(tmp_path: Path) -> None:
+    made(tmp_path)
+    done = trained(tmp_path, tokens=512)
+    model = load(done.folder)
+    with torch.no_grad():
+        model.blocks[1].feed_forward.down_proj.weight.fill_(math.inf)
+    windows = open_tokens(tmp_path / "out.training/data")
+    settings, alone = loop.Settings(4, 32, steps=1), Group(0, 1, torch.device("cpu"))
+    engine = loop._Engine(model, loop.next_token, torch.optim.SGD(model.parameters()), settings, alone)
+    with pytest.raises(GptkitError, match=r"the parameter blocks\.1.feed_forward\.down_proj\.weight is no number"):
+        engine.step(0, Stretch(windows, 0, windows.tokens, 32).step(0, 4, 0), 0.1)
+    with torch.no_grad():
+        for each in (model.blocks[1].feed_forward.up_proj, model.blocks[1].feed_forward.down_proj):
+            each.weight.fill_(1e30)
+    with pytest.raises(GptkitError, match=r"the output of blocks\.1\.feed_forward\.down_proj is no number"):
+        engine.step(0, Stretch(windows, 0, windows.tokens, 32).step(0, 4, 0), 0.1)
+
+
+def test_a_full_disk_costs_no_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    trained(tmp_path, "whole")
+    write, calls = state.Store._write_alone, list[int]()
+
+    def full(self: state.Store, path: Path, tensors: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, path, tensors)
+
+    monkeypatch.setattr(state.Store, "_write_alone", full)
+    with pytest.raises(GptkitError, match="No space left"):
+        trained(tmp_path)
+    assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000004"]
+    trained(tmp_path, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
+    _, text = made(tmp_path)
+    tokens = tmp_path / "out.training/data/tokens.bin"
+
+    def change(step: loop.Step) -> None:
+        if step.step == 6:
+            tokens.write_bytes(tokens.read_bytes()[:-2])
+
+    with pytest.raises(InvalidInput, match="changed since it was opened"):
+        trained(tmp_path, tell=change)
+    assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000008"]
+    with pytest.raises(InvalidInput, match="is not as it was tokenised"):
+        trained(tmp_path, resume=True)
+    text.write_text(text.read_text() + '{"text": "more"}\n')
+    shutil.rmtree(tokens.parent)
+    with pytest.raises(UsageError, match=r"the run in .* is another"):
+        trained(tmp_path, resume=True)
+
+
+def test_what_is_measured_is_said() -> None:
+    peak, by = peak_flops(torch.device("cpu"), "float32")
+    assert peak > 1e8 and "measured" in by
+
+
+def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tree.json", "out", "--data", "text.jsonl", "--tokens", "2k", "--context", "32", "--batch", "512"]
+    done = call(*words, "--sample", "abc", "--metrics", "all.jsonl", env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert "2 steps" in done.output or "4 steps of 512 tokens, 32 a window" in done.output
+    assert "held-out loss" in done.output and max(map(len, done.output.splitlines())) <= 100
+    assert Path("all.jsonl").read_text() == Path("out.training/metrics.jsonl").read_text()
+    assert call(*words).exit_code == 2 and "exists" in call(*words).output
+    assert call(*words[:4], "--time", "soon", "out").exit_code == 2
+    assert BUDGET["context"] == 32

@@ -1,0 +1,417 @@
+"""Texts as token files, tokenised once, and the windows of them that a step of training reads. No torch.
+
+A folder of tokens has
+
+    tokens.bin       every document's ids, one document behind the other, little-endian, uint16 or uint32
+    documents.bin    where each document ends in it, in tokens, as little-endian int64
+    tokens.json      counts, the dtype, the tokenizer's and every text's sha256 (`TokenFile`)
+    tokenizer.json   and whatever else belongs to the tokenizer
+    manifest.json    the sha256 of all of these, held to whenever the folder is opened
+
+A document begins with what its tokenizer puts before a text and ends with the token that ends one, where there is such.
+Texts are read and written piece by piece, so that memory does not grow with them; a document that is longer than a
+piece is cut between a letter and a line's end, where no tokenizer that works by lines or words joins anything.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..converter.files import failed, read_small
+from ..converter.manifest import check_manifest
+from ..converter.names import json_bytes
+from ..converter.publish import Staging
+from ..converter.resolve import resolve
+from ..converter.tokenizer import Tokenizer, eos_ids, load_tokenizer, token_files
+from ..display import Record
+from ..errors import InvalidInput, UsageError
+from ..version import __version__
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Progress = Callable[[int, int], None]
+
+TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.bin", "tokens.json"
+VOCABULARY = 4096
+"""Tokens of a tokenizer that is trained where nobody says how many."""
+END = "<|endoftext|>"  # what ends a document for a tokenizer that is trained here; its first token
+_SMALLEST = 257  # every byte, and `END`
+_PIECE = 2**20  # bytes of text that are tokenised at once
+_SEAM = re.compile(r"(?<=[^\W_])(?=\n)")
+NOWHERE = -100
+"""The target of a token that has none: the last of a document whose successor is another's first."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A text as it was when it was tokenised."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class _Description(msgspec.Struct, frozen=True):
+    tokens: int
+    documents: int
+    bytes: int
+    dtype: str
+    vocabulary: int
+    tokenizer: str
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class TokenFile(Record):
+    """An open folder of tokens.
+
+    tokens, documents: how many. bytes: of the texts, in UTF-8. dtype: of an id in the file. vocabulary: how many ids
+    there are, the largest and one more. tokenizer: the sha256 of tokenizer.json. sources: the texts.
+    """
+
+    JSON = "folder=name tokens documents bytes dtype vocabulary tokenizer sources=texts"
+
+    folder: Path
+    tokens: int
+    documents: int
+    bytes: int
+    dtype: str
+    vocabulary: int
+    tokenizer: str
+    sources: tuple[Source, ...] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def texts(self) -> list[Any]:
+        return [msgspec.to_builtins(each) for each in self.sources]
+
+    @cached_property
+    def ends(self) -> Ids:
+        """Where each document ends, in tokens, (documents,)."""
+        return np.fromfile(self.folder / DOCUMENTS, "<i8")
+
+    @cached_property
+    def _file(self) -> tuple[int, os.stat_result]:
+        fd = os.open(self.folder / TOKENS, os.O_RDONLY | os.O_CLOEXEC)
+        return fd, os.fstat(fd)
+
+    def read(self, first: int, count: int) -> Ids:
+        """Ids (count,) from the token `first` on. Raises InvalidInput where the file has become shorter."""
+        # Not through a map of the file, which would end the process where the file is cut.
+        kind = np.dtype(self.dtype)
+        data = os.pread(self._file[0], count * kind.itemsize, first * kind.itemsize)
+        if len(data) < count * kind.itemsize:
+            raise self._changed("it is shorter")
+        return np.frombuffer(data, kind).astype(np.int64)
+
+    def require_unchanged(self) -> None:
+        """Raise InvalidInput where tokens.bin is no longer the file that was opened, by its size, time and inode."""
+        before = self._file[1]
+        try:
+            now = (self.folder / TOKENS).stat()
+        except OSError as error:
+            raise self._changed(str(error.strerror)) from error
+        if any(getattr(before, each) != getattr(now, each) for each in ("st_size", "st_mtime_ns", "st_ino")):
+            raise self._changed("its size, time or inode is another")
+
+    def _changed(self, why: str) -> InvalidInput:
+        message = f"{self.folder / TOKENS} changed since it was opened: {why}"
+        return InvalidInput(
+            message, "Tokenise the text again into a new folder; gptkit check FOLDER says what changed."
+        )
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer of these tokens. Raises InvalidInput."""
+        found = load_tokenizer(self.folder)
+        assert found is not None, "tokenize writes one"
+        return found
+
+
+def is_tokens(folder: Path) -> bool:
+    """Whether a path is a folder that `tokenize` wrote."""
+    return (folder / DESCRIPTION).is_file()
+
+
+def open_tokens(folder: Path) -> TokenFile:
+    """Open a folder of tokens, whose files are hashed and held to its manifest. Raises InvalidInput."""
+    again = "gptkit tokenize makes such a folder of texts."
+    if not is_tokens(folder):
+        raise InvalidInput(f"{folder} is no folder of tokens: there is no {DESCRIPTION} in it", again)
+    if problems := check_manifest(folder):
+        raise InvalidInput(f"{folder} is not as it was tokenised: {problems[0]}", again)
+    try:
+        found = msgspec.json.decode(read_small(folder / DESCRIPTION, 2**26), type=_Description)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidInput(f"{folder / DESCRIPTION} cannot be read: {error}", again) from error
+    return TokenFile(folder, **msgspec.structs.asdict(found))
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+class _Text:
+    """A file of text, read piece by piece: each is a part of a document, with whether the document ends with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.read, self.digest = path, 0, hashlib.sha256()
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """(text, last): of a .jsonl each line is a document, of anything else the file. Raises InvalidInput."""
+        self.read, self.digest = 0, hashlib.sha256()
+        try:
+            yield from self._lines() if self.path.suffix == ".jsonl" else self._whole()
+        except OSError as error:
+            raise InvalidInput(f"cannot read {self.path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            message = f"{self.path} is not text in UTF-8: {error.reason} before byte {self.read:,}"
+            raise InvalidInput(message, "iconv -t UTF-8 writes it anew.") from error
+
+    def _take(self, data: bytes) -> bytes:
+        self.read += len(data)
+        self.digest.update(data)
+        return data
+
+    def _whole(self) -> Iterator[tuple[str, bool]]:
+        decode, kept = codecs.getincrementaldecoder("utf-8")().decode, ""
+        with self.path.open("rb") as file:
+            while data := self._take(file.read(_PIECE)):
+                text = kept + decode(data)
+                *_, seam = (0, *(each.start() for each in _SEAM.finditer(text)))
+                seam = seam or (len(text) if len(text) > 2 * _PIECE else 0)  # of one endless line
+                if seam:
+                    yield text[:seam], False
+                kept = text[seam:]
+        yield kept + decode(b"", True), True
+
+    def _lines(self) -> Iterator[tuple[str, bool]]:
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not self._take(line).strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    text = None
+                if not isinstance(text, str):
+                    message = f"{self.path}, line {number:,} is no JSON object with a string named text"
+                    raise InvalidInput(message, 'Each line of a .jsonl is a document: {"text": "…"}.')
+                for at in range(0, len(text), _PIECE):
+                    yield text[at : at + _PIECE], at + _PIECE >= len(text)
+
+
+def _train(texts: Iterable[str], vocabulary: int) -> bytes:
+    """The tokenizer.json of a byte-level BPE (Sennrich et al. 1508.07909, on bytes as GPT-2's) of so many tokens at the
+    most: every byte, one that ends a text, and pairs in the order of how often they are met.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # here, because few need it
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: Any = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, **options))
+    return made.to_str(pretty=True).encode()
+
+
+def _tokenizer_files(texts: Sequence[_Text], named: str | Path | None, vocabulary: int | None) -> dict[str, bytes]:
+    """The files of a tokenizer that is named, or of one that is trained on the texts."""
+    if named is None:
+        wanted = VOCABULARY if vocabulary is None else vocabulary
+        if wanted < _SMALLEST:
+            hint = f"{_SMALLEST} at least: one for each byte and one that ends a text."
+            raise UsageError(f"a vocabulary of {wanted} is too small for a byte-level tokenizer", hint)
+        settings = {"bos_token": END, "eos_token": END, "clean_up_tokenization_spaces": False}
+        return {
+            "tokenizer.json": _train((piece for text in texts for piece, _ in text.pieces()), wanted),
+            "tokenizer_config.json": json_bytes({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}),
+            "generation_config.json": json_bytes({"bos_token_id": 0, "eos_token_id": 0}),
+        }
+    if vocabulary is not None:
+        raise UsageError("a vocabulary is for a tokenizer that is trained", "Leave out --vocabulary, or --tokenizer.")
+    path = Path(named)
+    if path.is_file() and path.suffix == ".json":
+        beside = token_files(path.parent) if path.name == "tokenizer.json" else []
+        return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
+    folder = resolve(named, weights=False, companions=True).path
+    found = None if folder is None or not folder.is_dir() else load_tokenizer(folder)
+    if found is None or folder is None:
+        raise UsageError(f"{named} has no tokenizer", "Name a tokenizer.json, or leave --tokenizer out to train one.")
+    files = {each.name: each.read_bytes() for each in token_files(folder)}
+    files.setdefault("generation_config.json", json_bytes({"eos_token_id": list(found.eos_ids)}))
+    return {**files, "tokenizer.json": files.get("tokenizer.json") or found.to_json().encode()}
+
+
+def tokenize(
+    files: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    vocabulary: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> TokenFile:
+    """Write texts as a folder of tokens, which appears complete or not at all.
+
+    Args:
+        files: each a document in UTF-8, but of a .jsonl each line is one: an object with its `text`.
+        out: the folder to make.
+        tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; where there is none, a byte-level BPE is
+            trained on the texts.
+        vocabulary: how many tokens one that is trained has at the most; by default `VOCABULARY`.
+        force: replace a folder that gptkit wrote.
+        progress: called with the bytes read now and those of all texts.
+
+    Raises:
+        UsageError: `out` exists; a model without a tokenizer; a vocabulary that is too small.
+        InvalidInput: what is no text in UTF-8, or no tokenizer; texts without a token.
+        GptkitError: the disk is full; nothing is published.
+    """
+    texts = [_Text(Path(file)) for file in files]
+    if not texts:
+        raise UsageError("there is no text to tokenise", "Name one file or more.")
+    with Staging(Path(out), force) as staging:
+        try:
+            for name, data in _tokenizer_files(texts, tokenizer, vocabulary).items():
+                (staging.path / name).write_bytes(data)
+            found = _write(texts, staging.path, progress or (lambda done, total: None))
+            (staging.path / DESCRIPTION).write_bytes(json_bytes(msgspec.to_builtins(found)))
+        except OSError as error:
+            raise failed("write", staging.target, error) from error
+        staging.commit({"gptkit": __version__, "format": "tokens"})
+    return TokenFile(Path(out), **msgspec.structs.asdict(found))
+
+
+def _write(texts: Sequence[_Text], folder: Path, progress: Progress) -> _Description:
+    """Write every document's tokens and its end."""
+    coder = load_tokenizer(folder)
+    assert coder is not None, "it was written just now"
+    kind, total = np.dtype("<u2" if coder.vocab_size <= 2**16 else "<u4"), sum(_size(text.path) for text in texts)
+    before, after = _around(coder, eos_ids(folder, coder))
+    count = documents = largest = 0
+    with (folder / TOKENS).open("xb") as tokens, (folder / DOCUMENTS).open("xb") as bounds:
+        for text in texts:
+            begun, seen = False, 0
+            for piece, last in text.pieces():
+                ids = [*([] if begun else before), *coder.encode(piece, special=False)] if piece else []
+                begun = begun or bool(piece)
+                ids += after if begun and last else []
+                if ids:
+                    largest = max(largest, *ids)
+                    if largest > np.iinfo(kind).max:
+                        raise InvalidInput(f"the tokenizer has an id {largest:,}, of {coder.vocab_size:,} tokens")
+                    tokens.write(np.array(ids, kind).tobytes())
+                    count += len(ids)
+                if begun and last:
+                    documents, begun = documents + 1, False
+                    bounds.write(np.int64(count).astype("<i8").tobytes())
+                progress(text.read - seen, total)
+                seen = text.read
+    if not count:
+        raise InvalidInput(f"there is no text in {', '.join(str(text.path) for text in texts)}")
+    sources = tuple(Source(str(text.path), text.read, text.digest.hexdigest()) for text in texts)
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    nbytes, vocabulary = sum(each.bytes for each in sources), max(coder.vocab_size, largest + 1)
+    return _Description(count, documents, nbytes, kind.str, vocabulary, digest, sources)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
+
+
+def _around(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before a text, and the one that ends a text where there is one."""
+    plain, whole = coder.encode("a", special=False), coder.encode("a")
+    places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    return whole[: next(places, 0)], list(ends[:1])
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+class Windows(NamedTuple):
+    """Sequences of tokens: ids and targets, each (B, T), where a target is the token behind, or `NOWHERE`. documents:
+    the number of the document that each is of, (B, T); None where no sequence has two that are to be kept apart.
+    """
+
+    ids: Ids
+    targets: Ids
+    documents: Ids | None
+
+    def part(self, number: int, of: int) -> Windows:
+        """One of so many shares of the sequences, which differ by one at the most."""
+        first, end = (len(self.ids) * each // of for each in (number, number + 1))
+        return Windows(*(None if each is None else each[first:end] for each in self))  # type: ignore[arg-type]
+
+    @property
+    def counted(self) -> int:
+        """How many targets there are."""
+        return int((self.targets != NOWHERE).sum())
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens `first` to `end` of a file, as windows of `context` of them, side by side.
+
+    Which windows a step has is a function of the seed and the step alone: whoever takes part, however many they are,
+    and wherever it was resumed. Each window is met once an epoch, in an order of its own.
+
+    apart: whether documents in one window are kept apart, and no token has another document's for its target.
+    """
+
+    tokens: TokenFile
+    first: int
+    end: int
+    context: int
+    apart: bool = True
+
+    def __len__(self) -> int:
+        return max(0, (self.end - self.first - 1) // self.context)
+
+    def step(self, number: int, count: int, seed: int) -> Windows:
+        """The `count` windows of a step."""
+        starts = []
+        for each in range(number * count, (number + 1) * count):
+            epoch, place = divmod(each, len(self))
+            starts.append(_starts(self.end - self.first - 1, self.context, seed, epoch)[place])
+        return self._at(np.array(starts))
+
+    def spread(self, most: int) -> Windows:
+        """At most so many windows, the same each time, evenly from the first to the last."""
+        count = min(most, len(self))
+        return self._at(np.linspace(0, len(self) - 1, count).astype(np.int64) * self.context)
+
+    def _at(self, starts: Ids) -> Windows:
+        rows = np.stack([self.tokens.read(self.first + int(start), self.context + 1) for start in starts])
+        ids, targets = rows[:, :-1], rows[:, 1:].copy()
+        if not self.apart:
+            return Windows(ids, targets, None)
+        places = self.first + starts[:, None] + np.arange(self.context + 1)
+        documents = np.searchsorted(self.tokens.ends, places, side="right")
+        targets[documents[:, 1:] != documents[:, :-1]] = NOWHERE
+        several = bool((documents[:, 0] != documents[:, -2]).any())
+        return Windows(ids, targets, documents[:, :-1] if several else None)
+
+
+@lru_cache(maxsize=4)
+def _starts(tokens: int, context: int, seed: int, epoch: int) -> Ids:
+    """Where the windows of an epoch begin, in the order in which they are met."""
+    random = np.random.default_rng([seed, epoch])
+    number, spare = divmod(tokens, context)
+    return random.permutation(number) * context + random.integers(0, spare + 1)

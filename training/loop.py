@@ -1,0 +1,331 @@
+"""The loop: what is trained, on which sequences and by which loss are its arguments; what it does is the same for all.
+
+A step's sequences are computed in parts (`accumulate`, and a share for each process). Each part's loss is a sum over
+its targets, divided by the targets of the whole step, so that their gradients add up to that of one large batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..display import Record
+from ..errors import GptkitError, UsageError
+from ..modules import Decoder
+from ..process import Terminated
+from .data import NOWHERE, Windows
+from .optimiser import adamw, rate_at
+from .parallel import Group
+from .state import METRICS, Store
+
+Logits = Callable[..., Tensor]
+Loss = Callable[[Logits, "Batch"], Tensor]
+"""The loss of a batch, summed over its targets: a number with a gradient. The model is called as `Decoder`s are."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows on the device: ids, targets and documents, each (B, T); see `data.Windows`."""
+
+    ids: Tensor
+    targets: Tensor
+    documents: Tensor | None
+
+    @classmethod
+    def of(cls, windows: Windows, device: torch.device) -> Batch:
+        """The batch of some windows."""
+        return cls(*(None if each is None else torch.from_numpy(each).to(device) for each in windows))  # type: ignore[arg-type]
+
+
+def next_token(model: Logits, batch: Batch) -> Tensor:
+    """The cross entropy of each next token, in nats."""
+    logits = model(batch.ids, documents=batch.documents).flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, batch.targets.flatten(), ignore_index=NOWHERE, reduction="sum")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How is trained.
+
+    steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
+    accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
+    within which it is reached. decay: of the weights. clip: what the gradient's norm is cut to; 0 leaves it. every:
+    steps between two evaluations and checkpoints. dtype: what is multiplied in; parameters are in float32.
+    """
+
+    windows: int
+    context: int
+    steps: int | None = None
+    seconds: float | None = None
+    accumulate: int = 1
+    rate: float = 1e-3
+    warmup: float = 0.05
+    decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    every: int = 100
+    dtype: str = "float32"
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Step(Record):
+    """A step: loss in nats a target, the gradient's norm before it was cut, seconds since the run began, and what the
+    step itself took of them; where it was evaluated, the loss on the held-out text too, and a sample.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    took: float
+    loss: float
+    rate: float
+    norm: float
+    held_out: float | None = None
+    sample: str | None = None
+
+
+@dataclass
+class Run:
+    """Where a run is: steps behind it, seconds that they took, what was evaluated on the way."""
+
+    step: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+    def done(self, settings: Settings, ahead: int = 0) -> float:
+        """The share of the budget that is behind it, `ahead` steps counted too."""
+        if settings.steps is not None:
+            return (self.step + ahead) / settings.steps
+        assert settings.seconds is not None
+        return self.seconds / settings.seconds
+
+
+class _Interrupt:
+    """SIGINT and SIGTERM are remembered until a step has ended; the second one ends the process as it always does."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, self._before[number])
+
+    def __enter__(self) -> _Interrupt:
+        main = threading.current_thread() is threading.main_thread()
+        known = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if main else {}
+        self._before: dict[int, Any] = {n: was for n, was in known.items() if callable(was)}
+        for number in self._before:
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, was in self._before.items():
+            signal.signal(number, was)
+
+
+def fit(
+    model: Decoder,
+    batches: Callable[[int], Windows],
+    held_out: Windows,
+    settings: Settings,
+    *,
+    group: Group,
+    store: Store,
+    loss: Loss = next_token,
+    trained: Container[str] | None = None,
+    sample: Callable[[Decoder], str] | None = None,
+    tell: Callable[[Step], None] = lambda step: None,
+) -> Run:
+    """Train a model in place, from the last checkpoint in `store` where there is one.
+
+    Args:
+        model: on the group's device, in float32.
+        batches: the windows of a step, by its number; the same ones to every process.
+        held_out: the windows that are evaluated, each time all of them.
+        settings: the budget and the rest.
+        group: who trains.
+        store: where checkpoints and measurements go.
+        loss: see `Loss`; it is what is evaluated too.
+        trained: the names of the parameters that are; by default all.
+        sample: what makes a text of the model as it is, at every evaluation.
+        tell: given each step.
+
+    Raises:
+        UsageError: fewer windows than processes and parts.
+        GptkitError: a loss or a gradient that is no number, before it reaches a parameter; a write that failed.
+        KeyboardInterrupt: once a checkpoint is written.
+    """
+    parts = group.size * settings.accumulate
+    if settings.windows < parts:
+        message = f"a step of {settings.windows} windows cannot be computed in {parts} parts"
+        raise UsageError(message, "Give a larger --batch, or a smaller --accumulate or --context.")
+    if len(held_out.ids) < group.size:
+        message = f"the held-out text has {len(held_out.ids)} windows for {group.size} processes"
+        raise UsageError(message, "Hold out more, or choose a smaller --context.")
+    group.share_out(model)
+    model.train()
+    optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
+    about = store.read(model, optimiser) or {}
+    run = Run(about.get("step", 0), about.get("seconds", 0.0), about.get("curve", []))
+    # Products are summed in another order by another number of threads.
+    threads = about.get("threads", torch.get_num_threads())
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    engine = _Engine(model, loss, optimiser, settings, group)
+    metrics = _Metrics(store, run.step)
+    before, began = run.seconds, time.monotonic()
+    with _Interrupt() as interrupt:
+        while run.done(settings) < 1:
+            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
+            start = time.monotonic()
+            windows = batches(run.step)
+            value, norm = engine.step(run.step, windows, rate)
+            run.step, took = run.step + 1, time.monotonic() - start
+            first = group.rank == 0
+            run.seconds, stopped = group.total(
+                (before + time.monotonic() - began) if first else 0.0, float(interrupt.number)
+            )
+            over = run.done(settings) >= 1
+            evaluated = not stopped and (over or run.step % settings.every == 0)
+            lost = engine.evaluate(held_out) if evaluated else None
+            text = sample(model) if sample is not None and evaluated else None
+            tokens = run.step * settings.windows * settings.context
+            told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
+            if evaluated:
+                run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
+            metrics.write(told)
+            tell(told)
+            if stopped or evaluated:
+                store.write(run.step, {**vars(run), "threads": threads}, model, optimiser)
+            if stopped:
+                # The largest of the signals that the processes got.
+                error = Terminated() if interrupt.number == signal.SIGTERM else KeyboardInterrupt()
+                error.add_note(f"step {run.step:,} is kept in {store.folder}: the same command with --resume goes on")
+                raise error
+    return run
+
+
+class _Metrics:
+    """The lines of metrics.jsonl, of the first process; those behind the step that a run goes on from are cut off."""
+
+    def __init__(self, store: Store, step: int) -> None:
+        self.path, self.writes = store.folder / METRICS, store.group.rank == 0
+        if not self.writes or not self.path.is_file():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+            except (ValueError, KeyError, TypeError):  # the last, half written
+                continue
+        self.path.write_text("".join(kept))
+
+    def write(self, step: Step) -> None:
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(step.as_json()) + "\n")
+
+
+class _Engine:
+    """Steps and evaluations of a model."""
+
+    def __init__(
+        self, model: Decoder, loss: Loss, optimiser: torch.optim.AdamW, settings: Settings, group: Group
+    ) -> None:
+        self.model, self.loss, self.optimiser, self.settings, self.group = model, loss, optimiser, settings, group
+        self.forward: Logits = torch.compile(model) if settings.compiled else model
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        device, dtype = self.group.device.type, getattr(torch, self.settings.dtype)
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            yield
+
+    def _lost(self, windows: Windows) -> Tensor:
+        with self._computing():
+            return self.loss(self.forward, Batch.of(windows, self.group.device))
+
+    def step(self, number: int, windows: Windows, rate: float) -> tuple[float, float]:
+        """Loss a target and the gradient's norm. Raises GptkitError where either is no number."""
+        group, share = self.group, windows.part(self.group.rank, self.group.size)
+        counted = max(1, windows.counted)
+        found = torch.zeros((), device=group.device)
+        for part in range(self.settings.accumulate):
+            lost = self._lost(share.part(part, self.settings.accumulate))
+            # Gradients are averaged over the processes.
+            (lost * (group.size / counted)).backward()  # type: ignore[no-untyped-call]
+            found += lost.detach()
+        (total,) = group.total(float(found))
+        if not math.isfinite(total):
+            raise self._no_number(number, self._first_output(share))
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        norm = float(whole.detach())
+        if not math.isfinite(norm):
+            raise self._no_number(number, self._first("gradient of {}", lambda parameter: parameter.grad))
+        if self.settings.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, whole)
+        for each in self.optimiser.param_groups:
+            each["lr"] = rate
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return total / counted, norm
+
+    def evaluate(self, windows: Windows) -> float:
+        """Loss a target."""
+        each = math.ceil(self.settings.windows / self.settings.accumulate)
+        parts = max(1, len(windows.ids) // max(each, self.group.size))
+        found = 0.0
+        with torch.no_grad():
+            for part in range(parts):
+                found += float(self._lost(windows.part(part, parts).part(self.group.rank, self.group.size)))
+        return self.group.total(found)[0] / max(1, windows.counted)
+
+    def _no_number(self, number: int, where: str) -> GptkitError:
+        message = f"training stopped at step {number + 1:,}: the {where} is no number"
+        hint = "No parameter has it yet. A smaller --lr, or --clip, may help; the last checkpoint is kept."
+        return GptkitError(message, hint)
+
+    def _first(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
+        for name, parameter in self.model.named_parameters():
+            found = get(parameter)
+            if found is not None and not bool(self.group.local(found).isfinite().all()):
+                return what.format(name)
+        return None
+
+    def _first_output(self, share: Windows) -> str:
+        """Which parameter, or else which module's output, is the first that is no number."""
+        if found := self._first("parameter {}", lambda parameter: parameter):
+            return found
+        outputs: list[str] = []
+
+        def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not outputs and not bool(output.isfinite().all()):
+                    outputs.append(f"output of {name or 'the model'}")
+
+            return hook
+
+        hooks = [module.register_forward_hook(look(name)) for name, module in self.model.named_modules()]
+        try:
+            with torch.no_grad(), self._computing():
+                self.loss(self.model, Batch.of(share, self.group.device))
+        finally:
+            for each in hooks:
+                each.remove()
+        return outputs[0] if outputs else "loss"

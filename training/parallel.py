@@ -1,0 +1,100 @@
+"""Several processes train one model: torchrun starts them, and each has a share of every parameter (FSDP2).
+
+    torchrun --nproc-per-node 2 -m gptkit train MODEL OUT --data FILE
+
+A step's sequences are shared out over the processes, and their gradients added up; what one process computes by itself
+and what several compute together differ by the order of the sums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..converter.distributed import several
+from ..errors import GptkitError, UsageError
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that train together: this one's number, how many they are, and where it computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def total(self, *values: float) -> list[float]:
+        """Each value summed over the processes, in fp64."""
+        if self.alone:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(found)
+        return [float(each) for each in found]
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if not self.alone:
+            torch.distributed.barrier()
+
+    def share_out(self, model: Any) -> None:
+        """Leave each process its share of the parameters: of each layer, and of what stands around them."""
+        if self.alone:
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block)
+        # An evaluation has no backward pass that would take whole parameters back.
+        fully_shard(model, reshard_after_forward=True)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this process has of a tensor."""
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor of all processes' shares; all of them have to ask."""
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"cannot compute on {name!r:.40}: {str(error).splitlines()[0]:.200}") from error
+    return found
+
+
+@contextmanager
+def group(device: str | None = None) -> Iterator[Group]:
+    """The processes that torchrun started, or this one alone. Raises UsageError for a device that is not there."""
+    if not several():
+        yield Group(0, 1, _device(device))
+        return
+    import torch.distributed as dist
+
+    where = _device(device)
+    if where.type == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(where)
+    try:
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError, OSError) as error:
+        message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
+        raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
+    try:
+        yield Group(dist.get_rank(), dist.get_world_size(), where)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,178 @@
+"""What a run leaves on the way, in a folder beside its result: what it is, its measurements, its last checkpoint.
+
+    OUT.training/run.json             what is trained, on what and how: a run is resumed as what it was
+    OUT.training/metrics.jsonl        a line a step
+    OUT.training/step-00000100/       parameters and AdamW's moments behind that step, and state.json
+
+A checkpoint is written into a folder of another name, put on the disk and renamed, and only then the one before it is
+removed: one that is good is always there. Of one process it is a safetensors file; of several it is
+torch.distributed.checkpoint's, in which each writes what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..converter.files import failed, fsync, read_small
+from ..converter.names import json_bytes
+from ..errors import InvalidInput, UsageError
+from .parallel import Group
+
+_RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
+_STEP = re.compile(r"step-(\d{8,})")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
+
+
+class Store:
+    """The folder of a run."""
+
+    def __init__(self, folder: Path, group: Group) -> None:
+        self.folder, self.group = folder, group
+
+    def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> None:
+        """Make the folder or go on in it.
+
+        Raises:
+            UsageError: there is a run that is not to be resumed, or one of something else.
+            InvalidInput: what is there is no run.
+        """
+        path, kept = self.folder / _RUN, json.loads(json.dumps(run))
+        if path.is_file() and resume:
+            try:
+                before = json.loads(read_small(path, 2**26))
+                other = sorted(name for name in {*before, *kept} if before.get(name) != kept.get(name))
+            except (OSError, ValueError, AttributeError, TypeError) as error:
+                raise InvalidInput(f"{path} cannot be read: {error}", "Begin anew with --force.") from error
+            if other:
+                name = other[0]
+                message = f"the run in {self.folder} is another: its {name} is {before.get(name)}, not {kept.get(name)}"
+                raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
+        elif self.last() is not None and not force:
+            message = f"a run that has not ended lies in {self.folder}, at step {self._number(self.last()):,}"
+            raise UsageError(message, "--resume goes on from there; --force begins anew.")
+        else:
+            for each in self._ours():
+                shutil.rmtree(each)
+            (self.folder / METRICS).unlink(missing_ok=True)
+            try:
+                _write(path.with_suffix(".new"), json_bytes(kept))
+                path.with_suffix(".new").replace(path)
+            except OSError as error:
+                raise failed("write", path, error) from error
+
+    def last(self) -> Path | None:
+        """The last checkpoint's folder."""
+        found = [each for each in self._ours() if _STEP.fullmatch(each.name) and (each / _STATE).is_file()]
+        return max(found, key=self._number, default=None)
+
+    def _ours(self) -> list[Path]:
+        return [each for each in self.folder.glob("step-*") if each.is_dir()] if self.folder.is_dir() else []
+
+    def _number(self, path: Path | None) -> int:
+        match = None if path is None else _STEP.fullmatch(path.name)
+        return -1 if match is None else int(match[1])
+
+    def write(self, step: int, about: Mapping[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        """Keep what a run is behind a step, and nothing before it. Raises GptkitError: the last one stays."""
+        path = self.folder / f"step-{step:08d}"
+        partial = path.with_suffix(".partial")
+        tensors = _tensors(model, optimiser)
+        try:
+            if self.group.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+            self.group.wait()
+            if self.group.alone:
+                self._write_alone(partial / _TENSORS, tensors)
+            else:
+                import torch.distributed.checkpoint as dcp
+
+                dcp.save(tensors, checkpoint_id=partial)
+            if self.group.rank == 0:
+                _write(partial / _STATE, json_bytes(dict(about)))
+                fsync(partial)
+                before = self._ours()
+                partial.rename(path)
+                fsync(self.folder)
+                for each in before:
+                    if each != partial:
+                        shutil.rmtree(each)
+        except OSError as error:
+            if self.group.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise failed("write the checkpoint", path, error) from error
+        self.group.wait()
+
+    def _write_alone(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
+
+        try:
+            save_file({name: each.detach().cpu().contiguous().numpy() for name, each in tensors.items()}, path)
+        except SafetensorError as error:  # which tells no errno
+            code = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(code[1]) if code else 5, str(error)[:200]) from error
+        fsync(path)
+
+    def read(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Fill parameters and moments from the last checkpoint, and return what was told of it; None where there is
+        none. Raises InvalidInput.
+        """
+        path = self.last()
+        if path is None:
+            return None
+        try:
+            about: dict[str, Any] = json.loads(read_small(path / _STATE, 2**26))
+            tensors = _tensors(model, optimiser, about["step"])
+            if self.group.alone:
+                from safetensors import safe_open
+
+                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():  # type: ignore[no-untyped-call]
+                    for name, each in tensors.items():
+                        each.copy_(file.get_tensor(name))
+            else:
+                import torch.distributed.checkpoint as dcp
+
+                dcp.load(tensors, checkpoint_id=path)
+        except Exception as error:  # of safetensors' and torch's, which have classes of their own
+            raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove it.") from error
+        return about
+
+    def done(self) -> None:
+        """The result is there: checkpoints go, what was measured stays."""
+        for each in self._ours():
+            shutil.rmtree(each)
+        (self.folder / _RUN).unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int | None = None) -> dict[str, Tensor]:
+    """Parameters and moments by name, as they are in memory; the moments are made where they are to be `read`, behind
+    so many steps.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[f"parameter {name}"] = parameter.detach()
+        if not parameter.requires_grad:
+            continue
+        state = optimiser.state[parameter]
+        if steps is not None:
+            state["step"] = torch.tensor(float(steps), device=parameter.device)
+            state |= {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS}
+        found |= {f"{moment} {name}": state[moment] for moment in MOMENTS}
+    return found

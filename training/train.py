@@ -1,0 +1,432 @@
+"""train: a tree from random weights, or a checkpoint further, on texts; the result is a checkpoint like any other."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ..analysis.costs import training_flops
+from ..architectures import expressed
+from ..components import ModelSpec, to_json
+from ..components import operations as ops
+from ..converter.files import locked, sha256_file
+from ..converter.manifest import manifest_of
+from ..converter.names import json_bytes
+from ..converter.outline import Outline, outline
+from ..converter.publish import Staging
+from ..converter.resolve import identify
+from ..converter.threads import suit
+from ..converter.tokenizer import Tokenizer
+from ..display import Record
+from ..errors import InvalidInput, UsageError
+from ..modules import Decoder
+from ..modules.generate import Sampling
+from ..modules.generate import generate as generate_tokens
+from ..modules.load import as_array, build, load
+from ..modules.save import save
+from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, tokenize
+from .loop import Settings, Step, fit
+from .optimiser import usual_rate
+from .parallel import Group, group
+from .state import Store
+
+HELD_OUT = 0.05
+"""The share of the text that is held out where nobody says how much."""
+WINDOWS = 16  # a step, by default
+CONTEXT = 1024  # tokens at most, by default
+_EVALUATED = 2**16  # tokens that an evaluation looks at, at the most
+_SAMPLED = 48  # tokens of a sample
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
+PEAKS = {
+    "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
+    "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+"""Dense 16-bit FLOPs a second by makers' data sheets, of GPUs by what their names hold."""
+
+
+@dataclass(frozen=True)
+class Prepared(Record):
+    """What is about to be trained, before the first step. from_scratch: from random weights. to: the format of the
+    result. flops: of a step. peak: FLOPs a second of where it is computed, and how that is known. first: the step that
+    is gone on from.
+    """
+
+    JSON = "model parameters from_scratch to tokens held_out flops peak peak_by settings first"
+
+    model: str
+    parameters: int
+    from_scratch: bool
+    to: str
+    tokens: int
+    held_out: int
+    flops: int
+    peak: float
+    peak_by: str
+    settings: dict[str, Any]
+    first: int
+
+
+@dataclass(frozen=True)
+class Trained(Record):
+    """What came out: the folder, its format, and the run: steps, tokens, seconds and the losses on the way."""
+
+    JSON = "folder=name to steps tokens seconds loss held_out curve"
+
+    folder: Path
+    to: str
+    steps: int
+    tokens: int
+    seconds: float
+    curve: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def loss(self) -> float:
+        return float(self.curve[-1]["loss"])
+
+    @property
+    def held_out(self) -> float:
+        return float(self.curve[-1]["held_out"])
+
+
+def train(
+    model: str | Path,
+    data: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokens: int | None = None,
+    seconds: float | None = None,
+    batch: int | None = None,
+    context: int | None = None,
+    rate: float | None = None,
+    warmup: float = 0.05,
+    decay: float = 0.1,
+    clip: float = 1.0,
+    accumulate: int = 1,
+    every: int | None = None,
+    held_out: float | str | Path = HELD_OUT,
+    tokenizer: str | Path | None = None,
+    documents_apart: bool = True,
+    random: bool = False,
+    seed: int = 0,
+    dtype: str | None = None,
+    compiled: bool = False,
+    device: str | None = None,
+    sample: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    on_start: Callable[[Prepared], None] = lambda prepared: None,
+    tell: Callable[[Step], None] = lambda step: None,
+    progress: Progress | None = None,
+) -> Trained:
+    """Train a model and write it as a checkpoint folder: Hugging Face files of the family that has its tree, else
+    gptkit's own format, in float32, with the tokenizer.
+
+    Args:
+        model: a tree (a preset, a config.json, a spec), which gets random weights, or a checkpoint.
+        data: texts, or one folder that `tokenize` wrote.
+        out: the folder to make. Beside it, in `out`.training, are the run's checkpoints and measurements.
+        tokens: how many to train on; rounded up to whole steps.
+        seconds: how long to train instead; such a run is not the same twice.
+        batch: tokens a step, over all processes; by default 16 windows.
+        context: tokens a window; by default the model's context, 1,024 at most.
+        rate: AdamW's highest; by default by the number of parameters, and a tenth of that for a checkpoint.
+        warmup: the share of the budget within which the rate is reached.
+        decay: decoupled weight decay of the matrices.
+        clip: what the norm of a step's gradient is cut to; 0 leaves it.
+        accumulate: compute a step in so many parts, one after the other, for less memory.
+        every: evaluate and keep a checkpoint every so many steps; by default ten times, or each 500.
+        held_out: the share of the text that is held out, from its end; or a text or folder of tokens by itself.
+        tokenizer: for texts, as `tokenize` has it; by default the checkpoint's own, or a new one of the tree's size.
+        documents_apart: no token looks at another document's, or is predicted from it.
+        random: draw random weights for a checkpoint's tree too.
+        seed: of the random weights and of the order of the windows.
+        dtype: what is multiplied in: by default bfloat16 on a GPU, float32 elsewhere.
+        compiled: by torch.compile.
+        device: by default a GPU where there is one.
+        sample: a prompt that is continued at every evaluation.
+        resume: go on from the last checkpoint, to the bits that a run without a pause has.
+        force: replace `out`, and forget a run that has not ended.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
+        on_start: given what is about to be trained.
+        tell: given every step.
+        progress: of tokenising, as in `tokenize`.
+
+    Raises:
+        UsageError: `out` exists; a budget, a size or a rate that is none; a text too short for one step; a tokenizer
+            with more tokens than the model; another run than the one to resume.
+        InvalidInput, Offline: as `load` and `tokenize`; a text or a token file that changed.
+        GptkitError: the loss or a gradient is no number; the disk is full. The last checkpoint stays.
+        KeyboardInterrupt: once a checkpoint is written.
+    """
+    target = Path(out)
+    staging = Staging(target, force)
+    staging.check()
+    with ExitStack() as stack:
+        us = stack.enter_context(group(device))
+        store = Store(target.with_name(f"{target.name}.training"), us)
+        if us.rank == 0:
+            store.folder.mkdir(exist_ok=True)
+            stack.enter_context(locked(store.folder))
+        tree, scratch = _tree(str(model), random, offline, allow_pickle)
+        own = None if scratch else str(model)
+        take = partial(
+            _tokens, store.folder, tokenizer=tokenizer or own, vocabulary=tree.spec.vocab_size, progress=progress
+        )
+        if us.rank == 0:  # which others then find
+            take(data, "data", first=True)
+        us.wait()
+        found = take(data, "data", first=False)
+        if found.vocabulary > tree.spec.vocab_size:
+            raise UsageError(
+                f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",
+                f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
+            )
+        length = context or min(CONTEXT, _longest(tree.spec))
+        windows = WINDOWS if batch is None else batch // length
+        settings = _settings(
+            windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
+            every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
+            rate=rate or usual_rate(_size(tree.spec)) / (1 if scratch else 10),
+        )  # fmt: skip
+        apart = documents_apart and found.documents > 1
+        if apart:
+            _require_no_state(tree.spec)
+        training, held = _split(found, held_out, take, us, length, documents_apart)
+        if len(training) < windows:
+            message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
+            raise UsageError(message, "Give more text, or a smaller --context or --batch.")
+        family, _ = expressed(tree.spec)
+        to = "local" if family is None else f"hf:{_family(tree, family)}"
+        about = _about(tree, scratch, found, held, settings, us, documents_apart)
+        if us.rank == 0:
+            store.begin(about, resume, force)
+        us.wait()
+        suit(tree.spec)
+        decoder = load(
+            model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
+        )
+        last = store.last()
+        flops = training_flops(tree.spec, length, windows).dense
+        peak, by = peak_flops(us.device, settings.dtype)
+        on_start(
+            Prepared(
+                str(model), _size(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops,
+                peak * us.size, by, msgspec.to_builtins(settings), 0 if last is None else int(last.name[5:]),
+            )
+        )  # fmt: skip
+
+        def step_of(number: int) -> Windows:
+            if number % settings.every == 0:
+                found.require_unchanged()
+            return training.step(number, windows, seed)
+
+        coder = None if sample is None else found.load_tokenizer()
+        text = None if sample is None or coder is None else partial(_sampled, coder=coder, prompt=sample, seed=seed)
+        run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
+        whole = _gathered(decoder, us)
+        done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
+        if us.rank == 0:
+            # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
+            whole.source = replace(decoder.source or tree, path=found.folder, texts={})
+            save(whole, target, to, dtype="float32", force=force, record={"trained": {**about, "curve": run.curve}})
+            store.done()
+        us.wait()
+        return done
+
+
+def _tree(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
+    """The tree of a reference, and whether it is to get random weights: because it has none, or somebody wants it."""
+    found = identify(model)
+    names = found.names or ()
+    bare = found.path is not None and found.path.suffix == ".json" and found.names is None
+    empty = found.path is not None and found.names is not None and not any(n.endswith(_WEIGHTS) for n in names)
+    scratch = random or found.preset is not None or bare or empty
+    return outline(found, offline=offline, allow_pickle=allow_pickle, companions=not scratch), scratch
+
+
+def _size(spec: ModelSpec) -> int:
+    return sum(each.count for each in spec.parameters())
+
+
+def _longest(spec: ModelSpec) -> int:
+    """The longest sequence of a tree, where it says one."""
+    table = CONTEXT if spec.positions is None else spec.positions.length
+    return min(spec.context_length or table, table)
+
+
+def _family(tree: Outline, found: str) -> str:
+    """Its own family where that has the tree, before the first of all."""
+    from ..architectures import named
+    from ..architectures.obstacles import express
+
+    own = tree.origin.family
+    if own is None or own == found:
+        return found
+    return own if express(named(own), tree.spec, clear=("rounding",)).found is not None else found
+
+
+def _tokens(
+    folder: Path,
+    data: Sequence[str | Path],
+    name: str,
+    *,
+    first: bool,
+    tokenizer: str | Path | None,
+    vocabulary: int,
+    progress: Progress | None,
+) -> TokenFile:
+    """The tokens that are named, or those of texts, which are made once, in the run's folder, by the `first`."""
+    paths = [Path(each) for each in data]
+    if any(is_tokens(path) for path in paths):
+        if len(paths) > 1:
+            raise UsageError("a folder of tokens goes alone", "gptkit tokenize makes one of several texts.")
+        return open_tokens(paths[0])
+    own = folder / name
+    if is_tokens(own):
+        found = open_tokens(own)
+        texts = {str(path): _hashed(path) for path in paths} if first else {}
+        if not first or {each.name: each.sha256 for each in found.sources} == texts:
+            return found
+        changed = next((each.name for each in found.sources if texts.get(each.name) != each.sha256), str(paths[0]))
+        if Store(folder, Group(0, 1, torch.device("cpu"))).last() is not None:
+            message = f"{changed} is not the text that the run in {folder} began with"
+            raise InvalidInput(message, "Put it back, or remove the folder to begin anew.")
+    new = None if tokenizer is not None else vocabulary
+    return tokenize(paths, own, tokenizer=tokenizer, vocabulary=new, force=True, progress=progress)
+
+
+def _hashed(path: Path) -> str:
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
+
+
+def _settings(
+    windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
+) -> Settings:
+    if (tokens is None) == (seconds is None):
+        raise UsageError("training needs a budget, one alone", "Give --tokens 1M, or --time 10m.")
+    if windows < 1:
+        raise UsageError(
+            f"a step of fewer tokens than one window of {length:,}", "Give a larger --batch, or --context."
+        )
+    ranges = {"rate": (0, 10), "warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
+    for name, (least, most) in ranges.items():
+        if not least <= others[name] <= most:
+            raise UsageError(f"the {name} is {others[name]:g}, expected {least:g} to {most:g}")
+    if others["seed"] < 0 or others["accumulate"] < 1 or (every is not None and every < 1) or (tokens or 1) < 1:
+        raise UsageError("a seed is 0 or more; tokens, parts and steps between evaluations are 1 or more")
+    steps = None if tokens is None else -(-tokens // (windows * length))
+    often = every or (100 if steps is None else min(500, max(1, steps // 10)))
+    return Settings(windows, length, steps, seconds, every=often, **others)
+
+
+def _require_no_state(spec: ModelSpec) -> None:
+    """Raise UsageError where a layer carries a state from token to token, which no mask keeps within a document."""
+    for block in dict.fromkeys(spec.blocks):
+        for each in spec.block_operations(block):
+            if isinstance(each, ops.Scan | ops.Convolve):
+                message = f"{each.id} carries a state from one document into the next, which no mask keeps apart"
+                raise UsageError(message, "--no-document-mask trains on documents as one text.")
+
+
+def _split(
+    found: TokenFile, held_out: float | str | Path, take: Callable[..., TokenFile], us: Group, length: int, apart: bool
+) -> tuple[Stretch, Windows]:
+    """What is trained on, and the windows that are evaluated."""
+    most = max(us.size, _EVALUATED // length)
+    if isinstance(held_out, float):
+        if not 0 < held_out < 1:
+            raise UsageError(f"held out is {held_out:g} of the text", "Give a share, as 0.05, or a text.")
+        cut = found.tokens - max(int(found.tokens * held_out), length + 1)
+        training, held = (
+            Stretch(found, 0, max(cut, 0), length, apart),
+            Stretch(found, max(cut, 0), found.tokens, length, apart),
+        )
+    else:
+        if us.rank == 0:
+            take([held_out], "held-out", first=True)
+        us.wait()
+        other = take([held_out], "held-out", first=False)
+        if other.tokenizer != found.tokenizer:
+            hint = f"gptkit tokenize FILE OUT --tokenizer {found.folder} takes the same."
+            raise UsageError(f"{held_out} was tokenised by another tokenizer than the text", hint)
+        training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
+    if not len(held):
+        message = f"the held-out text is shorter than one window of {length:,} tokens"
+        raise UsageError(message, "Give more text, or a smaller --context.")
+    return training, held.spread(most)
+
+
+def _about(
+    tree: Outline, scratch: bool, found: TokenFile, held: Windows, settings: Settings, us: Group, apart: bool
+) -> dict[str, Any]:
+    """What a run is, in JSON values: what its result's manifest tells, and what it is resumed by."""
+    hashed = {each: entry["sha256"] for each, entry in manifest_of(found.folder).get("files", {}).items()}
+    return {
+        "weights": "random" if scratch else "of the checkpoint",
+        "tree": hashlib.sha256(json_bytes(to_json(tree.spec))).hexdigest(),
+        "texts": [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources],
+        "tokens": hashed.get(TOKENS),
+        "tokenizer": found.tokenizer,
+        "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(),
+        "documents": "apart" if apart else "as one text",
+        "processes": us.size,
+        **msgspec.to_builtins(settings),
+    }
+
+
+def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
+    """FLOPs a second that a device can do in matrix products, and how that is known."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for key in sorted(PEAKS, key=len, reverse=True):
+            if key in name and dtype != "float32":
+                return PEAKS[key], f"the data sheet of {name}"
+    size, best = 1024, math.inf
+    one = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
+    for _ in range(4):
+        began = time.perf_counter()
+        float((one @ one)[0, 0])
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best, "a product measured here"
+
+
+def _sampled(model: Decoder, coder: Tokenizer, prompt: str, seed: int) -> str:
+    """The continuation of a prompt by the model as it is."""
+    ids = coder.encode(prompt)
+    made = generate_tokens(
+        model, ids, _SAMPLED, sampling=Sampling(0.8, seed=seed), stop=coder.eos_ids, tell=lambda line: None
+    )
+    return coder.decode([*ids, *made], skip_special_tokens=True)
+
+
+def _gathered(model: Decoder, us: Group) -> Decoder:
+    """The model with whole parameters, in every process."""
+    if us.alone:
+        return model.eval()
+
+    def tensors() -> Iterator[tuple[str, np.ndarray[Any, Any], str]]:
+        for name, parameter in model.named_parameters():
+            yield name, *as_array(us.whole(parameter.detach()).contiguous())
+
+    return build(model.spec, tensors(), torch.float32)
