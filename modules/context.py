@@ -32,16 +32,16 @@ class Context:
         self.position_ids, self.dtype = position_ids, dtype
         self.padded = attention_mask is not None and not bool(attention_mask.all())
         self.attention_mask, self.documents = attention_mask, documents
-        self._tables: dict[Turning, Any] = {}
-        self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
+        self._tables: dict[int, tuple[Turning, Any]] = {}
+        self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
         self._allowed: dict[tuple[int | None, int | None], Tensor] = {}
         self._additive: dict[tuple[int | None, int | None], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
         """What positions turn the new tokens by: of rotary ones cos and sin."""
-        if spec not in self._tables:
-            self._tables[spec] = module_of(spec).tables(spec, self.position_ids, self.dtype)
-        return self._tables[spec]
+        if id(spec) not in self._tables:
+            self._tables[id(spec)] = spec, module_of(spec).tables(spec, self.position_ids, self.dtype)
+        return self._tables[id(spec)][1]
 
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""
@@ -54,14 +54,14 @@ class Context:
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
         """The bias (B, heads, 1, S)."""
         first = self.first_key(window)
-        key = (spec, heads, first)
+        key = (id(spec), heads, first)
         if key not in self._biases:
             mask = self.attention_mask
             if mask is None:
                 shape = (self.batch, self.past + self.steps)
                 mask = torch.ones(shape, dtype=torch.long, device=self.position_ids.device)
-            self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
-        return self._biases[key]
+            self._biases[key] = spec, module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
+        return self._biases[key][1]
 
     def allowed(self, window: int | None, held: int | None) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Block, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SinusoidalPositions, SubLayer
+from ..components import Block, Component, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SinusoidalPositions, SubLayer
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
@@ -175,7 +175,9 @@ class Decoder(nn.Module):
         super().__init__()
         if attention not in ("sdpa", "eager"):
             raise UsageError(f"attention is {attention!r}, expected 'sdpa' or 'eager'")
-        self.spec = spec
+        # Equal records are one, by which the passes' contexts know them: torch.compile cannot trace their hashes.
+        seen: dict[Component, Component] = {}
+        self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
