@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Block, Component, Embedding, Head, LearnedPositions, Mixer, ModelSpec, Norm, SinusoidalPositions, SubLayer
+from ..components import (
+    Block,
+    Component,
+    Embedding,
+    Head,
+    LearnedPositions,
+    Mixer,
+    ModelSpec,
+    Norm,
+    SinusoidalPositions,
+    SubLayer,
+)
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
