@@ -90,11 +90,12 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer adds; UsageError for half a surrogate pair."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
-        return list(self._ask("encode", text, special))
+        return list(self._ask("encode", _unicode(text), special))
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of a text without special tokens, and where in it, in characters, each one's part ends."""
+        ids, ends = self._ask("ends", _unicode(text))
+        return ids, ends
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of ids. What no token has (a model's spare rows) is left out; half a character becomes U+FFFD."""
@@ -112,6 +113,14 @@ class Tokenizer:
     def ids(self, tokens: Iterable[str]) -> list[int | None]:
         """The id of each of these tokens, None where there is none so written."""
         return list(self._ask("token_to_id", list(tokens)))
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the text is not valid Unicode: {error.reason} at {error.start}") from error
+    return text
 
 
 class StreamDecoder:

@@ -24,12 +24,12 @@ def answer(question: dict[str, Any]) -> Any:
         _loaded.append(_load(question))
         return None
     (backend,), what, given, flag = _loaded, question["what"], question["given"], question["flag"]
-    if what == "encode":
+    if what in ("encode", "ends"):
         allow(len(given), RUNNING)
-        ids = backend.encode(given, add_special_tokens=flag).ids
-        if len(ids) > _EXPANDS * (len(given.encode()) + _EXPANDS):
-            raise ValueError(f"{len(ids):,} tokens for {len(given):,} characters")
-        return ids
+        encoded = backend.encode(given, add_special_tokens=flag)
+        if len(encoded.ids) > _EXPANDS * (len(given.encode()) + _EXPANDS):
+            raise ValueError(f"{len(encoded.ids):,} tokens for {len(given):,} characters")
+        return encoded.ids if what == "encode" else [encoded.ids, [end for _, end in encoded.offsets]]
     if what == "decode":
         allow(len(given), RUNNING)
         return backend.decode(given, skip_special_tokens=flag)

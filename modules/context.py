@@ -34,16 +34,16 @@ class Context:
         self.layer = 0  # which block runs
         self.inputs: Tensor | None = None  # (B, T, layers, width): what each block reads beside the stream
         self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
-        self._tables: dict[Turning, Any] = {}
-        self._biases: dict[tuple[Biasing, int, int], Tensor] = {}
+        self._tables: dict[int, tuple[Turning, Any]] = {}
+        self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
         self._allowed: dict[tuple[int | None, int | None, bool], Tensor] = {}
         self._additive: dict[tuple[int | None, int | None, bool], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
         """What positions turn the new tokens by: of rotary ones cos and sin."""
-        if spec not in self._tables:
-            self._tables[spec] = module_of(spec).tables(spec, self.position_ids, self.dtype)
-        return self._tables[spec]
+        if id(spec) not in self._tables:
+            self._tables[id(spec)] = spec, module_of(spec).tables(spec, self.position_ids, self.dtype)
+        return self._tables[id(spec)][1]
 
     def tempered(self, spec: Temperature, q: Tensor) -> Tensor:
         """Queries (B, H, T, hd) times what each position says, which is computed in fp32."""
@@ -81,14 +81,14 @@ class Context:
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
         """The bias (B, heads, 1, S)."""
         first = self.first_key(window)
-        key = (spec, heads, first)
+        key = (id(spec), heads, first)
         if key not in self._biases:
             mask = self.attention_mask
             if mask is None:
                 shape = (self.batch, self.past + self.steps)
                 mask = torch.ones(shape, dtype=torch.long, device=self.position_ids.device)
-            self._biases[key] = module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
-        return self._biases[key]
+            self._biases[key] = spec, module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
+        return self._biases[key][1]
 
     def allowed(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..components import (
     Block,
     BlockScale,
+    Component,
     Embedding,
     Head,
     LayerEmbedding,
@@ -220,7 +221,9 @@ class Decoder(nn.Module):
         super().__init__()
         if attention not in ("sdpa", "eager"):
             raise UsageError(f"attention is {attention!r}, expected 'sdpa' or 'eager'")
-        self.spec = spec
+        # Equal records are one, by which the passes' contexts know them: torch.compile cannot trace their hashes.
+        seen: dict[Component, Component] = {}
+        self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None

@@ -41,7 +41,8 @@ class RotaryTables(NamedTuple):
 def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> RotaryTables:
     """The tables for positions (1 or B, T)."""
     wide = torch.promote_types(dtype, torch.float32)
-    length = int(position_ids.max()) + 1
+    by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
+    length = int(position_ids.max()) + 1 if by_length else 1  # not looked at, which a device would be waited for
     inv_freq = inverse_frequencies(rotary, length, wide, position_ids.device)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     angles = -angles if rotary.direction == "backward" else angles

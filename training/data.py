@@ -162,7 +162,7 @@ def open_tokens(folder: Path) -> TokenFile:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-class _Text:
+class Text:
     """A file of text, read piece by piece: each is a part of a document, with whether the document ends with it."""
 
     def __init__(self, path: Path) -> None:
@@ -227,7 +227,7 @@ def _train(texts: Iterable[str], vocabulary: int) -> bytes:
     return made.to_str(pretty=True).encode()
 
 
-def _tokenizer_files(texts: Sequence[_Text], named: str | Path | None, vocabulary: int | None) -> dict[str, bytes]:
+def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary: int | None) -> dict[str, bytes]:
     """The files of a tokenizer that is named, or of one that is trained on the texts."""
     if named is None:
         wanted = VOCABULARY if vocabulary is None else vocabulary
@@ -280,7 +280,7 @@ def tokenize(
         InvalidInput: what is no text in UTF-8, or no tokenizer; texts without a token.
         GptkitError: the disk is full; nothing is published.
     """
-    texts = [_Text(Path(file)) for file in files]
+    texts = [Text(Path(file)) for file in files]
     if not texts:
         raise UsageError("there is no text to tokenise", "Name one file or more.")
     with Staging(Path(out), force) as staging:
@@ -295,12 +295,12 @@ def tokenize(
     return TokenFile(Path(out), **msgspec.structs.asdict(found))
 
 
-def _write(texts: Sequence[_Text], folder: Path, progress: Progress) -> _Description:
+def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Description:
     """Write every document's tokens and its end."""
     coder = load_tokenizer(folder)
     assert coder is not None, "it was written just now"
     kind, total = np.dtype("<u2" if coder.vocab_size <= 2**16 else "<u4"), sum(_size(text.path) for text in texts)
-    before, after = _around(coder, eos_ids(folder, coder))
+    before, after = around(coder, eos_ids(folder, coder))
     count = documents = largest = 0
     with (folder / TOKENS).open("xb") as tokens, (folder / DOCUMENTS).open("xb") as bounds:
         for text in texts:
@@ -335,7 +335,7 @@ def _size(path: Path) -> int:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
 
 
-def _around(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list[int]]:
+def around(coder: Tokenizer, ends: Sequence[int]) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer puts before a text, and the one that ends a text where there is one."""
     plain, whole = coder.encode("a", special=False), coder.encode("a")
     places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
