@@ -52,9 +52,13 @@ class Batch:
 
 def next_token(model: Logits, batch: Batch) -> Tensor:
     """The cross entropy of each next token, in nats."""
-    logits = model(batch.ids, documents=batch.documents).flatten(0, 1)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, batch.targets.flatten(), ignore_index=NOWHERE, reduction="sum")
+    return lost(model(batch.ids, documents=batch.documents), batch.targets)
+
+
+def lost(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy of targets (B, T) by logits (B, T, vocabulary), in nats, summed."""
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets.flatten(), ignore_index=NOWHERE, reduction="sum")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -63,7 +67,8 @@ class Settings(msgspec.Struct, frozen=True):
     steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
     accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
     within which it is reached. decay: of the weights. clip: what the gradient's norm is cut to; 0 leaves it. every:
-    steps between two evaluations and checkpoints. dtype: what is multiplied in; parameters are in float32.
+    steps between two evaluations and checkpoints. patience: evaluations without a better one after which a run ends;
+    0 is never. dtype: what is multiplied in; parameters are in float32.
     """
 
     windows: int
@@ -79,6 +84,7 @@ class Settings(msgspec.Struct, frozen=True):
     every: int = 100
     dtype: str = "float32"
     compiled: bool = False
+    patience: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,10 @@ class Run:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, settings: Settings, ahead: int = 0) -> float:
-        """The share of the budget that is behind it, `ahead` steps counted too."""
+        """The share of the budget that is behind it, `ahead` steps counted too; all where nothing gets better."""
+        losses = [each["held_out"] for each in self.curve]
+        if settings.patience and min(losses[-settings.patience :], default=0.0) > min(losses, default=0.0):
+            return 1.0
         if settings.steps is not None:
             return (self.step + ahead) / settings.steps
         assert settings.seconds is not None

@@ -31,14 +31,14 @@ def adamw(
     model: nn.Module, declared: Iterable[Parameter], rate: float, decay: float, trained: Container[str] | None = None
 ) -> torch.optim.AdamW:
     """AdamW of a tree's `declared` parameters, or of those whose names are `trained`, in two groups; the others are
-    frozen.
+    frozen. What is not declared (an adapter) does not decay.
     """
     about = {each.name: each for each in declared}
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained is None or name in trained)
         if parameter.requires_grad:
-            groups[not decays(about[name])]["params"].append(parameter)
+            groups[name not in about or not decays(about[name])]["params"].append(parameter)
     return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=BETAS, fused=True)
 
 

@@ -188,7 +188,7 @@ def train(
         tree, scratch = _tree(str(model), random, offline, allow_pickle)
         own = None if scratch else str(model)
         take = partial(
-            _tokens, store.folder, tokenizer=tokenizer or own, vocabulary=tree.spec.vocab_size, progress=progress
+            opened_tokens, store.folder, tokenizer=tokenizer or own, vocabulary=tree.spec.vocab_size, progress=progress
         )
         if us.rank == 0:  # which others then find
             take(data, "data", first=True)
@@ -199,17 +199,17 @@ def train(
                 f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",
                 f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
             )
-        length = context or min(CONTEXT, _longest(tree.spec))
+        length = context or min(CONTEXT, longest(tree.spec))
         windows = WINDOWS if batch is None else batch // length
-        settings = _settings(
+        settings = settings_of(
             windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
             every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
-            rate=rate or usual_rate(_size(tree.spec)) / (1 if scratch else 10),
+            rate=rate or usual_rate(size_of(tree.spec)) / (1 if scratch else 10),
         )  # fmt: skip
         apart = documents_apart and found.documents > 1
         if apart:
             _require_no_state(tree.spec)
-        training, held = _split(found, held_out, take, us, length, documents_apart)
+        training, held = split(found, held_out, take, us, length, documents_apart)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
@@ -228,7 +228,7 @@ def train(
         peak, by = peak_flops(us.device, settings.dtype)
         on_start(
             Prepared(
-                str(model), _size(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops,
+                str(model), size_of(tree.spec), scratch, to, len(training) * length, len(held.ids) * length, flops,
                 peak * us.size, by, msgspec.to_builtins(settings), 0 if last is None else int(last.name[5:]),
             )
         )  # fmt: skip
@@ -262,11 +262,12 @@ def _tree(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[
     return outline(found, offline=offline, allow_pickle=allow_pickle, companions=not scratch), scratch
 
 
-def _size(spec: ModelSpec) -> int:
+def size_of(spec: ModelSpec) -> int:
+    """The parameters of a tree."""
     return sum(each.count for each in spec.parameters())
 
 
-def _longest(spec: ModelSpec) -> int:
+def longest(spec: ModelSpec) -> int:
     """The longest sequence of a tree, where it says one."""
     table = CONTEXT if spec.positions is None else spec.positions.length
     return min(spec.context_length or table, table)
@@ -283,7 +284,7 @@ def _family(tree: Outline, found: str) -> str:
     return own if express(named(own), tree.spec, clear=("rounding",)).found is not None else found
 
 
-def _tokens(
+def opened_tokens(
     folder: Path,
     data: Sequence[str | Path],
     name: str,
@@ -320,9 +321,10 @@ def _hashed(path: Path) -> str:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
 
 
-def _settings(
+def settings_of(
     windows: int, length: int, tokens: int | None, seconds: float | None, *, every: int | None, **others: Any
 ) -> Settings:
+    """Settings of a budget, and of the `others` in ranges that make sense. Raises UsageError."""
     if (tokens is None) == (seconds is None):
         raise UsageError("training needs a budget, one alone", "Give --tokens 1M, or --time 10m.")
     if windows < 1:
@@ -349,7 +351,7 @@ def _require_no_state(spec: ModelSpec) -> None:
                 raise UsageError(message, "--no-document-mask trains on documents as one text.")
 
 
-def _split(
+def split(
     found: TokenFile, held_out: float | str | Path, take: Callable[..., TokenFile], us: Group, length: int, apart: bool
 ) -> tuple[Stretch, Windows]:
     """What is trained on, and the windows that are evaluated."""

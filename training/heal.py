@@ -1,0 +1,518 @@
+"""heal: a changed model trained to answer as the original does, beside a control and a floor.
+
+First each changed layer by itself, on what the original's layer was given (block-local; as in 2510.14444), then the
+whole model, by the KL divergence of its next-token distribution from the original's (Hinton et al. 1503.02531, at
+temperature 1). What a text alone would have done is told beside it: the *control* is the original, trained on the same
+tokens as a language model; the *floor* is the changed tree from random weights, trained as the changed model was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..architectures import expressed
+from ..components import ModelSpec, Parameter, differences, without_rounding
+from ..converter.files import locked
+from ..converter.publish import Staging
+from ..converter.threads import suit
+from ..display import Record, Shown
+from ..errors import UsageError
+from ..modules import Decoder
+from ..modules.load import load
+from ..modules.save import save
+from .data import NOWHERE, Progress, Windows
+from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
+from .optimiser import usual_rate
+from .parallel import Group, group
+from .state import Store
+from .train import CONTEXT, HELD_OUT, WINDOWS, longest, opened_tokens, settings_of, size_of, split
+
+LOCAL = 0.25
+"""The share of the budget in which layers are trained by themselves, where nobody says how much."""
+CHOICES = ("all", "changed", "norms", "lora:RANK")
+
+
+@dataclass(frozen=True)
+class Held(Record):
+    """A model on the held-out text: the KL divergence of its predictions from the original's and its cross entropy,
+    each in nats a token.
+    """
+
+    kl: float
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+
+@dataclass(frozen=True)
+class Outcome(Record):
+    """One kind of run over its seeds: what each came to, and its steps, tokens and seconds."""
+
+    JSON = "runs=held seconds kl loss kl_spread loss_spread"
+
+    held: tuple[Held, ...]
+    seconds: float
+
+    @property
+    def kl(self) -> float:
+        return sum(each.kl for each in self.held) / len(self.held)
+
+    @property
+    def loss(self) -> float:
+        return sum(each.loss for each in self.held) / len(self.held)
+
+    @property
+    def kl_spread(self) -> float:
+        """The largest less the smallest."""
+        return max(each.kl for each in self.held) - min(each.kl for each in self.held)
+
+    @property
+    def loss_spread(self) -> float:
+        return max(each.loss for each in self.held) - min(each.loss for each in self.held)
+
+
+@dataclass(frozen=True)
+class Healed(Record, Shown):
+    """What came out. original, start: the original and the changed model on the held-out text. healed: the changed
+    model, trained; control: the original, trained on the same tokens to predict them; floor: the changed tree from
+    random weights, trained as the changed model was. trained: parameters that were; local: layers that were trained by
+    themselves first.
+    """
+
+    JSON = "folder=name teacher tokens steps seeds trained local original start healed control floor recovered"
+
+    folder: Path
+    teacher: str
+    tokens: int
+    steps: int
+    seeds: int
+    trained: int
+    local: tuple[int, ...]
+    original: Held
+    start: Held
+    healed: Outcome
+    control: Outcome | None
+    floor: Outcome | None
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def recovered(self) -> float | None:
+        """The share of the gap, the changed model's KL divergence, that is gone; None where there was none."""
+        return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def distilled(teacher: Decoder) -> Loss:
+    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have."""
+
+    def loss(model: Logits, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch.ids, documents=batch.documents)
+        return divergence(wanted, model(batch.ids, documents=batch.documents), batch.targets != NOWHERE)
+
+    return loss
+
+
+def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
+    """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T)."""
+    vocabulary = min(wanted.shape[-1], given.shape[-1])
+    p, q = (F.log_softmax(each.float()[..., :vocabulary], dim=-1) for each in (wanted, given))
+    return (F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1) * counted).sum()
+
+
+def block_local(teacher: Decoder, layers: Sequence[int]) -> Loss:
+    """How far each of these layers is from the teacher's, given what the teacher's was: |Δ|² over |what it adds|², a
+    mean over layers.
+    """
+
+    def loss(model: Logits, batch: Batch) -> Tensor:
+        student = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
+        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
+            teacher(batch.ids, documents=batch.documents)
+        given = {layer: x for layer, (x, _) in original.items()}
+        with _watched(student.blocks, layers, given) as own:
+            model(batch.ids, documents=batch.documents)
+        counted = batch.targets != NOWHERE
+        total = torch.zeros(counted.shape, device=batch.ids.device)
+        for layer in layers:
+            (x, y), (_, found) = original[layer], own[layer]
+            added = (y - x).float().square().sum(dim=-1).mean()
+            total = total + (found - y).float().square().sum(dim=-1) / added.clamp_min(1e-12)
+        return (total * counted).sum() / len(layers)
+
+    return loss
+
+
+@contextmanager
+def _watched(
+    blocks: nn.ModuleList, layers: Sequence[int], given: Mapping[int, Tensor] | None = None
+) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """What each layer is given, and gives, each (B, T, hidden); with `given`, they are given that."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    hooks = []
+    for layer in layers:
+
+        def before(_: nn.Module, args: Any, layer: int = layer) -> Any:
+            return None if given is None else (given[layer], *args[1:])
+
+        def after(_: nn.Module, args: Any, output: Tensor, layer: int = layer) -> None:
+            seen[layer] = args[0], output
+
+        hooks += [blocks[layer].register_forward_pre_hook(before), blocks[layer].register_forward_hook(after)]
+    try:
+        yield seen
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+def touched(before: Decoder, after: Decoder) -> set[str]:
+    """The parameters of the changed model that are new, of another shape or value, or of a component that changed."""
+    old = dict(before.named_parameters())
+    found = {
+        name for name, each in after.named_parameters()
+        if name not in old or old[name].shape != each.shape or not torch.equal(old[name], each)
+    }  # fmt: skip
+    if len(before.spec.blocks) != len(after.spec.blocks):
+        return {name for name, _ in after.named_parameters()}
+    for path, _, _ in differences(without_rounding(before.spec), without_rounding(after.spec)):
+        parts = path.split(".")
+        inside = ".".join(parts[: 3 if parts[0] == "blocks" else 1])
+        found |= {name for name, _ in after.named_parameters() if name.startswith(f"{inside}.")}
+    return found
+
+
+def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
+    """The layers in which something changed, of trees whose layers and streams are each other's; else none."""
+    one, other = before.spec, after.spec
+    if len(one.blocks) != len(other.blocks) or one.hidden_size != other.hidden_size:
+        return ()
+    return tuple(sorted({int(name.split(".")[1]) for name in touched(before, after) if name.startswith("blocks.")}))
+
+
+def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
+    """The names of the parameters that a choice trains. Raises UsageError for none of `CHOICES`."""
+    if what == "all":
+        return {each.name for each in declared}
+    if what == "changed":
+        return changed()
+    if what == "norms":
+        gains = {each.name.rpartition(".")[0] for each in declared if each.role == "gain"}
+        return {each.name for each in declared if each.name.rpartition(".")[0] in gains}
+    raise UsageError(f"nothing is called {what!r:.40} among what can be trained", f"known: {', '.join(CHOICES)}")
+
+
+class _LowRank(nn.Module):
+    """W + B·A, of which A and B are trained (Hu et al. 2106.09685); B begins at 0."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        self.a = nn.Parameter(torch.randn(rank, columns, device=weight.device) / math.sqrt(columns))
+        self.b = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+@contextmanager
+def _adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterator[set[str]]:
+    """The model with such an update to each of its matrices, which is added up in the end; their names."""
+    matrices = [each.name for each in declared if len(each.shape) == 2 and each.role in ("reads", "writes", "inner")]
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in matrices}
+    for name, module in modules.items():
+        weight = getattr(module, name.rpartition(".")[2])
+        parametrize.register_parametrization(module, name.rpartition(".")[2], _LowRank(weight, rank))
+    try:
+        yield {name for name, _ in model.named_parameters() if name.endswith((".0.a", ".0.b"))}
+    finally:
+        for name, module in modules.items():
+            parametrize.remove_parametrizations(module, name.rpartition(".")[2], leave_parametrized=True)
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def heal(
+    changed: str | Path,
+    teacher: str | Path,
+    data: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokens: int | None = None,
+    seconds: float | None = None,
+    trained: str = "all",
+    local: float | None = None,
+    seeds: int = 1,
+    beside: bool = True,
+    batch: int | None = None,
+    context: int | None = None,
+    rate: float | None = None,
+    warmup: float = 0.05,
+    decay: float = 0.0,
+    clip: float = 1.0,
+    accumulate: int = 1,
+    every: int | None = None,
+    patience: int = 0,
+    held_out: float | str | Path = HELD_OUT,
+    seed: int = 0,
+    dtype: str | None = None,
+    compiled: bool = False,
+    device: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    on_start: Callable[[str, Held, Held], None] = lambda trained, original, start: None,
+    tell: Callable[[str, Step], None] = lambda what, step: None,
+    progress: Progress | None = None,
+) -> Healed:
+    """Train a changed model to answer as the original, and write it as a checkpoint; beside it a control and a floor.
+
+    Args:
+        changed: a checkpoint, as a swap wrote it.
+        teacher: the one that it was made from, of the same tokens.
+        data: texts, or one folder that `tokenize` wrote, by the teacher's tokenizer.
+        out: the folder to make. Beside it, in `out`.healing, are the runs' checkpoints and measurements.
+        tokens: how many each run is trained on.
+        seconds: how long each run is trained instead.
+        trained: "all", "changed" (what the change touched), "norms", or "lora:RANK" (an update of so low a rank to
+            every matrix).
+        local: the share of the budget in which each changed layer is trained by itself first; by default `LOCAL` where
+            the layers of both are one another's, else 0.
+        seeds: how many runs of each kind, by other orders of the windows.
+        beside: run the control and the floor too.
+        patience: end a run after so many evaluations without a better one; 0 never does.
+        batch: tokens a step; this and what follows as in `train`.
+        context: tokens a window.
+        rate: AdamW's highest; by default a third of what `train` takes for random weights.
+        warmup: the share of a run within which the rate is reached.
+        decay: of the weights; by default none.
+        clip: what a gradient's norm is cut to.
+        accumulate: parts of a step.
+        every: steps between two evaluations and checkpoints.
+        held_out: the share of the text that is held out, or a text by itself.
+        seed: of the first run's order of windows; those of the others follow.
+        dtype: what is multiplied in.
+        compiled: by torch.compile.
+        device: by default a GPU where there is one.
+        resume: go on from the last checkpoints.
+        force: replace `out`, and forget runs that have not ended.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
+        on_start: given what is trained in words, and both models on the held-out text.
+        tell: given which run it is and every step of it.
+        progress: of tokenising, as in `tokenize`.
+
+    Raises:
+        UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
+    """
+    target = Path(out)
+    staging = Staging(target, force)
+    staging.check()
+    if seeds < 1 or not 0 <= (local or 0) < 1:
+        raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
+    with ExitStack() as stack:
+        us = stack.enter_context(group(device))
+        if not us.alone:
+            raise UsageError("heal runs in one process", "torchrun is for gptkit train.")
+        folder = target.with_name(f"{target.name}.healing")
+        folder.mkdir(exist_ok=True)
+        stack.enter_context(locked(folder))
+        opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
+        original, model = (load(each, "float32", **opening) for each in (teacher, changed))
+        sizes = original.spec.vocab_size, model.spec.vocab_size
+        found = opened_tokens(
+            folder, data, "data", first=True, tokenizer=str(teacher), vocabulary=sizes[0], progress=progress
+        )
+        if found.vocabulary > min(sizes):
+            rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
+            message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
+            raise UsageError(message, "Both must have the same tokens.")
+        length = context or min(CONTEXT, longest(original.spec), longest(model.spec))
+        windows = WINDOWS if batch is None else batch // length
+        layers = changed_layers(original, model)
+        share = (LOCAL if layers else 0.0) if local is None else local
+        if share and not layers:
+            raise UsageError(
+                "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
+            )
+        settings = settings_of(
+            windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
+            seed=seed, compiled=compiled, patience=patience, rate=rate or usual_rate(size_of(model.spec)) / 3,
+            dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
+        )  # fmt: skip
+        take = partial(opened_tokens, folder, tokenizer=str(teacher), vocabulary=sizes[0], progress=progress)
+        training, held = split(found, held_out, take, us, length, True)
+        if len(training) < windows:
+            message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
+            raise UsageError(message, "Give more text, or a smaller --context or --batch.")
+        suit(model.spec)
+        original.requires_grad_(False).eval()
+        runs = _Runs(original, held, settings, share, layers, training, us, folder, resume, force, tell)
+        start = runs.held(model)
+        on_start(trained, runs.held(original), start)
+        finished, outcome, steps, count = runs.healed(model, trained, seeds)
+        control = floor = None
+        if beside:
+            control = runs.control(seeds)
+            floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
+        result = Healed(
+            target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
+            runs.held(original), start, outcome, control, floor,
+        )  # fmt: skip
+        family, _ = expressed(finished.spec)
+        finished.source = replace(model.source, path=found.folder, texts={}) if model.source else None
+        own = model.source.origin.family if model.source else None
+        to = "local" if family is None else f"hf:{own if own and _has(own, finished.spec) else family}"
+        record = {"healed": {**msgspec.to_builtins(settings), "trained": trained, "local": share, **result.as_json()}}
+        record["healed"].pop("folder")
+        save(finished.eval(), target, to, dtype="float32", force=force, record=record)
+        runs.done()
+        return result
+
+
+def _has(family: str, spec: ModelSpec) -> bool:
+    from ..architectures import named
+    from ..architectures.obstacles import express
+
+    return express(named(family), spec, clear=("rounding",)).found is not None
+
+
+@dataclass
+class _Runs:
+    """What all runs have in common."""
+
+    original: Decoder
+    windows: Windows
+    settings: Settings
+    local: float
+    layers: tuple[int, ...]
+    training: Any
+    group: Group
+    folder: Path
+    resume: bool
+    force: bool
+    tell: Callable[[str, Step], None]
+
+    def held(self, model: Decoder) -> Held:
+        """A model on the held-out text."""
+        training, sums, parts = model.training, [0.0, 0.0], max(1, len(self.windows.ids) // self.settings.windows)
+        model.eval()
+        with torch.no_grad():
+            for number in range(parts):
+                batch = Batch.of(self.windows.part(number, parts), self.group.device)
+                wanted, given = (each(batch.ids, documents=batch.documents) for each in (self.original, model))
+                sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
+                sums[1] += float(lost(given, batch.targets))
+        model.train(training)
+        counted = max(1, self.windows.counted)
+        return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
+
+    def _fit(self, name: str, model: Decoder, loss: Loss, share: float, trained: set[str] | None, seed: int) -> Run:
+        """One run, from its last checkpoint where there is one, which then stays until all have ended."""
+        steps, seconds = self.settings.steps, self.settings.seconds
+        settings = msgspec.structs.replace(
+            self.settings,
+            steps=None if steps is None else max(1, round(steps * share)),
+            seconds=None if seconds is None else seconds * share,
+            seed=self.settings.seed + seed,
+        )
+        store = Store(self.folder / name, self.group)
+        store.folder.mkdir(parents=True, exist_ok=True)
+        store.begin({"run": name, **msgspec.to_builtins(settings)}, self.resume, self.force)
+        return fit(
+            model,
+            lambda number: self.training.step(number, settings.windows, settings.seed),
+            self.windows,
+            settings,
+            group=self.group,
+            store=store,
+            loss=loss,
+            trained=trained,
+            tell=partial(self.tell, name),
+        )
+
+    def _both(self, name: str, model: Decoder, trained: str, seed: int) -> tuple[int, float, int]:
+        """Layers by themselves, then the whole model: steps, seconds, and how many parameters were trained."""
+        declared = list(model.spec.parameters())
+        steps, taken, count = 0, 0.0, 0
+        rank = int(trained[5:]) if trained.startswith("lora:") and trained[5:].isdecimal() else 0
+        with ExitStack() as stack:
+            if rank:
+                torch.manual_seed(self.settings.seed + seed)
+                names = stack.enter_context(_adapted(model, declared, rank))
+            else:
+                names = chosen(trained, declared, lambda: touched(self.original, model))
+            if not names:
+                raise UsageError(f"nothing is left to train: {trained} names no parameter of this model")
+            count = sum(each.numel() for name, each in model.named_parameters() if name in names)
+            prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
+            inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
+            if inside:
+                loss = block_local(self.original, self.layers)
+                run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
+                steps, taken = run.step, run.seconds
+            whole = 1 - self.local if inside else 1.0
+            run = self._fit(f"{name}-{seed}", model, distilled(self.original), whole, names, seed)
+        return steps + run.step, taken + run.seconds, count
+
+    def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
+        """The changed model, healed; of the first seed."""
+        finished, held, taken, steps, count = model, [], 0.0, 0, 0
+        for seed in range(seeds):
+            own = deepcopy(model)
+            steps, seconds, count = self._both("healed", own, trained, seed)
+            held.append(self.held(own))
+            taken += seconds
+            finished = own if seed == 0 else finished
+        return finished, Outcome(tuple(held), taken), steps, count
+
+    def control(self, seeds: int) -> Outcome:
+        """The original, trained on the same tokens to predict them."""
+        held, taken = [], 0.0
+        for seed in range(seeds):
+            own = deepcopy(self.original)
+            run = self._fit(f"control-{seed}", own, next_token, 1.0, None, seed)
+            held.append(self.held(own))
+            taken += run.seconds
+        return Outcome(tuple(held), taken)
+
+    def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
+        """The changed tree from random weights, trained as the changed model was, all of it."""
+        held, taken = [], 0.0
+        for seed in range(seeds):
+            own = make(seed=self.settings.seed + seed)
+            _, seconds, _ = self._both("floor", own, "all", seed)
+            held.append(self.held(own))
+            taken += seconds
+        return Outcome(tuple(held), taken)
+
+    def done(self) -> None:
+        """All have ended: their checkpoints go, what was measured stays."""
+        for each in self.folder.iterdir():
+            if (each / "run.json").is_file():
+                Store(each, self.group).done()
