@@ -13,6 +13,7 @@ from .commands import (
     demo,
     diff,
     generate,
+    heal,
     params,
     recommend,
     show,
@@ -20,11 +21,14 @@ from .commands import (
     tokenize,
     train,
     verify,
-)
+)  # fmt: skip
 from .commands.base import app
 from .process import answer_signals
 
-COMMANDS = (params, compare, diff, audit, show, recommend, convert, swap, verify, generate, tokenize, train, demo)
+COMMANDS = (
+    *(params, compare, diff, audit, show, recommend, convert, swap, verify, generate),
+    *(tokenize, train, heal, demo),
+)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 

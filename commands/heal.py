@@ -1,0 +1,80 @@
+"""heal: a changed model trained to answer as its original."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..terminal import answer, progress_bar
+from .base import JSON, QUIET, argument, command, flag, option, tokens
+from .completion import complete_model
+from .train import seconds
+
+_HOW = "How to train"
+
+
+@command(
+    "gptkit heal gpt2-rms healed --teacher sample:gpt2 --data play.txt --tokens 400k",
+    "gptkit heal llama-mqa healed --teacher llama --data tokens --time 5m --seeds 3",
+)
+def heal(
+    changed: str = argument("CHANGED", "The changed checkpoint, as gptkit swap wrote it.", complete=complete_model),
+    out: Path = argument("OUT", "The folder to write; OUT.healing has the runs' checkpoints and measurements."),
+    *,
+    teacher: str = option("--teacher MODEL", "The original that it was made from.", default=...),
+    data: list[str] = option(
+        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+    ),
+    budget: str | None = option("--tokens N", "Train each run on so many tokens: 400k, 1M."),
+    time: str | None = option("--time TIME", "Train each run for so long instead: 90s, 10m, 1.5h."),
+    trained: str = option("--train WHAT", "What to train: all, changed, norms or lora:RANK.", default="all"),
+    local: float | None = option(
+        "SHARE", "Train changed layers by themselves for this share of the budget first.", min=0, max=0.99
+    ),
+    seeds: int = option("N", "Run each kind so often, in other orders of the text.", default=1, min=1),
+    beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
+    batch: str | None = option("N", "Tokens per step; by default 16 windows.", _HOW),
+    context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
+    lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
+    patience: int = option("N", "End a run after N evaluations without a better one; 0 never.", _HOW, default=0, min=0),
+    held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
+    seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
+    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    resume: bool = flag("--resume", "Go on from the last checkpoints of the same call."),
+    force: bool = flag("--force", "Replace OUT, and begin anew."),
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Train a changed model to answer as its original, beside a control."""
+    from ..report.healing import Healing, healing_report
+    from ..training.heal import heal as run
+
+    if budget is None and time is None:
+        raise UsageError("healing needs a budget", "Give --tokens 400k, or --time 5m.")
+    share = re.fullmatch(r"\d*\.?\d+", held_out)
+    options: dict[str, Any] = {
+        "tokens": None if budget is None else tokens("--tokens", budget),
+        "seconds": None if time is None else seconds("--time", time),
+        "batch": None if batch is None else tokens("--batch", batch),
+        "context": None if context is None else tokens("--context", context),
+        "held_out": float(held_out) if share else held_out,
+    }
+    how: dict[str, Any] = {
+        "trained": trained,
+        "local": local,
+        "seeds": seeds,
+        "beside": beside,
+        "rate": lr,
+        "patience": patience,
+    }
+    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force}
+    opening: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
+    watched = Healing(quiet or json)
+    with progress_bar("tokenizing", quiet or json) as advance:
+        done = run(
+            changed, teacher, data, out, **options, **how, **where, **opening,
+            on_start=watched.start, tell=watched.step, progress=advance,
+        )  # fmt: skip
+    answer(json, done.as_json, lambda: healing_report(done), quiet)

@@ -1,0 +1,66 @@
+"""heal, for the terminal: a row an evaluation on the way, and what came of it in a table."""
+
+from rich.console import RenderResult
+from rich.text import Text
+
+from ..terminal import say
+from ..training.heal import Healed, Held, Outcome
+from ..training.loop import Step
+from .sheets import Layout, Row, Sheet, drawing
+from .training import duration
+
+
+class Healing:
+    """What a person sees of the runs."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+
+    def start(self, trained: str, original: Held, start: Held) -> None:
+        """Tell what begins."""
+        lines = [
+            f"held-out loss: the original {original.loss:.4f} nats per token, changed {start.loss:.4f}",
+            f"KL from the original {start.kl:.4f} nats per token; parameters to train: {trained}",
+            "",
+            f"{'run':<20}{'step':>8}{'loss':>10}{'held out':>10}{'time':>9}",
+        ]
+        say(lines, self.quiet)
+
+    def step(self, name: str, step: Step) -> None:
+        """Tell a step of a run, where it was evaluated."""
+        if step.held_out is not None:
+            row = f"{name:<20}{step.step:>8,}{step.loss:>10.4f}{step.held_out:>10.4f}{duration(step.seconds):>9}"
+            say([row], self.quiet)
+
+
+@drawing
+def healing_report(layout: Layout, done: Healed) -> RenderResult:
+    """What rich prints when all runs have ended."""
+    yield ""
+    recovered = done.recovered
+    share = "There was no gap" if recovered is None else f"{100 * recovered:.1f} % of the gap in KL is gone"
+    budget = f"{done.tokens:,} tokens a run, {done.seeds} seed{'' if done.seeds == 1 else 's'}"
+    yield Text(layout.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
+    yield ""
+    rows = [
+        Row("original", _cells(done.original)),
+        Row("changed, before", _cells(done.start)),
+        Row("changed, healed", _outcome(done.healed)),
+    ]
+    rows += [] if done.control is None else [Row("control: original, trained", _outcome(done.control))]
+    rows += [] if done.floor is None else [Row("floor: changed, from random", _outcome(done.floor))]
+    yield Sheet("held out", ("KL", "±", "loss", "perplexity", "time"), tuple(rows))
+    yield ""
+    local = f"; layers first: {len(done.local)}" if done.local else ""
+    yield layout.note(f"{budget}; {done.trained:,} parameters trained{local}; ± is the spread over seeds")
+    yield layout.note(f"written: {done.folder}")
+
+
+def _cells(held: Held) -> tuple[str, ...]:
+    return (f"{held.kl:.4f}", "", f"{held.loss:.4f}", f"{held.perplexity:.2f}", "")
+
+
+def _outcome(outcome: Outcome) -> tuple[str, ...]:
+    mean = Held(outcome.kl, outcome.loss)
+    spread = f"{outcome.kl_spread:.4f}" if len(outcome.held) > 1 else "–"
+    return (f"{mean.kl:.4f}", spread, f"{mean.loss:.4f}", f"{mean.perplexity:.2f}", duration(outcome.seconds))

@@ -1,0 +1,158 @@
+"""gptkit heal: what a change cost comes back, beside a control and a floor; what is told is what was written."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.command import call
+
+import gptkit
+from gptkit.converter.manifest import check_manifest, manifest_of
+from gptkit.errors import UsageError
+from gptkit.modules.load import load
+from gptkit.parity.diff import diff
+from gptkit.training.heal import Held, block_local, changed_layers, distilled, divergence, heal, touched
+from gptkit.training.loop import Batch, Step
+
+PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
+TEACHER = "sample:gpt2"
+BUDGET: dict[str, Any] = {"tokens": 8 * 512, "context": 64, "batch": 512, "held_out": 0.02}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healing") / "rms"
+    assert call("swap", TEACHER, folder, "--norm", "rmsnorm", "--approximate", "-q").exit_code == 0
+    return folder
+
+
+def batch(count: int = 2) -> Batch:
+    ids = torch.randint(0, 512, (count, 16), generator=torch.Generator().manual_seed(1))
+    return Batch(ids, ids.roll(-1, 1), None)
+
+
+def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, Step]] = []
+    done = heal(changed, TEACHER, [PLAY], tmp_path / "out", **BUDGET, seeds=2, tell=lambda *each: told.append(each))
+    assert done.original.kl == 0 < done.healed.kl < 0.5 * done.start.kl
+    assert done.recovered == 1 - done.healed.kl / done.start.kl
+    assert done.control is not None and done.floor is not None
+    assert done.control.loss < done.original.loss  # the text alone makes even the original better on it
+    assert done.floor.kl > done.start.kl  # so few steps from random weights are no way
+    assert done.local == (0, 1, 2, 3) and done.steps == 8
+    kinds = {name for name, _ in told}
+    assert {"healed-layers-0", "healed-1", "control-0", "floor-1"} <= kinds
+    # What was measured is what was written, in files for transformers' class or in gptkit's own.
+    assert check_manifest(tmp_path / "out") == []
+    record = manifest_of(tmp_path / "out")["history"][-1]["healed"]
+    assert record["recovered"] == done.recovered and record["seeds"] == 2
+    original, healed = (load(each, "float32") for each in (TEACHER, tmp_path / "out"))
+    with torch.no_grad():
+        near, far = (float(distilled(original)(each, batch())) for each in (healed, load(changed, "float32")))
+    assert near < 0.9 * far  # on ids that no text has, too
+    assert not list((tmp_path / "out.healing").rglob("step-*"))
+
+
+@pytest.mark.parametrize("trained", ["changed", "norms", "lora:2"])
+def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path) -> None:
+    heal(changed, TEACHER, [PLAY], tmp_path / "out", **{**BUDGET, "tokens": 1024}, trained=trained, beside=False)
+    moved = {each.name for each in diff(changed, tmp_path / "out", rank=False).changed}
+    assert moved
+    before = load(changed, "float32")
+    matrices = {each.name for each in before.spec.parameters() if len(each.shape) > 1 and each.role != "table"}
+    expected = {
+        "changed": touched(load(TEACHER, "float32"), before),
+        "norms": {name for name, _ in before.named_parameters() if "norm" in name},
+        "lora:2": matrices,
+    }[trained]
+    assert moved <= expected
+    if trained == "lora:2":
+        figures = [each.figures for each in diff(changed, tmp_path / "out").changed]
+        assert {each.rank.rank for each in figures if each and each.rank} <= {0, 1, 2}
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(changed: Path, tmp_path: Path) -> None:
+    options = {**BUDGET, "every": 2, "tokens": 6 * 512}
+    heal(changed, TEACHER, [PLAY], tmp_path / "whole", **options)
+    seen = 0
+
+    def stop(name: str, step: Step) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(changed, TEACHER, [PLAY], tmp_path / "parts", **options, tell=stop)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(UsageError, match="--resume"):
+        heal(changed, TEACHER, [PLAY], tmp_path / "parts", **options)
+    heal(changed, TEACHER, [PLAY], tmp_path / "parts", **options, resume=True)
+    assert diff(tmp_path / "whole", tmp_path / "parts", rank=False).same_bytes
+
+
+@torch.no_grad()
+def test_losses_are_what_they_are_called() -> None:
+    teacher = load(TEACHER, "float32")
+    some = batch()
+    assert float(distilled(teacher)(teacher, some)) == pytest.approx(0, abs=1e-6)
+    assert float(block_local(teacher, (0, 2))(teacher, some)) == 0
+    wanted, given = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    counted = torch.tensor([[True, False, True], [False, True, True]])
+    p, q = wanted.softmax(-1), given.softmax(-1)
+    plain = sum(float((p[i, j] * (p[i, j] / q[i, j]).log()).sum()) for i, j in counted.nonzero())
+    assert float(divergence(wanted, given, counted)) == pytest.approx(plain, rel=1e-5)
+    # Another vocabulary: over the tokens that both have.
+    more = torch.cat([given, torch.full((2, 3, 2), 9.0)], dim=-1)
+    assert float(divergence(wanted, more, counted)) == pytest.approx(plain, rel=1e-5)
+    assert Held(0.0, math.log(8)).perplexity == pytest.approx(8)
+
+
+def test_what_a_change_touched(changed: Path) -> None:
+    before, after = load(TEACHER, "float32"), load(changed, "float32")
+    assert changed_layers(before, after) == (0, 1, 2, 3)
+    names = touched(before, after)
+    assert {"blocks.0.attention_norm.weight", "final_norm.weight"} <= names
+    assert touched(before, before) == set() and changed_layers(before, before) == ()
+
+
+@torch.no_grad()
+def test_a_block_is_trained_on_what_the_original_was_given(changed: Path) -> None:
+    """One layer's loss does not move where another layer of the student is broken."""
+    teacher, student = load(TEACHER, "float32"), load(changed, "float32")
+    loss = block_local(teacher, (2,))
+    before = float(loss(student, batch()))
+    next(student.blocks[0].parameters()).add_(1)
+    assert float(loss(student, batch())) == before > 0
+
+
+def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for options, why in (
+        ({"trained": "everything"}, "nothing is called 'everything'"),
+        ({"trained": "lora:0"}, "nothing is called 'lora:0'"),
+        ({"seeds": 0}, "seeds are 1 or more"),
+        ({"context": 10**6}, "fewer tokens than one window"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            heal(changed, TEACHER, [PLAY], out, **{**BUDGET, **options})
+        shutil.rmtree(tmp_path / "out.healing", ignore_errors=True)
+    with pytest.raises(UsageError, match="rows"):
+        heal("sample:llama", "sample:bloom", [PLAY], out, **BUDGET)
+    assert call("heal", changed, out, "--teacher", TEACHER, "--data", PLAY).exit_code == 2
+    assert not out.exists()
+
+
+def test_the_command_tells_all_of_it(changed: Path, tmp_path: Path) -> None:
+    words = ["heal", changed, tmp_path / "out", "--teacher", TEACHER, "--data", PLAY, "--tokens", "1k"]
+    words += ["--context", "64", "--batch", "512"]
+    told = call(*words)
+    assert told.exit_code == 0, told.output
+    assert "of the gap in KL is gone" in told.stdout and "control" in told.stdout and "floor" in told.stdout
+    assert max(map(len, told.stdout.replace(str(tmp_path), "").splitlines())) <= 80
+    data = json.loads(call(*words, "--force", "--json", "--alone").stdout)
+    assert data["control"] is None and 0 < data["healed"]["kl"] < data["start"]["kl"]
