@@ -28,6 +28,7 @@ from ..components import ModelSpec, Parameter, differences, without_rounding
 from ..converter.files import locked
 from ..converter.publish import Staging
 from ..converter.threads import suit
+from ..converter.tokenizer import load_tokenizer
 from ..display import Record, Shown
 from ..errors import UsageError
 from ..modules import Decoder
@@ -42,6 +43,8 @@ from .train import CONTEXT, HELD_OUT, WINDOWS, longest, opened_tokens, settings_
 
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
+_SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
+"""What two tokenizers that are one encode alike."""
 CHOICES = ("all", "changed", "norms", "lora:RANK")
 
 
@@ -75,6 +78,10 @@ class Outcome(Record):
     @property
     def loss(self) -> float:
         return sum(each.loss for each in self.held) / len(self.held)
+
+    @property
+    def perplexities(self) -> list[float]:
+        return [each.perplexity for each in self.held]
 
     @property
     def kl_spread(self) -> float:
@@ -346,6 +353,7 @@ def heal(
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
+        _require_one_tokenizer(original, model)
         found = opened_tokens(
             folder, data, "data", first=True, tokenizer=str(teacher), vocabulary=sizes[0], progress=progress
         )
@@ -395,6 +403,16 @@ def heal(
         save(finished.eval(), target, to, dtype="float32", force=force, record=record)
         runs.done()
         return result
+
+
+def _require_one_tokenizer(*models: Decoder) -> None:
+    """Raise UsageError where two models have tokenizers that do not encode alike; one without any takes the other's."""
+    about = [model.source for model in models]
+    coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
+    told = [None if coder is None else coder.encode(_SAMPLE) for coder in coders]
+    if None not in told and told[0] != told[1]:
+        message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
+        raise UsageError(message, "--teacher is the model that it was made from.")
 
 
 def _has(family: str, spec: ModelSpec) -> bool:
