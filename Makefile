@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps bench bench-convert bench-surgery bench-params bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing bench bench-convert bench-surgery bench-params bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -25,6 +25,7 @@ help:
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
+	@echo "make healing       docs/healing.md: what six swaps cost, and what training gives back, with controls"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make bench-params  gptkit params against accelerate estimate-memory, as whole processes"
@@ -112,6 +113,9 @@ parity: $(STAMP)
 # docs/swaps.md, from every swap on the trained samples; some minutes on two cores.
 swaps: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/swaps.py --jobs $(JOBS)
+
+healing: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing.py --out docs/healing.md
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

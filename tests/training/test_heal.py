@@ -144,7 +144,7 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
     other = shutil.copytree(changed, tmp_path / "other")
     data = json.loads((other / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
-    vocab["T"], vocab["h"] = vocab["h"], vocab["T"]
+    vocab["q"], vocab["u"] = vocab["u"], vocab["q"]
     (other / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(UsageError, match="tokenizer makes other tokens"):
         heal(other, TEACHER, [PLAY], out, **BUDGET)
