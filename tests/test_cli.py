@@ -119,6 +119,7 @@ def test_version_and_help() -> None:
         assert name in done.stdout
 
 
+@few(4)
 @pytest.mark.parametrize(
     "args",
     [
@@ -185,6 +186,7 @@ def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@few(2)
 @pytest.mark.parametrize(
     "args", [["presets", "--json"], ["params", "gpt2"], ["generate", "sample:gpt2", "a", "-n", "9"]]
 )

@@ -410,7 +410,7 @@ def test_a_file_is_the_same_every_time_and_named_as_llama_cpp_does(tmp_path: Pat
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (SAMPLES / "llama" / "tokenizer.json").read_bytes()
 
 
-@few(16)
+@few(8)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_llama_cpp_does_not_compute_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     config = next(variant.config for variant in VARIANTS if variant.name == name)

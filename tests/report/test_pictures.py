@@ -134,7 +134,7 @@ def parsed(content: bytes) -> tuple[ET.Element, list[str]]:
     return root, ["".join(each.itertext()).strip() for each in root.iter(f"{SVG}text")]
 
 
-@few(2)
+@few(1)
 @drawing
 @pytest.mark.parametrize("name", ["areas", "cells", "lines", "wide", "block"])
 def test_a_drawing_is_lines_and_words(files: dict[str, bytes], name: str) -> None:
