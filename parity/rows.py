@@ -28,7 +28,7 @@ CHUNK_BYTES = 8 * 2**20
 MAPPED_BYTES = 32 * 2**20
 """Bytes read from a mapped file after which its pages are let go."""
 _LARGE_BYTES = 4 * 2**20
-"""A product of this size leaves freed memory behind that is worth giving back."""
+"""Products of this size leave freed memory behind that is worth giving back."""
 
 See = Callable[[str, Tensor, Any], None]
 """Told of a module's path, its input and its output, in the pass whose batch is `probe.RUNNING`."""
@@ -80,7 +80,8 @@ def states(
 
     with hooked(hooks):
         found = run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
-    trim_heaps()
+    if sum(each.nbytes for each in found) > _LARGE_BYTES:
+        trim_heaps()
     return found
 
 

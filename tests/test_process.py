@@ -60,7 +60,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize(("arguments", "code"), [(["params", "gpt2"], 0), (["params", "no-such-model"], 4)])
 def test_closed_streams(arguments: list[str], code: int, closed: tuple[int, ...], tmp_path: Path) -> None:

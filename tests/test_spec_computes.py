@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import examples, few
 from helpers.edited import setting, with_spec
 from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.full_spec import full
@@ -132,9 +132,9 @@ def cases() -> Iterator[tuple[str, Place, Any]]:
 
 
 def test_values_of_all_kinds_in_all_places_of_all_trees() -> None:
-    drawn = random.Random(0).sample(list(cases()), 3000)
+    drawn = random.Random(0).sample(list(cases()), examples(3000))
     taken = sum(outcome(*case) for case in drawn)
-    assert 30 < taken < 1000
+    assert len(drawn) / 100 < taken < len(drawn) / 3
 
 
 @pytest.mark.slow

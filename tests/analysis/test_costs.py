@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from helpers.covering import covered, facts
+from helpers.covering import covered, facts, few
 from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
@@ -274,6 +274,7 @@ def test_six_n() -> None:
 # --- caches ---
 
 
+@few(16)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, new = spec_of(variant.config), 6

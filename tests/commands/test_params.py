@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.covering import covered
+from helpers.covering import covered, few
 from helpers.processes import imported
 from typer.testing import CliRunner, Result
 
@@ -340,6 +340,7 @@ def test_a_word_that_no_preset_has() -> None:
     assert "lists all of them" in call("presets", "zzzzzz", code=2).stderr
 
 
+@few(2)
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_the_list_of_presets_fits(columns: int) -> None:
     lines = call("presets", columns=columns).stdout.splitlines()

@@ -166,7 +166,7 @@ def test_int8_where_floating_point_is_expected(folder: Folder) -> None:
     assert torch.equal(written[NAMES["hf"]["norm"]], numbers.bfloat16())
 
 
-@few(2)
+@few(1)
 def test_a_square_weight_transposed(folder: Folder, originals: Path) -> None:
     """Nothing in the file says so: verify does, and where."""
     name = folder.name("square")

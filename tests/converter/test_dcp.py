@@ -77,6 +77,7 @@ def written(llama: Path, tmp_path: Path) -> Path:
 # --- there and back
 
 
+@few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", FAMILIES)
 def test_there_and_back(config: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from helpers.covering import covered
+from helpers.covering import covered, few
 
 from gptkit.converter import publish
 from gptkit.converter.files import copy_file, sha256_file, write_bytes
@@ -743,6 +743,7 @@ def test_an_old_folder_set_aside_by_a_dead_process_comes_back(tmp_path: Path) ->
 # --- disks that are full
 
 
+@few(4)
 @pytest.mark.parametrize("limit", [0, 2, 1500, 3500])
 @pytest.mark.parametrize("over_old", [False, True])
 def test_a_file_size_limit(tmp_path: Path, limit: int, over_old: bool) -> None:

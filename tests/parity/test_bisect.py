@@ -148,7 +148,7 @@ def test_the_first_of_two_mistakes_is_a_cause_though_another_is_behind_it(tmp_pa
     assert any(repair.startswith("the reference's values") and restores for repair, restores in named.items())
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_no_component_of_a_right_model_parts(variant, tmp_path):
     """transformers keeps parts of an fp64 model in fp32: that is within what rounding to fp32 makes in both sides."""

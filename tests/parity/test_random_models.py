@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import few
 from helpers.edited import Tensors, exit_code
 from helpers.families import CONFIGS, edited, save_hf
 from helpers.random_trees import resized
@@ -53,6 +54,7 @@ def passes(seed: int, folder: Path) -> None:
     assert (found.exit_code, found.limited, found.up_to) == (0, (), None), (seed, found.verdict, found.noise)
 
 
+@few(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_right_conversions_of_random_models_pass(seed: int, tmp_path: Path) -> None:
     passes(seed, tmp_path)

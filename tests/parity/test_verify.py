@@ -84,7 +84,7 @@ def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) 
     assert (alone.verdict, alone.passed) == ("identical", True)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_fp64_is_equal_though_transformers_keeps_parts_of_it_in_fp32(
     family: str, pair: Callable[[str], tuple[Path, Path]]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from helpers import covering
 from helpers.command import call
 from helpers.processes import gptkit as gptkit_alone
 
@@ -328,6 +329,8 @@ def test_swaps_apply_or_refuse_by_name(here, folder, tmp_path) -> None:
     assert {"norm", "tie"} <= {step.option for step in applied}
     assert any("ScaleNorm" in message for message in refused.values())
     assert any("GatedRecurrence" in message for message in refused.values())
+    if covering.quick:
+        applied = [*{step.option: step for step in applied}.values()]
     for index, step in enumerate(applied):  # each is measured from the files that it writes
         gptkit.swap(str(folder), str(tmp_path / f"out{index}"), **{step.option: step.value})
     told = run(here, "swaps", folder)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import few
 from helpers.families import LLAMA, edited, save_hf
 from helpers.processes import HANGS, imported
 from typer.testing import Result
@@ -167,6 +168,7 @@ def test_errors(base: Path, tmp_path: Path) -> None:
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 
+@few(4)
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 @pytest.mark.parametrize("by", ["component", "layer", "tensor"])
 def test_it_fits(altered: Callable[..., Path], base: Path, width: int, by: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, DISTINCT, spec_of
 from helpers.family_specs import preset_spec as preset
@@ -388,6 +388,7 @@ def test_heads_are_drawn_in_their_groups() -> None:
 # --- as a figure ------------------------------------------------------------------------------------------------------
 
 
+@few(10)
 @pytest.mark.parametrize("name", SOME)
 def test_words_fit_their_boxes(name: str) -> None:
     pytest.importorskip("plotly", reason='figures need pip install "gptkit[html]"')
@@ -443,11 +444,12 @@ def test_most_diagrams_fit_a_phone() -> None:
     assert all(width <= 370 + 95 * max(lanes[name] - 4, 0) for name, width in widths.items()), (widths, lanes)
 
 
-def test_every_preset_can_be_drawn() -> None:
-    for name in presets():
-        spec = preset(name)
-        graph = structure(spec)
-        for kind in graph.kinds[:2]:
-            check(place(graph.path(kind), diagram.METRICS, diagram.PHONE, diagram.ROOMS), diagram.METRICS)
-            assert list(path_lines(graph, kind, 80))
-        assert sum(row.number * row.copies for row in tree_rows(graph) if row.depth == 0) == count(spec).total
+@few(40)
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_can_be_drawn(name: str) -> None:
+    spec = preset(name)
+    graph = structure(spec)
+    for kind in graph.kinds[:2]:
+        check(place(graph.path(kind), diagram.METRICS, diagram.PHONE, diagram.ROOMS), diagram.METRICS)
+        assert list(path_lines(graph, kind, 80))
+    assert sum(row.number * row.copies for row in tree_rows(graph) if row.depth == 0) == count(spec).total

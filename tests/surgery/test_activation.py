@@ -49,7 +49,7 @@ EXACT = [
 ]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(("base", "old", "new", "back"), EXACT, ids=lambda value: str(value))
 def test_exact(base: str, old: str, new: str, back: str | None, tmp_path: Path) -> None:
     save_hf(config_with(base, old), tmp_path / "hf")
@@ -170,7 +170,7 @@ def test_two_units_are_the_nearest_two(kind: str, bound: float, times: float) ->
 # --- near -------------------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("base", "old", "new"),
     [
@@ -313,7 +313,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "gpt2-silu", dict(config_with("gpt2", "silu")))

@@ -33,7 +33,7 @@ def test_with_rotary_it_is(name: str, tmp_path: Path) -> None:
     assert "not zero, blocks.0.attention.k_proj.bias the first" in done.chain.notes[0]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("name", "what", "endings"),
     [

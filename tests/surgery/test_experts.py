@@ -29,7 +29,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "llama-3", "qwen3", "falcon-7b", "falcon-40b"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_copies_there_and_back(name: str, stored: torch.dtype, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_copies_there_and_back(name: str, stored: torch.dtype, tmp_path: Path) -
     assert not torch.equal(router, after["blocks.1.feed_forward.router.weight"])
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b"])
 @pytest.mark.parametrize("value", ["moe:4x4:split", "moe:3x3:split"])
 def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ PARTS: dict[str, Mutation] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", PARTS)
 def test_wrong_parts_are_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, PARTS, {"mlp": "moe:4x4:split"}, tmp_path)

@@ -22,7 +22,7 @@ from gptkit.surgery.swaps.basis import Compute
 ALL = ["gpt2", "gpt2-by-layer", "llama", "qwen2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "falcon-rw"]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ALL)
 def test_norms(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -46,7 +46,7 @@ def test_the_bias_of_values(name: str, tmp_path: Path) -> None:
         gptkit.swap(tmp_path / "out", tmp_path / "again", fold="value-bias")
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", [*ALL, "gpt2-unscaled"])
 def test_the_scale_and_back(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -135,7 +135,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     value, mutation = MUTATIONS[name]

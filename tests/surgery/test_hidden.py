@@ -19,7 +19,7 @@ from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import hidden as module
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", [*MODELS, "bloom-post-norm"])
 def test_copies_keep_every_bit_and_go_again(name: str, folder: Path, tmp_path: Path) -> None:
     source = saved(name, folder)
@@ -148,7 +148,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ def kv_heads(folder: Path) -> list[int]:
     return [each.kv_heads for each in attentions if isinstance(each, Attention)]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", GROUPED)
 def test_more_heads_and_back_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -127,7 +127,7 @@ def random_calibration(spec: Any, tokens: int = 256) -> Calibration:
     return Calibration(Text(tuple(ids[:tokens]), tuple(ids[tokens:]), "random", ""), spec)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -22,7 +22,7 @@ FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer"
 FAMILIES = [name for name in FAMILIES if name in CONFIGS]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("more", ["+1", "+2", "+7"])
 def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"layers": "+2"}, tmp_path)

@@ -45,6 +45,7 @@ def test_forms_that_the_help_names_exist() -> None:
                 assert form in [swap.form for swap in options()[option.name]] or steps_named(option.name, form)
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon-40b", "qwen3-windowed"])
 def test_what_is_listed_is_what_happens(name: str, tmp_path: Path) -> None:
     """On a tiny model without a tokenizer: the same verdict, reason and costs as the swap itself."""

@@ -88,6 +88,7 @@ def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:
         assert (batch.valid(x) - batch.valid(y)).abs().max().item() < 1e-12
 
 
+@few(3)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", ["gpt2", "llama-v5", "qwen2", "bloom", "bloom-old-names", "falcon-40b"])
 def test_a_measurement_is_that_of_whole_modules(name: str) -> None:

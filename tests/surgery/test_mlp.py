@@ -27,7 +27,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "name", ["gpt2", "gpt2-by-layer", "gpt2-other-names", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "falcon-mha"]
 )
@@ -58,7 +58,7 @@ def test_some_layers(tmp_path: Path) -> None:
     assert inverse(Step("mlp", "gated"), mixed) is None
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["llama", "llama-3", "mistral", "qwen2", "qwen3", "mixtral"])
 def test_a_constant_factor_goes_into_what_follows(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
@@ -184,7 +184,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, MUTATIONS, {"mlp": "gated"}, tmp_path)

@@ -288,7 +288,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(
@@ -310,7 +310,7 @@ def test_a_wrong_formula_is_not_published(
 RMS_TREES = ("llama", "llama-yarn", "mixtral", "qwen2", "qwen3-windowed")
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", RMS_TREES)
 def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
@@ -321,7 +321,7 @@ def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: 
     assert naive.guarantee == "approximate" and naive.measured is not None and naive.measured.relative["float64"] > 1e-3
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "llama"])
 def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path)
@@ -381,7 +381,7 @@ def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(basis, "written_in", lambda n, axis, into: wrong(n) if n.endswith("bias") else right(n, axis, into))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "mutate", [ratio_forgotten, eps_forgotten, gamma_forgotten, not_turned, a_table_forgotten, a_bias_forgotten]
 )

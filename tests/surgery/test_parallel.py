@@ -26,7 +26,7 @@ FEED_FORWARD = (
 )
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "qwen3", "mixtral", "falcon-rw", "falcon-serial"])
 @pytest.mark.parametrize("silent", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
 def test_serial_to_parallel_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_serial_to_parallel_where_a_branch_writes_nothing(name: str, silent: tup
     assert all(block.parallel is True for block in there.spec.blocks)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "falcon-11b", "falcon-alibi-parallel"])
 @pytest.mark.parametrize("silent", [ATTENTION, FEED_FORWARD], ids=["attention", "feed-forward"])
 def test_parallel_to_serial_where_a_branch_writes_nothing(name: str, silent: tuple[str, ...], tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_norm_is_shared_where_both_are_alike(tmp_path: Path) -> None:
     assert "layer 1: both norms are the same; --block parallel:shared" in noted.chain.notes[-1]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b", "falcon-40b", "mixtral"])
 def test_where_both_branches_write(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")

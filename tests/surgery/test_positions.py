@@ -69,7 +69,7 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     assert both.spec.head == spec.head
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
 @pytest.mark.parametrize("value", ["none", "rope:neutral"])
 def test_a_table_of_equal_rows_goes_exactly(name: str, value: str, tmp_path: Path) -> None:
@@ -228,6 +228,7 @@ def test_the_means_are_worth_their_place(sample: str, value: str, ratio: float) 
 # --- tables and contexts ----------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_a_longer_table_and_back(stored: torch.dtype, tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf", stored)
@@ -396,7 +397,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, asked = MUTATIONS[name]

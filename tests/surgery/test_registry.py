@@ -228,7 +228,7 @@ def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest
 PLAIN = ("gpt2-by-layer", "llama", "mixtral-one", "bloom", "llama-dynamic")
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_form_is_called_exact_only_where_it_is(name: str) -> None:
     """--approximate changes the form and not the truth: in fp64, before any rounding for storage."""

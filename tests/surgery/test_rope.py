@@ -166,7 +166,7 @@ def test_scaling_a_latent() -> None:
 # --- part of the head -------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ROPE)
 @pytest.mark.parametrize("drop", ["", ":fastest"])
 def test_what_stays_turns_as_it_did(name: str, drop: str) -> None:
@@ -258,7 +258,7 @@ def test_a_config_without_need_says_no_divisors() -> None:
     assert isinstance(rotary_dim.kept_rotary(rotary, 12, "fastest").scaling, LinearScaling)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["llama", "llama-dynamic", "qwen3", "falcon-7b"])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_pairs_that_are_zero_go_exactly(name: str, side: str) -> None:
@@ -337,7 +337,7 @@ def on_text(sample: str, step: Step) -> float:
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", [*ROPE, "llama-longrope"])
 def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf", torch.bfloat16)
@@ -513,7 +513,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, 
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
     mutate, model, asked = MUTATIONS[name]

@@ -63,7 +63,7 @@ def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bo
 # --- with weights, and without ----------------------------------------------------------------------------------------
 
 
-@few(8)
+@few(5)
 @pytest.mark.parametrize("name", SPECS)
 def test_random_weights_are_what_is_usual(name: str) -> None:
     """Tree and guarantee are those of random weights, and so are refusals."""

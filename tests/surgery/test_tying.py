@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 
 import gptkit
@@ -22,6 +23,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {name: np.ascontiguousarray(array).tobytes() for name, array, _ in gptkit.open_checkpoint(folder).tensors()}
 
 
+@few(1)
 @pytest.mark.parametrize("name", TIED)
 def test_untied_and_tied_again_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     config = {**CONFIGS[name], "tie_word_embeddings": True}
