@@ -5,8 +5,6 @@ A rule is a function from a subject to findings; `RULES` lists them. What a fami
 model of an unknown family to what its names say of one another.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@ activation xIELU (2411.13010), which has numbers of its own.
 Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...components import LEARNT, FeedForward

@@ -6,8 +6,6 @@ the language model is read; what stands beside it is left out. Files also hold t
 the last layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
