@@ -17,8 +17,7 @@ from .sheets import Layout, drawing, human_bytes
 if TYPE_CHECKING:
     from ..parity.audit import Audit
 
-MOST = 6
-"""Lines of tensors that a finding has, unless all are asked for."""
+MOST = 6  # lines of tensors that a finding has, unless all are asked for
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
