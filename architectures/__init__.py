@@ -16,8 +16,7 @@ from .obstacles import first_of
 
 __all__ = ["ARCHITECTURES", "Architecture", "BoundLeaf", "Leaf", "architecture_of", "expressed", "named", "register"]
 
-ARCHITECTURES: dict[str, Architecture] = {}
-"""The families by name, the oldest first, those of plugins behind them."""
+ARCHITECTURES: dict[str, Architecture] = {}  # the families by name, the oldest first, those of plugins behind them
 BY_MODEL_TYPE: dict[str, Architecture] = {}
 
 
@@ -41,8 +40,7 @@ _found = {each.name: each for file in _files for each in vars(file).values() if 
 for _family in sorted(_found.values(), key=lambda each: (each.released, each.name)):
     register(_family)
 
-NEAR = 0.75
-"""How alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6."""
+NEAR = 0.75  # how alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
 """transformers' files that name its model types, in releases from 5 on and before."""

@@ -143,8 +143,7 @@ USUAL: Fields = {
 }
 """The fields of LlamaConfig, which most config classes have."""
 
-PRE = ("attention_norm", "feed_forward_norm")
-"""Where a block has its norms: before each sub-layer."""
+PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
 
 Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]
 """Of a config, the number of layers and the width of a head: the fields of each layer's attention that are its own."""
@@ -545,5 +544,4 @@ _ROLES = {
 }
 """Plain roles that are fields of a part."""
 
-MIXTURE = ("expert_size", "shared_size", "shared_experts")
-"""Plain roles that are about mixtures alone."""
+MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that are about mixtures alone

@@ -20,11 +20,9 @@ from .layout import Shape
 from .obstacles import Kinds, of_kind
 from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
-Made = Callable[[Facts], Any]
-"""What makes a field of config.json of a file, where no key says it."""
+Made = Callable[[Facts], Any]  # what makes a field of config.json of a file, where no key says it
 
-Told = Callable[[Mapping[str, Any]], Value | None]
-"""What makes a key's value of a config.json."""
+Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""

@@ -16,8 +16,7 @@ from .layout import Layout
 from .obstacles import of_kind
 from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
 
-EPS = 1e-6
-"""Of the norms on latents, whatever the config says of the others."""
+EPS = 1e-6  # of the norms on latents, whatever the config says of the others
 
 
 def _from_zero(config: ConfigReader, name: str, default: int) -> int:

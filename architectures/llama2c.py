@@ -18,8 +18,7 @@ from .families.llama import LLAMA
 from .layout import Layout, Shape
 from .obstacles import Kinds, express
 
-BASE, EPS = 10000.0, 1e-5
-"""Of the rotation and of RMSNorm, as run.c has them."""
+BASE, EPS = 10000.0, 1e-5  # of the rotation and of RMSNorm, as run.c has them
 
 B, T = "blocks.{layer}.", "layers.{layer}."
 

@@ -21,8 +21,7 @@ from .obstacles import express, without_biases
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 """The head, which a checkpoint stores beside the embedding it is tied to."""
 
-ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-"""The sizes among `model_args`."""
+ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")  # the sizes among `model_args`
 
 FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 

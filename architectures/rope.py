@@ -177,8 +177,7 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind
     return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length, kind.renewed), **rest)
 
 
-PART = "partial_rotary_factor"
-"""Which part of a head turns, in rope parameters."""
+PART = "partial_rotary_factor"  # which part of a head turns, in rope parameters
 
 
 def _read_proportional(rope: ConfigReader, dim: int) -> ProportionalScaling:

@@ -1,7 +1,5 @@
 """tokenize: texts as a folder of tokens, once, for everything that trains or measures on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..errors import UsageError

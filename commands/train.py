@@ -1,7 +1,5 @@
 """train: a model from random weights, or a checkpoint further."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

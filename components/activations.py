@@ -1,7 +1,5 @@
 """The activations, and what is to be known of each without evaluating it. No torch."""
 
-from __future__ import annotations
-
 from math import expm1, log
 from typing import Literal, NamedTuple
 

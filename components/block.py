@@ -21,8 +21,7 @@ __all__ = ["Block", "BlockScale", "SubLayer"]
 
 NORMS = ("norm", "output_norm", "sum_norm")
 
-OWN = ("parallel", "residual", "scale", "sums")
-"""A block's fields beside its sub-layers."""
+OWN = ("parallel", "residual", "scale", "sums")  # a block's fields beside its sub-layers
 
 PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 

@@ -241,8 +241,7 @@ class LayerInput(Mixer, Component, frozen=True):
         )
 
 
-FEW = 8
-"""Numbers of a layer's input in a small copy."""
+FEW = 8  # numbers of a layer's input in a small copy
 
 
 def _another(activation: Activation) -> Activation:

@@ -27,8 +27,7 @@ from .words import Words
 
 __all__ = ["MOST_EXPERTS", "MixtureOfExperts"]
 
-MOST_EXPERTS = 1024
-"""As many as a mixture may have."""
+MOST_EXPERTS = 1024  # as many as a mixture may have
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):

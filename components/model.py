@@ -175,8 +175,7 @@ def _program(block: Block, width: int) -> Program:
     return block.operations("", "x", ("B", "T", width))
 
 
-MOST_RUNS = 8
-"""Runs of layers alike that a tree's repr lists."""
+MOST_RUNS = 8  # runs of layers alike that a tree's repr lists
 
 
 def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:

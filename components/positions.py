@@ -180,8 +180,7 @@ def _scaling(scaling: Component, short: str, more: str = "") -> dict[str, Words]
 RopeScaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling | ProportionalScaling
 
 
-ALL_OF_IT = Words("", None)
-"""That a position is on all elements of every head."""
+ALL_OF_IT = Words("", None)  # that a position is on all elements of every head
 
 
 class Position(Open, frozen=True):

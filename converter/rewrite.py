@@ -1,7 +1,5 @@
 """A checkpoint written again under other names, its tensors' bytes as they are, with an index of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Everything else here refuses a folder whose index and files disagree; an audit w
 are read, of a repository on the hub by ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..components import ModelSpec
 from .registry import module_of
 
-ROOM = 8
-"""Tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each."""
+ROOM = 8  # tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each
 
 CACHE_LINE = 64
 """Bytes. A head whose rows are no whole lines begins elsewhere in one when room lies between heads, and matrix

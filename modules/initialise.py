@@ -35,8 +35,7 @@ DEVIATION = 0.02
 TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 0 (GPT-2)"
 """The initialisation in words."""
 
-_PROBED = 16
-"""Tokens of the forward pass that shows that logits are numbers."""
+_PROBED = 16  # tokens of the forward pass that shows that logits are numbers
 
 Array = np.ndarray[Any, Any]
 

@@ -18,8 +18,7 @@ from .generate import Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
-_WARNED = partial(warn, stacklevel=4)
-"""A limit of the model as a warning of the code that asks for the next piece."""
+_WARNED = partial(warn, stacklevel=4)  # a limit of the model as a warning of the code that asks for the next piece
 
 
 def generate(

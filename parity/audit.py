@@ -5,8 +5,6 @@ A rule is a function from a subject to findings; `RULES` lists them. What a fami
 model of an unknown family to what its names say of one another.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict
@@ -41,8 +39,7 @@ LOADERS = ("transformers",)
 _FP16 = 65504.0
 _PART = 2**20
 """Elements that are read at a time."""
-_FEW = 4
-"""A layer lacks what so many times as many layers have."""
+_FEW = 4  # a layer lacks what so many times as many layers have
 _QUANTISED = re.compile(
     r"\.(weight_scale(_inv)?|scales|qweight|qzeros|weight_packed|absmax|quant_map)$|_(scales|blocks)$"
 )
@@ -570,8 +567,7 @@ def _same(subject: _Subject, name: str, other: str) -> bool:
     return equal
 
 
-Names = Mapping[str, tuple[int, ...]]
-"""Tensors' names, each with its shape."""
+Names = Mapping[str, tuple[int, ...]]  # tensors' names, each with its shape
 
 
 def matched(ours: Names, theirs: Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:

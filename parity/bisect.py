@@ -27,8 +27,7 @@ from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides
 
-_FLOOR = 1e-9
-"""Relative difference below which nothing counts: fp64 sums in another order."""
+_FLOOR = 1e-9  # relative difference below which nothing counts: fp64 sums in another order
 
 _Side = Literal["output", "input"]
 Key = tuple[int, int]

@@ -25,16 +25,12 @@ STATUSES: dict[Status, str] = {
     "only_a": "only in A",
     "only_b": "only in B",
 }
-_FEW_RUNS = 64
-"""So many runs of rows are listed; of more, how many rows there are."""
+_FEW_RUNS = 64  # so many runs of rows are listed; of more, how many rows there are
 Reading = Literal["low", "high", "unclear"]
 """Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
-_FEW_ROWS = 0.25
-"""Of a matrix's rows: a change of no more of them is one of rows, whatever its rank."""
-_HALF = 0.5
-"""Of the change: what directions above rounding are to hold for its rank to be known."""
-_CONCENTRATED = 0.5
-"""Of a matrix's numbers: a change whose factors have at most so many of them is of low rank."""
+_FEW_ROWS = 0.25  # of a matrix's rows: a change of no more of them is one of rows, whatever its rank
+_HALF = 0.5  # of the change: what directions above rounding are to hold for its rank to be known
+_CONCENTRATED = 0.5  # of a matrix's numbers: a change whose factors have at most so many of them is of low rank
 
 
 @dataclass(frozen=True)

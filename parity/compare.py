@@ -16,14 +16,10 @@ from .passes import trim_heaps
 from .probe import Tokens
 from .rows import head_rows
 
-_WIDENED = 128
-"""Positions that are widened to fp64 at once: a vocabulary is large."""
-CHUNK_BYTES = 8 * 2**20
-"""Of a head's widened rows at once, and about of the logits made with them."""
-ROWS = 2048
-"""Positions whose logits are made at once."""
-_TRIMMED = 2**17
-"""Logits of one side after which freed memory is given back."""
+_WIDENED = 128  # positions that are widened to fp64 at once: a vocabulary is large
+CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once, and about of the logits made with them
+ROWS = 2048  # positions whose logits are made at once
+_TRIMMED = 2**17  # logits of one side after which freed memory is given back
 
 
 @dataclass(frozen=True)

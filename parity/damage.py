@@ -26,23 +26,18 @@ from .compare import Compared, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, Scope, Tokens, inputs
 from .rows import final_norm, states
 
-SMALL = 50_000_000
-"""Parameters up to which fp64 is computed in, and all positions are looked at."""
-TEXT = 2048
-"""Tokens of text that are used at most."""
-STREAM_BYTES = 2**28
-"""What one model's streams may take in the temporary folder."""
+SMALL = 50_000_000  # parameters up to which fp64 is computed in, and all positions are looked at
+TEXT = 2048  # tokens of text that are used at most
+STREAM_BYTES = 2**28  # what one model's streams may take in the temporary folder
 LENS_WORK = 5 * 10**11
 """Multiplications that a model's heads may take for all layers; of more positions, so many are taken evenly."""
-SAME = 1e-6
-"""Relative difference of embeddings up to which they are the same."""
+SAME = 1e-6  # relative difference of embeddings up to which they are the same
 ALIKE = 0.25
 """And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
 _FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may make in one component, in what is computed in."""
 
-Pairs = Sequence[tuple[int, int]]
-"""Layers (before, after) that stand for one another."""
+Pairs = Sequence[tuple[int, int]]  # layers (before, after) that stand for one another
 
 
 @dataclass(frozen=True)
@@ -195,8 +190,7 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
     return Bin(first, last, int(here.sum()), kl, top1, *lost)
 
 
-_INTO, TABLE = -1, -2
-"""The layers under which what goes into the first block is kept, and what the embedding gives."""
+_INTO, TABLE = -1, -2  # the layers under which what goes into the first block is kept, and what the embedding gives
 PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
 """Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
 

@@ -19,28 +19,22 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-LIMIT = 128
-"""Ranks up to this are told apart; adapters are rarely larger."""
+LIMIT = 128  # ranks up to this are told apart; adapters are rarely larger
 _OVERSAMPLING = 8
 NARROW = 272
 """Columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
-_BUFFER = 1 << 20
-"""Elements that are multiplied at once."""
+_BUFFER = 1 << 20  # elements that are multiplied at once
 _SEED = 0x6770746B
 _RESOLUTION = 1e-7
 """Singular values come from squares in fp64: below this, relative to the largest, they are noise of that."""
-MARGIN = 1.1
-"""On the estimate of the floor, which is one of its mean."""
+MARGIN = 1.1  # on the estimate of the floor, which is one of its mean
 NEAR, GAP = 4.0, 8.0
 """Values that are less than NEAR floors, and GAP times smaller than the one before, are rounding of a change that
 stands above them."""
-MOST = 0.99
-"""Of the change: what few directions are asked to hold."""
+MOST = 0.99  # of the change: what few directions are asked to hold
 
-EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
-"""An ulp of the values in [1, 2)."""
-_SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}
-"""The smallest ulp, where weights come near it."""
+EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # an ulp of the values in [1, 2)
+_SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}  # the smallest ulp, where weights come near it
 _MEAN_SQUARE = 3 / (8 * math.log(2))
 """Of ulp(x) / (EPS·x), x with a mantissa spread as those of numbers usually are (Benford)."""
 

@@ -23,8 +23,7 @@ from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.positions import RotaryTables, RotaryTurn, apply_rotary
 from ..modules.registry import computes
 
-Weights = Mapping[str, Tensor]
-"""Every parameter of a tree by shared name."""
+Weights = Mapping[str, Tensor]  # every parameter of a tree by shared name
 Mutant = tuple[ModelSpec, dict[str, Tensor]]
 Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
@@ -197,8 +196,7 @@ def _other_kinds(back: bool) -> Apply:
     return apply
 
 
-Fields = dict[type[Component], tuple[str, Any]]
-"""Of each kind a field and a value."""
+Fields = dict[type[Component], tuple[str, Any]]  # of each kind a field and a value
 
 
 def _mistaken_fields(usual: bool = False) -> dict[str, Fields]:

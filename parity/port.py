@@ -35,10 +35,8 @@ from .score import assigned, run_tree, wide_weights
 from .sides import NO_CLASS, Stream, default_dtype, load_reference, logits_of, quiet, reference_folder
 from .verify import IMPRECISE
 
-SHOWN = 3
-"""Mistakes that explain the place and not all of the rest."""
-_REST = 1e-5
-"""Of the difference, what a mistake that explains it may leave."""
+SHOWN = 3  # mistakes that explain the place and not all of the rest
+_REST = 1e-5  # of the difference, what a mistake that explains it may leave
 
 
 @dataclass(frozen=True)

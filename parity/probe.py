@@ -23,20 +23,15 @@ EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
 """The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
 AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
-LONG = 200
-"""Tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys."""
+LONG = 200  # tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys
 _REGIONS = 64
 KEPT = 256
 """Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
-WINDOW = 1024
-"""Tokens of text that a model is given at once."""
-TOGETHER = 2048
-"""Tokens of text that go through a model together, and for which its weights are read once."""
-NEAR = 1e-9
-"""Relative difference of frequencies that come of one base by another way to compute them."""
+WINDOW = 1024  # tokens of text that a model is given at once
+TOGETHER = 2048  # tokens of text that go through a model together, and for which its weights are read once
+NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them
 
-Tokens = tuple[Sequence[int], Sequence[int]]
-"""The same tokens' ids in two vocabularies."""
+Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two vocabularies
 
 
 @dataclass(frozen=True)

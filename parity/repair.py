@@ -39,12 +39,9 @@ _Unit = int | Literal["front", "back"]
 
 TOKENS = 256
 """Tokens that a model of more than `SMALL` parameters is laid side by side on; more only where one batch has more."""
-ROOM = 2**30
-"""Bytes that one side's outputs of all components may take in the temporary folder."""
-FEW = 4
-"""Tensors that a repair may take from each other across layers."""
-_TRIED = 3
-"""Repairs that are made in the whole of a model too large to be run for each."""
+ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
+FEW = 4  # tensors that a repair may take from each other across layers
+_TRIED = 3  # repairs that are made in the whole of a model too large to be run for each
 SHOWN = 5
 
 
@@ -122,8 +119,7 @@ def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
     return change(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
-_Seen = dict[int, Tensor]
-"""Hidden states (B, T, hidden) by the identity of the batch."""
+_Seen = dict[int, Tensor]  # hidden states (B, T, hidden) by the identity of the batch
 
 
 def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batch], path: Kernel) -> Iterator[Tensor]:

@@ -23,12 +23,9 @@ from ..modules.registry import build_module
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import TABLES, Batch
 
-CHUNK_BYTES = 8 * 2**20
-"""Widened rows of a weight that are there at once."""
-MAPPED_BYTES = 32 * 2**20
-"""Bytes read from a mapped file after which its pages are let go."""
-_LARGE_BYTES = 4 * 2**20
-"""Products of this size leave freed memory behind that is worth giving back."""
+CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
+MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
+_LARGE_BYTES = 4 * 2**20  # a product of this size leaves freed memory behind that is worth giving back
 
 See = Callable[[str, Tensor, Any], None]
 """Told of a module's path, its input and its output, in the pass whose batch is `probe.RUNNING`."""

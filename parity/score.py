@@ -60,8 +60,7 @@ SIZES = (1.0, 0.05, 0.002)
 stream (Gemma scales its embeddings up) no eps shows, and a small one is nearly all norms.
 """
 
-WIDTH = 64
-"""Of the stream, where no attention says how wide it is to be."""
+WIDTH = 64  # of the stream, where no attention says how wide it is to be
 TOKENS = 512
 QUIET = 0.05
 """The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""

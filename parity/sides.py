@@ -275,8 +275,7 @@ class Stream:
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
-_Owner = tuple[nn.Module, str, str]
-"""A module, the name in it of a parameter, and that one's full name."""
+_Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, and that one's full name
 
 
 def units_of(model: nn.Module) -> list[tuple[nn.Module, list[_Owner]]]:

@@ -32,12 +32,9 @@ replace = msgspec.structs.replace
 Rows = Mapping[str, np.ndarray]
 """Of each table the numbers of the rows that hold other bytes, or that one side alone has."""
 
-COLUMNS = 64
-"""Logits that each row of a table is looked at by, without the layers."""
-WIDTH = 256
-"""Rows of the embedding that a batch reads."""
-_PIECE = 2048
-"""Rows that are widened at once."""
+COLUMNS = 64  # logits that each row of a table is looked at by, without the layers
+WIDTH = 256  # rows of the embedding that a batch reads
+_PIECE = 2048  # rows that are widened at once
 _TIMES = 4.0
 """Of what rounding to fp32 makes without the layers, how much two tables may differ by: as `verify.IMPRECISE`."""
 

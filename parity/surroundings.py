@@ -16,10 +16,8 @@ from ..converter.tokenizer import token_files
 from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
-MOST_BYTES = 64 * 2**20
-"""A tokenizer.json beyond it is compared as bytes alone."""
-TOLD = 4
-"""Names that a line has."""
+MOST_BYTES = 64 * 2**20  # a tokenizer.json beyond it is compared as bytes alone
+TOLD = 4  # names that a line has
 
 
 @dataclass(frozen=True)

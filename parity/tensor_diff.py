@@ -19,14 +19,11 @@ from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
 Array = NDArray[Any]
 Order = Literal["rows", "columns"]
 
-CHUNK = 1 << 18
-"""Elements that are looked at at a time: 2 MB as fp64."""
-_GRIDS = ("BF16", "F16", "F32", "F64")
-"""What values may be rounded to, the coarsest first."""
+CHUNK = 1 << 18  # elements that are looked at at a time: 2 MB as fp64
+_GRIDS = ("BF16", "F16", "F32", "F64")  # what values may be rounded to, the coarsest first
 SCALED = 1e-7
 """How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
-TINY = 1e-270
-"""Below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing."""
+TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
 
 
 @dataclass

@@ -59,8 +59,7 @@ _PROMPTS = (
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-SHOWN = 5
-"""Names in a message, of however many."""
+SHOWN = 5  # names in a message, of however many
 IMPRECISE = 4.0
 """Times the reference's mean error that a candidate's may be. Exact swaps and other orders of summing have 0.9 to 1.3,
 on the tiny models of the tests and on the samples, in fp32 and in bf16; computing in the next narrower dtype has

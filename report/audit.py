@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderResult
@@ -17,8 +15,7 @@ from .sheets import Layout, drawing, human_bytes
 if TYPE_CHECKING:
     from ..parity.audit import Audit
 
-MOST = 6
-"""Lines of tensors that a finding has, unless all are asked for."""
+MOST = 6  # lines of tensors that a finding has, unless all are asked for
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -27,21 +24,21 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
     """What rich prints. `everything` lists every tensor of every finding."""
     size = f"{counted(audit.tensors, 'tensor')}, {human_bytes(audit.nbytes)}"
     yield Text(layout.clean(audit.reference), style="bold")
-    yield from _wrapped(layout, f"{size}; held against {some(audit.looked, 8)}", 0, "dim")
+    yield from layout.wrapped(f"{size}; held against {some(audit.looked, 8)}", 0, "dim")
     counts = [(each, [x for x in audit.findings if x.severity == each]) for each in _STYLES]
     told = ", ".join(counted(len(found), kind) for kind, found in counts if found)
-    yield from _wrapped(layout, told or "Nothing found", 0, "bold")
+    yield from layout.wrapped(told or "Nothing found", 0, "bold")
     for each in audit.findings:
         yield ""
         yield Text(f"{each.severity} {each.rule}", style=_STYLES[each.severity])
-        yield from _wrapped(layout, each.message, 2)
+        yield from layout.wrapped(each.message, 2)
         lines = folded(each.tensors)
         for line in lines if everything else lines[:MOST]:
-            yield from _wrapped(layout, line, 4, "dim")
+            yield from layout.wrapped(line, 4, "dim")
         if len(lines) > MOST and not everything:
-            yield from _wrapped(layout, f"{len(lines) - MOST} more lines: --all", 4, "dim")
+            yield from layout.wrapped(f"{len(lines) - MOST} more lines: --all", 4, "dim")
         if each.remedy:
-            yield from _wrapped(layout, f"→ {each.remedy}", 2)
+            yield from layout.wrapped(f"→ {each.remedy}", 2)
 
 
 def folded(names: tuple[str, ...]) -> list[str]:
@@ -58,10 +55,3 @@ def folded(names: tuple[str, ...]) -> list[str]:
         words = ranges if len(set(numbers)) == 1 else f"{{{ranges}}}"
         lines.append(".".join(words if not part and numbers else part for part in key))
     return lines
-
-
-def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Text]:
-    indents = {"initial_indent": " " * indent, "subsequent_indent": " " * (indent + 2)}
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    for part in textwrap.wrap(layout.clean(text), layout.width, **indents, **whole):  # type: ignore[arg-type]
-        yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole

@@ -5,9 +5,8 @@ its page, with a heatmap of the relative change by layer and component, and tabl
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderResult
 from rich.text import Text
@@ -292,15 +291,12 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         yield "Files beside the weights (A → B)", _files_told(diff, None if everything else SOME)
 
 
-def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Any]:
+def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Text]:
     """Lines that fit, broken between words alone; a second line of the text and what is broken off stand further in."""
-    for number, line in enumerate(text.split("\n")):
-        first = indent + 2 * _INDENT * (number > 0)
-        rest = " " * (first + (_INDENT if indent else 3))
-        indents: Any = {"initial_indent": " " * first, "subsequent_indent": rest if number == 0 else " " * first}
-        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-        for part in textwrap.wrap(layout.clean(line), layout.width, **indents, **whole):
-            yield Text(part, style=style, no_wrap=True, overflow="ignore")  # a name beyond the width stays whole
+    first, *more = text.split("\n")
+    yield from layout.wrapped(first, indent, style, _INDENT if indent else 3)
+    for line in more:
+        yield from layout.wrapped(line, indent + 2 * _INDENT, style, 0)
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:

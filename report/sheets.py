@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
@@ -66,6 +66,12 @@ def number(value: float) -> str:
 def indented(text: str, indent: int = 10) -> list[str]:
     """A sentence in lines of up to 80 characters, each behind `indent` spaces."""
     return textwrap.wrap(text, 80, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def whole_words(line: str, width: int, first: int, rest: int) -> list[str]:
+    """A line in as many as fit, broken between words alone, the first and the rest of them behind so many blanks."""
+    whole = textwrap.TextWrapper(width, " " * first, " " * rest, break_long_words=False, break_on_hyphens=False)
+    return whole.wrap(line)
 
 
 def percentage(number: int, total: int) -> str:
@@ -201,6 +207,11 @@ class Layout:
                 table.add_section()
             table.add_row(*map(self.text, [row.label, *row.cells]), style=row.style)
         return table
+
+    def wrapped(self, words: str, indent: int, style: str = "", further: int = 2) -> Iterator[Text]:
+        """Lines that fit, those after the first set in further; what is longer than a line, a name, stays whole."""
+        lines = whole_words(self.clean(words), self.width, indent, indent + further)
+        return (Text(line, style=style, no_wrap=True, overflow="ignore") for line in lines)
 
     def note(self, words: str) -> Any:
         return Text(self.clean(words), style="dim")

@@ -1,7 +1,5 @@
 """A model's tree: every module by its shared name, with its shape and its parameters; what is alike is told once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

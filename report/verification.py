@@ -18,7 +18,7 @@ from rich.text import Text
 from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, noted
-from .sheets import indented, number, plain_table
+from .sheets import indented, number, plain_table, whole_words
 
 if TYPE_CHECKING:
     from ..parity.bisect import Divergence, Part
@@ -50,7 +50,7 @@ def some(names: Sequence[str]) -> str:
 
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
-    lines = [part for line in verdict_lines(result) for part in under_its_label(line)]
+    lines = [part for line in verdict_lines(result) for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
@@ -64,12 +64,6 @@ def verification_report(result: Verification) -> RenderableType:
     if result.damage is not None:
         parts += [Text(), *map(Text, damage_lines(result.damage))]
     return Group(*parts)
-
-
-def under_its_label(line: str) -> list[str]:
-    """A line of `verdict_lines` in as many as 80 columns need, set in below its words."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, 80, subsequent_indent=" " * 10, **whole) or [line]  # type: ignore[arg-type]
 
 
 def _prompt_cells(prompt: Difference) -> tuple[str, ...]:

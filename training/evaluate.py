@@ -9,8 +9,6 @@ Two models that read the same tokens are paired window by window. Where their to
 thing: then it is by bytes, the second one's tokens counting in that window of the first in which they end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

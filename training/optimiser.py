@@ -5,8 +5,6 @@ that read the stream, write it, stand between the two or route. Tables of tokens
 decay: a row of a table would shrink in every step in which its token is not met, and a gain would leave 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable
 from typing import Any

@@ -6,8 +6,6 @@ A step's sequences are shared out over the processes, and their gradients added 
 and what several compute together differ by the order of the sums.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

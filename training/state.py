@@ -9,8 +9,6 @@ removed: one that is good is always there. Of one process it is a safetensors fi
 torch.distributed.checkpoint's, in which each writes what it has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

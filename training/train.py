@@ -1,7 +1,5 @@
 """train: a tree from random weights, or a checkpoint further, on texts; the result is a checkpoint like any other."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

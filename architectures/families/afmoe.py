@@ -4,8 +4,6 @@ four norms a layer, and mixtures with sigmoid scores, a bias of the choice and s
 Source: transformers models/afmoe/{configuration,modeling}_afmoe.py.
 """
 
-from __future__ import annotations
-
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, Mixtures, after, sliding, turned_in_windows, with_defaults, write_sliding

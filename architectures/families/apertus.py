@@ -4,8 +4,6 @@ activation xIELU (2411.13010), which has numbers of its own.
 Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...components import LEARNT, FeedForward
@@ -31,13 +29,7 @@ FIELDS = with_defaults(
     USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
 )
 DECODER = Decoder(
-    {
-        **FIELDS,
-        "hidden_act": Field(
-            "activation", "xielu", activation, lambda value: value if value in LEARNT else name_of(value)
-        ),
-        "attention_bias": BIAS,
-    },
+    {**FIELDS, "hidden_act": Field("activation", "xielu", activation, written), "attention_bias": BIAS},
     inner=FeedForward,
     head_norms="same",
     rotary=RotaryKind(

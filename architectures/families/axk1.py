@@ -4,8 +4,6 @@ Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversio
 beside the mixture, modules inside it. Released files have one in dense layers too, which transformers does not use.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

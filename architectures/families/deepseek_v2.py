@@ -20,8 +20,7 @@ from .glm4_moe import DRAFTS
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-GROUPS = ("n_group", "topk_group", "norm_topk_prob")
-"""Fields of DeepSeek-V3 that say something else here."""
+GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
 _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 

@@ -6,8 +6,6 @@ the language model is read; what stands beside it is left out. Files also hold t
 the last layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,8 +36,7 @@ KINDS = {
     ),
     SLIDING: RotaryKind(1e4, "", scaled=False),
 }
-EVERY = 6
-"""One layer of so many sees all tokens."""
+EVERY = 6  # one layer of so many sees all tokens
 HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What may be otherwise in layers that see all tokens, and the field that says so where `per_layer_config` does not."""
 
@@ -196,8 +193,7 @@ BEHIND = {
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",
 }
-MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")
-"""The modules of attention in transformers' order."""
+MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
 LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight"),

@@ -4,8 +4,6 @@ base for each layer, or no positions.
 Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ granite_swa.
 Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_swa.py. Files have the names of modules.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from . import granite_swa, granitemoe, granitemoeshared

@@ -6,8 +6,6 @@ Source: transformers models/llama4/{configuration,modeling}_llama4.py. Of a chec
 model is read; what stands beside it is left out. One tensor holds all experts, [in, out].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

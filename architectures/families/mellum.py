@@ -4,8 +4,6 @@ Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors o
 out there too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Source: transformers models/ministral3/{configuration,modeling}_ministral3.py. W
 rotary parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

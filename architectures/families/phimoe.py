@@ -6,8 +6,6 @@ turns longer texts than the original context by the short factors still, where t
 as is done here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

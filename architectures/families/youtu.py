@@ -8,8 +8,7 @@ from ..decoder import USUAL, with_defaults
 from ..latent import KNOWN, LATENT, LatentDecoder, latent_leaves
 from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
-HEADS = ("num_key_value_heads", "head_dim")
-"""Fields that are about heads of keys and values, where there are none."""
+HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
 FIELDS = {**{name: field for name, field in USUAL.items() if name not in HEADS}, **LATENT}
 
 DECODER = LatentDecoder(

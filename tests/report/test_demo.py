@@ -18,7 +18,8 @@ from gptkit.parity.stored import BytesVerdict
 from gptkit.parity.verify import Noise, Verification
 from gptkit.report import demo
 from gptkit.report.demo import tour
-from gptkit.report.verification import under_its_label, verdict_lines, verification_report
+from gptkit.report.sheets import whole_words
+from gptkit.report.verification import verdict_lines, verification_report
 
 pytestmark = pytest.mark.skipif(
     not all((SAMPLES_DIR / name).is_dir() for name in SAMPLES), reason=f"not all samples are in {SAMPLES_DIR}"
@@ -140,8 +141,8 @@ def test_names_out_of_files_are_plain_text() -> None:
 def test_a_long_line_goes_on_below_its_words() -> None:
     names = ", ".join(f"attention.{part}_proj.weight" for part in "qkvo")
     words = f"the reference's values of {names} restore parity"
-    first, *more = under_its_label(f"cause     {words}")
+    first, *more = whole_words(f"cause     {words}", 80, 0, 10)
     assert first.startswith("cause     the") and more and all(line.startswith(" " * 10) for line in more)
     assert max(map(len, (first, *more))) <= 80
     assert " ".join(part.strip() for part in (first.removeprefix("cause"), *more)) == words
-    assert under_its_label("place     here") == ["place     here"]
+    assert whole_words("place     here", 80, 0, 10) == ["place     here"]
