@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +141,46 @@ class FusedLinears:
                 if self.bias is not None and linear.bias is not None:
                     linear.bias.data = self.bias[start : start + rows]
                 start += rows
+
+
+class StackedLinears:
+    """Linears without biases, some side by side for each of several inputs, as one batched product.
+
+    As with `FusedLinears` their parameters become views of one tensor, [inputs, in, out], where no gradient is needed.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Tensor | None = None
+
+    def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
+        """(inputs, N, in) -> (inputs, N, out), one linear's results beside the other's."""
+        every = [each for row in linears for each in row]
+        if any(type(each) is not Linear or each._forward_hooks or each._forward_pre_hooks for each in every):
+            rows = zip(linears, x, strict=True)
+            return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in rows])
+        rows = [[each.weight for each in row] for row in linears]
+        if torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row):
+            return torch.bmm(x, self._stacked(rows))
+        if self.weight is None or any(
+            mine.data_ptr() != weight.data_ptr() or mine.dtype != weight.dtype or mine.stride() != weight.stride()
+            for mine, weight in self._views(rows, self.weight)
+        ):
+            with torch.inference_mode(False), torch.no_grad():
+                self.weight = self._stacked(rows)
+                for mine, weight in self._views(rows, self.weight):
+                    weight.data = mine
+        return torch.bmm(x, self.weight)
+
+    @staticmethod
+    def _stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([torch.cat([weight.t() for weight in row], dim=1) for row in rows])
+
+    @staticmethod
+    def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of the tensor, as a linear has it, beside that linear's weight."""
+        for row, one in zip(rows, whole, strict=True):
+            parts = torch.split(one, [len(weight) for weight in row], dim=1)
+            yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))
 
 
 def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
