@@ -125,7 +125,8 @@ class MixtureOfExpertsModule(nn.Module):
         each = spec.expert
         plain = isinstance(each, GatedFeedForward) and not (each.up_bias or each.down_bias or each.inner_norm)
         over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
-        self.into, self.out_of = (StackedLinears(), StackedLinears()) if over_all else (None, None)
+        self.into = StackedLinears() if over_all else None
+        self.out_of = StackedLinears()
         gated = spec.shared_gate and spec.shared is not None
         self.shared_gate = Linear(spec.hidden_size, 1, False) if gated else None
 
@@ -237,6 +238,7 @@ class MixtureOfExpertsModule(nn.Module):
         weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
         experts: list[Any] = list(self.experts)
         given = x * weighing.t()[..., None]  # (experts, N, hidden)
+        assert self.into is not None
         inner = experts[0].gated(self.into([(each.gate_proj, each.up_proj) for each in experts], given))
         return self.out_of([(each.down_proj,) for each in experts], inner).sum(dim=0)
 

@@ -154,11 +154,11 @@ class StackedLinears:
 
     def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
         """(inputs, N, in) -> (inputs, N, out), one linear's results beside the other's."""
-        every = [each for row in linears for each in row]
-        if any(type(each) is not Linear or each._forward_hooks or each._forward_pre_hooks for each in every):
-            rows = zip(linears, x, strict=True)
-            return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in rows])
-        rows = [[each.weight for each in row] for row in linears]
+        rows = [[each.weight for each in row if type(each) is Linear] for row in linears]
+        hooked = (each._forward_hooks or each._forward_pre_hooks for row in linears for each in row)
+        if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
+            each_alone = zip(linears, x, strict=True)
+            return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in each_alone])
         if torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row):
             return torch.bmm(x, self._stacked(rows))
         if self.weight is None or any(

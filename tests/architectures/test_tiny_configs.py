@@ -20,6 +20,7 @@ from gptkit.errors import ConfigError
 
 TINY: dict[str, Any] = {
     "vocab_size": 99,
+    "vocab_size_per_layer_input": 99,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -37,7 +38,7 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "num_experts": 8,
 }
-REFUSED = {"gpt_neo": ("attention_types",)}
+REFUSED = {"gpt_neo": ("attention_types",), "gptj": ("rotary_dim",), "codegen": ("n_head",)}
 """Families whose class takes what has no tree, and the fields that say so."""
 WHOLE = {"intermediate_size": 40, "moe_intermediate_size": 16}
 """Widths of experts whose rows are whole 16 bytes, as transformers' product of all of them wants: its own tests have
