@@ -355,16 +355,19 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Xielu(nn.Module):
-    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010)."""
+    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). Two of its numbers
+    are not trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.alpha_p, self.alpha_n, self.beta, self.eps = (nn.Parameter(torch.empty(1)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
-        positive = above * x * x + self.beta * x
-        return torch.where(x > 0, positive, (torch.expm1(torch.min(x, self.eps)) - x) * below + self.beta * x)
+        beta, eps = self.beta.detach(), self.eps.detach()
+        above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
+        positive, negative = above * x * x + beta * x, (torch.expm1(torch.min(x, eps)) - x) * below + beta * x
+        return torch.where(x > 0, positive, negative)
 
 
 def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:
