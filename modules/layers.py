@@ -366,7 +366,8 @@ class Xielu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         beta, eps = self.beta.detach(), self.eps.detach()
         above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
-        positive, negative = above * x * x + beta * x, (torch.expm1(torch.min(x, eps)) - x) * below + beta * x
+        positive = above * x * x + beta * x
+        negative = (torch.expm1(torch.min(x, eps)) - x) * below + beta * x
         return torch.where(x > 0, positive, negative)
 
 
