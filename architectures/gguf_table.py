@@ -26,6 +26,7 @@ NAMES = {
     "attn_k": "attention.k_proj",
     "attn_v": "attention.v_proj",
     "attn_output": "attention.o_proj",
+    "attn_output_norm": "feed_forward_norm",
     "attn_q_norm": "attention.q_norm",
     "attn_k_norm": "attention.k_norm",
     "attn_q_a": "attention.q_down_proj",
@@ -727,6 +728,70 @@ ROWS = (
             "expert_feed_forward_length": _field_of("intermediate_size"),
             "expert_shared_feed_forward_length": _field_of("intermediate_size"),
         },
+    ),
+    GgufArchitecture(
+        "hy_v3",
+        (
+            *ends(),
+            *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"),
+            *MIXTURE,
+            Leaf(T + "exp_probs_b", B + "feed_forward.choice.bias"),
+            *SHARED,
+        ),
+        {**USUAL, **experts(width="moe_intermediate_size"), "expert_weights_scale": "router_scaling_factor"},
+        always={
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
+        },
+        assumed={
+            "num_shared_experts": lambda facts: (
+                facts.integer("expert_shared_feed_forward_length") // facts.integer("expert_feed_forward_length")
+            ),
+            "mlp_layer_types": lambda facts: [
+                "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in facts.shapes else "dense"
+                for layer in range(facts.layers)
+            ],
+        },
+    ),
+    GgufArchitecture(
+        "afmoe",
+        (
+            *ends(),
+            *of(f"{NORMS} {POST} {QKV} {HEADS} attn_output {GATED}"),
+            Leaf(T + "attn_gate.weight", B + "attention.gate_proj.weight"),
+            *MIXTURE,
+            _CHOICE,
+            *SHARED,
+        ),
+        {
+            **USUAL,
+            **experts(width="moe_intermediate_size"),
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": "route_scale",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        absent={"expert_weights_scale": 1.0, "leading_dense_block_count": 0},
+        always={"expert_gating_func": 2, "expert_weights_norm": True},
+        assumed={"mup_enabled": True},
+        windows=every(4),
+    ),
+    GgufArchitecture(
+        "dbrx",
+        (*ends(), *of("attn_norm attn_output_norm attn_output"), FUSED[0], *MIXTURE),
+        {
+            "context_length": "max_seq_len",
+            "embedding_length": "d_model",
+            "block_count": "n_layers",
+            "attention.head_count": "n_heads",
+            "attention.head_count_kv": "attn_config.kv_n_heads",
+            "attention.clamp_kqv": "attn_config.clip_qkv",
+            "feed_forward_length": "ffn_config.ffn_hidden_size",
+            **experts("ffn_config.moe_num_experts", "ffn_config.moe_top_k"),
+        },
+        always={"attention.layer_norm_epsilon": 1e-5},
+        tied=False,
+        square=True,
     ),
     GgufArchitecture(
         "hunyuan-dense", (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}")), USUAL, "hunyuan_v1_dense"

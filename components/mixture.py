@@ -50,8 +50,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     dtype of p; `in_order`, whether experts are summed in the order of their p, or in that in which they are found;
     `rounded`, whether weights are rounded to the dtype of x before they weigh; `wide_router`, `wide_choice`: what is
     kept in fp32 in a model of any dtype; `summed`, whether a token's experts are summed at once, or each is added, and
-    rounded, in the order of their numbers (DBRX), or every expert that has gate and up fused is given all tokens, as
-    zeros where it was not chosen, which costs as much as if all were (Llama 4); `total`, whether what `normalise`
+    rounded, in the order of their numbers (DBRX), or every gated expert is given all tokens, as zeros where it was not
+    chosen, in one product of all, which costs as much as if all were (Llama 4); `total`, whether what `normalise`
     divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
     """
 

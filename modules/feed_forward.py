@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Arithmetic, FeedForward, GatedFeedForward, LayerInput, MixtureOfExperts
-from .layers import ACTIVATIONS, FusedLinears, Linear, WideLinear, activation_of, kept_wide
+from .layers import ACTIVATIONS, FusedLinears, Linear, StackedLinears, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
 
@@ -122,6 +122,11 @@ class MixtureOfExpertsModule(nn.Module):
         self.choice = Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
         self.shared = None if spec.shared is None else build_module(spec.shared)
+        each = spec.expert
+        plain = isinstance(each, GatedFeedForward) and not (each.up_bias or each.down_bias or each.inner_norm)
+        over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
+        self.into = StackedLinears() if over_all else None
+        self.out_of = StackedLinears()
         gated = spec.shared_gate and spec.shared is not None
         self.shared_gate = Linear(spec.hidden_size, 1, False) if gated else None
 
@@ -201,8 +206,7 @@ class MixtureOfExpertsModule(nn.Module):
         """The experts' outputs for tokens (N, hidden), weighted and summed."""
         if self.spec.summed == "by expert":
             return self._one_by_one(x, weights, chosen)
-        fused = isinstance(self.spec.expert, GatedFeedForward) and self.spec.expert.fused
-        if self.spec.summed == "over all" and self.spec.weighs == "inputs" and fused:
+        if self.into is not None:
             return self._over_all(x, weights, chosen)
         top_k = chosen.shape[-1]
         numbers, order = chosen.reshape(-1).sort()
@@ -228,16 +232,15 @@ class MixtureOfExpertsModule(nn.Module):
         return total
 
     def _over_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The sum over all experts that anybody chose, each given all tokens: those that did not choose it as zeros, of
-        which it makes zeros. A product sums a row in an order that depends on how many there are.
+        """The sum over all experts, each given all tokens: those that did not choose it as zeros, of which it makes
+        zeros. One product of all of them sums in another order than one of each does.
         """
         weighing = torch.zeros(len(x), len(self.experts), dtype=weights.dtype).to(x.device).scatter(1, chosen, weights)
-        used = chosen.unique().tolist()
-        raised = torch.stack([self.experts[each].raised(x * weighing[:, each, None]) for each in used])
-        inner = self.experts[used[0]].gated(raised)
-        done = x.new_zeros(len(self.experts), *x.shape)
-        done[used] = torch.stack([self.experts[each].lowered(part) for each, part in zip(used, inner, strict=True)])
-        return done.sum(dim=0)
+        experts: list[Any] = list(self.experts)
+        given = x * weighing.t()[..., None]  # (experts, N, hidden)
+        assert self.into is not None
+        inner = experts[0].gated(self.into([(each.gate_proj, each.up_proj) for each in experts], given))
+        return self.out_of([(each.down_proj,) for each in experts], inner).sum(dim=0)
 
     def _each(self, taken: Tensor, counts: list[int]) -> Tensor:
         """Every expert's output for its own of the tokens `taken`, `counts` of them, one expert's behind another's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +141,46 @@ class FusedLinears:
                 if self.bias is not None and linear.bias is not None:
                     linear.bias.data = self.bias[start : start + rows]
                 start += rows
+
+
+class StackedLinears:
+    """Linears without biases, some side by side for each of several inputs, as one batched product.
+
+    As with `FusedLinears` their parameters become views of one tensor, [inputs, in, out], where no gradient is needed.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Tensor | None = None
+
+    def __call__(self, linears: Sequence[Sequence[nn.Module]], x: Tensor) -> Tensor:
+        """(inputs, N, in) -> (inputs, N, out), one linear's results beside the other's."""
+        rows = [[each.weight for each in row if type(each) is Linear] for row in linears]
+        hooked = (each._forward_hooks or each._forward_pre_hooks for row in linears for each in row)
+        if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
+            each_alone = zip(linears, x, strict=True)
+            return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in each_alone])
+        if torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row):
+            return torch.bmm(x, self._stacked(rows))
+        if self.weight is None or any(
+            mine.data_ptr() != weight.data_ptr() or mine.dtype != weight.dtype or mine.stride() != weight.stride()
+            for mine, weight in self._views(rows, self.weight)
+        ):
+            with torch.inference_mode(False), torch.no_grad():
+                self.weight = self._stacked(rows)
+                for mine, weight in self._views(rows, self.weight):
+                    weight.data = mine
+        return torch.bmm(x, self.weight)
+
+    @staticmethod
+    def _stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([torch.cat([weight.t() for weight in row], dim=1) for row in rows])
+
+    @staticmethod
+    def _views(rows: Sequence[Sequence[Tensor]], whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of the tensor, as a linear has it, beside that linear's weight."""
+        for row, one in zip(rows, whole, strict=True):
+            parts = torch.split(one, [len(weight) for weight in row], dim=1)
+            yield from ((part.t(), weight) for part, weight in zip(parts, row, strict=True))
 
 
 def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
@@ -315,16 +355,20 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Xielu(nn.Module):
-    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010)."""
+    """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). Two of its numbers
+    are not trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.alpha_p, self.alpha_n, self.beta, self.eps = (nn.Parameter(torch.empty(1)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
-        positive = above * x * x + self.beta * x
-        return torch.where(x > 0, positive, (torch.expm1(torch.min(x, self.eps)) - x) * below + self.beta * x)
+        beta, eps = self.beta.detach(), self.eps.detach()
+        above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
+        positive = above * x * x + beta * x
+        negative = (torch.expm1(torch.min(x, eps)) - x) * below + beta * x
+        return torch.where(x > 0, positive, negative)
 
 
 def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:

@@ -165,8 +165,14 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
 
 
 def _slipped(name: str) -> Apply:
-    """What a component's record calls so (`Component.slips`)."""
-    return lambda spec, weights: (spec.mapped(lambda node, _: node.slips().get(name, node)), dict(weights))
+    """What a component's record calls so (`Component.slips`); weights that it has no place for are left out."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant:
+        tree: ModelSpec = spec.mapped(lambda node, _: node.slips().get(name, node))
+        there = {each.name for each in tree.parameters()}
+        return tree, {name: weight for name, weight in weights.items() if name in there}
+
+    return apply
 
 
 _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm", "norm_order")

@@ -71,6 +71,8 @@ def unnormed(path: str, mixer: Component) -> None:
     for name in ("mixed_norm", "inner_norm"):
         if getattr(mixer, name, None) is not None:
             raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
+    if getattr(mixer, "gated", False):
+        raise SwapRefused(f"{path} is gated before its output projection, unknown to this swap")
 
 
 def unclipped(path: str, attention: Attention) -> None:

@@ -270,6 +270,7 @@ class _LayerFit:
         if _turning(spec):
             tables, turn = context.tables(position), module_of(position).turn
             q, k = turn(q, tables), turn(k, tables)
+        q = q if spec.temperature is None else context.tempered(spec.temperature, q)
         scores = q @ k.transpose(-1, -2) * spec.scale
         biased = scores  # and then capped, which the fit of scores themselves is not
         if _biased(spec):

@@ -116,9 +116,9 @@ def test_what_is_offered_is_taken() -> None:
         (["params", "sample:g"], ["sample:gpt2"]),  # where a colon breaks no word
         (["generate", "sample", ":", "gpt2", "--attention", "="], ["sdpa", "eager"]),
         (["params", "--by", "=", "l"], ["layer"]),
-        (["convert", "--to", "hf", ":", "ll"], ["llama"]),
-        (["convert", "--to", "=", "hf", ":", "ll"], ["llama"]),
-        (["convert", "--to=hf:ll"], ["hf:llama"]),
+        (["convert", "--to", "hf", ":", "mixt"], ["mixtral"]),
+        (["convert", "--to", "=", "hf", ":", "mixt"], ["mixtral"]),
+        (["convert", "--to=hf:mixt"], ["hf:mixtral"]),
         (["swap", "sample", ":", "gpt2", "out", "--norm", ""], ["rmsnorm", "layernorm"]),
         ([":"], []),
     ],

@@ -56,6 +56,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "minicpm3-longrope": {"dim_model_base": 256, "rms_norm_eps": 1e-6},
     "dots1": {"num_key_value_heads": 6},
     "olmoe": {"num_key_value_heads": 6},
+    "afmoe": {"mup_enabled": True},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
     "exaone4": {
         "num_hidden_layers": 64,
@@ -73,7 +74,7 @@ BIASED = """falcon-40b falcon-mha gemma-legacy gemma2-no-caps
     gemma3_text-v5 qwen3_moe-n olmoe-c gpt_oss-b dots1-w ernie4_5_moe-b hunyuan_v1_moe-l youtu-plain youtu-yarn
     minicpm3-nulls deepseek_v2-grouped deepseek_v3-plain arcee-biased cohere-normed cohere2-biased ernie4_5-biased
     gpt_neox-serial hunyuan_v1_dense-alpha jais2-tied olmo-biased olmo2-biased olmo3-biased seed_oss-plain
-    smollm3-windowed starcoder2-plain qwen3-windowed"""
+    smollm3-windowed starcoder2-plain qwen3-windowed hy_v3-b afmoe-mup"""
 SCALED = """gpt2-by-layer gpt2-unscaled gpt2-upcast gpt2-upcast-unscaled gpt_bigcode-mha mpt-clipped gemma2
     gemma2-layer-types gemma3_text gemma3_text-scaled gemma3_text-composite"""
 WINDOWED = "mistral mixtral-windowed phi3 qwen2 qwen2-layer-types qwen2_moe-n starcoder2 exaone4"
@@ -86,6 +87,8 @@ REFUSED = {
     **dict.fromkeys(("falcon-rw", "falcon-alibi-parallel", "falcon-RefinedWebModel-rw"), "ALiBi"),
     **dict.fromkeys(("minicpm3", "minicpm3-longrope", "glm4_moe_lite"), "eps"),
     "gpt2-other-names": "quick_gelu",
+    "dbrx-plain": "activation",
+    "afmoe": "multiplier",
     "llama-linear": "activation",
     "llama-dynamic": "scaling",
     "llama-yarn-mscale": "beta_fast",
@@ -158,10 +161,9 @@ def llama_cpp_tensors(model: transformers.PreTrainedModel, variant: Variant) -> 
 
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
 ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
+OF_EXPERTS = ("experts", "kv_lora_rank", "moe", "dbrx")
 RENAMED = [
-    each
-    for each in WRITTEN
-    if not any("experts" in field or "kv_lora_rank" in field or "moe" in field for field in (*each.config, each.family))
+    each for each in WRITTEN if not any(part in field for part in OF_EXPERTS for field in (*each.config, each.family))
 ]
 """Those whose tensors the converter takes one by one, each as it is, permuted, transposed or with 1 added."""
 

@@ -17,6 +17,14 @@ from gptkit.surgery.base import Swapped, SwappedModel
 from gptkit.surgery.registry import Step, apply
 
 REFUSED = [
+    ("afmoe-mup", "fold", "value-bias", "gated"),
+    ("afmoe", "head_dim", "32", "gated"),
+    ("afmoe", "heads", "8", "gated"),
+    ("apertus", "activation", "relu", "xielu"),
+    ("llama4_text-dense", "attention", "mla:full", "chunked"),
+    ("llama4_text", "mlp", "dense", "weighs"),
+    ("ministral3", "attention", "mla:full", "temperature"),
+    ("phimoe", "mlp", "dense", "jitter"),
     ("bitnet", "heads", "8", "mixed_norm"),
     ("bitnet", "head_dim", "16", "mixed_norm"),
     ("bitnet", "intermediate", "88", "inner_norm"),

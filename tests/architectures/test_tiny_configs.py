@@ -1,0 +1,87 @@
+"""The tiny config of transformers' own tests, put into every family's config class by the names of its fields, all
+parameters random: to the bit, or refused by the name of a field.
+
+Source: transformers' repository, tests/causal_lm_tester.py, CausalLMModelTester, whose numbers these are. Which of them
+a class has is for its signature to say, as there.
+"""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.covering import few
+from helpers.families import VOCAB, decoder_from, randomised_reference, spec_of
+
+from gptkit.architectures import ARCHITECTURES
+from gptkit.components import ModelSpec
+from gptkit.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "vocab_size": 99,
+    "vocab_size_per_layer_input": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 37,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 36,
+    "num_experts_per_tok": 2,
+    "num_experts": 8,
+}
+REFUSED = {"gpt_neo": ("attention_types",), "gptj": ("rotary_dim",), "codegen": ("n_head",)}
+"""Families whose class takes what has no tree, and the fields that say so."""
+WHOLE = {"intermediate_size": 40, "moe_intermediate_size": 16}
+"""Widths of experts whose rows are whole 16 bytes, as transformers' product of all of them wants: its own tests have
+another of each expert.
+"""
+MADE = [name for name, each in ARCHITECTURES.items() if not each.model]
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """The config of a family: what its class is called to say, and what every file of it states."""
+    kind = getattr(transformers, ARCHITECTURES[family].hf_config)
+    names = inspect.signature(kind.__init__).parameters
+    mixed = any("experts" in name for name in names)
+    values = {**TINY, **(WHOLE if mixed else {})}
+    said = {kind.attribute_map.get(name, name): value for name, value in values.items()}
+    found = {name: value for name, value in said.items() if name in names}
+    return {"model_type": family, **ARCHITECTURES[family].stated, **found}
+
+
+def read(config: dict[str, Any]) -> ModelSpec | str:
+    """The tree, or the words of its refusal."""
+    try:
+        return spec_of(config)
+    except ConfigError as error:
+        return str(error)
+
+
+@few(8)
+@pytest.mark.parametrize("family", MADE)
+def test_the_tiny_config_of_transformers_own_tests(family: str) -> None:
+    config = tiny(family)
+    spec = read(config)
+    if isinstance(spec, str):
+        assert any(name in spec for name in REFUSED.get(family, ("nothing",))), spec
+        return
+    ids = torch.randint(VOCAB, (3, 17), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, -4:] = 0
+    for attention in ARCHITECTURES[family].reference(spec):
+        for dtype in (torch.float32, torch.bfloat16):
+            reference = randomised_reference(config, dtype, attention)
+            decoder = decoder_from(reference, config, attention)
+            with torch.inference_mode():
+                assert torch.equal(decoder(ids), reference(input_ids=ids).logits), (attention, dtype)
+                theirs = reference(input_ids=ids, attention_mask=mask).logits
+                assert torch.equal(decoder(ids, mask)[mask.bool()], theirs[mask.bool()]), (attention, dtype)
