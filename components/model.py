@@ -66,8 +66,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if getattr(block.attention, "kv_from", "") == "earlier":
                 raise ConfigError(f"layer {layer} takes keys of an earlier layer, and none makes such")
             made.add(heads)
-        if inputs is not None and inputs.vocab_size < self.vocab_size:
-            raise ConfigError(f"layer_inputs of {inputs.vocab_size} tokens in a vocabulary of {self.vocab_size}")
+        rows = self.vocab_size if inputs is None else inputs.table.vocab_size
+        if rows < self.vocab_size:
+            raise ConfigError(f"layer_inputs of {rows} tokens in a vocabulary of {self.vocab_size}")
 
     @property
     def shared(self) -> frozenset[Any]:

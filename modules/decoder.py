@@ -63,15 +63,13 @@ class LayerEmbeddingModule(nn.Module):
     def __init__(self, spec: LayerEmbedding) -> None:
         super().__init__()
         self.spec = spec
-        every = spec.layers * spec.width
-        self.weight = nn.Parameter(torch.empty(spec.vocab_size, every))
-        self.projection = Linear(spec.hidden_size, every, False)
+        self.table = EmbeddingModule(spec.table)
+        self.projection = Linear(spec.hidden_size, spec.every, False)
         self.norm = build_module(spec.norm)
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
         spec, by_layer = self.spec, (self.spec.layers, self.spec.width)
-        rows = F.embedding(input_ids, self.weight)
-        rows = torch.unflatten(rows * rows.new_tensor(spec.multiplier), -1, by_layer)
+        rows = torch.unflatten(self.table(input_ids), -1, by_layer)
         projected = self.norm(torch.unflatten(self.projection(x) * spec.projected, -1, by_layer))
         return (projected + rows) * spec.summed  # type: ignore[no-any-return]
 

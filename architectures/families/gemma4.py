@@ -132,7 +132,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
         "num_kv_shared_layers": len(shared),
         "use_double_wide_mlp": any(block.feed_forward.intermediate_size == 2 * width for block in shared),
         "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
-        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.vocab_size,
+        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.table.vocab_size,
     }
 
 
@@ -171,13 +171,13 @@ def read(config: ConfigReader) -> ModelSpec:
         blocks.append(block)
     inputs = None
     if width:
+        every = {"vocab_size": rows, "hidden_size": count * width, "multiplier": width**0.5}
         inputs = LayerEmbedding(
-            vocab_size=rows,
+            table=replace(spec.embedding, **every),
             hidden_size=hidden,
             layers=count,
             width=width,
             norm=replace(of_kind(spec.final_norm, RMSNorm), size=width),
-            multiplier=width**0.5,
             projected=hidden**-0.5,
             summed=2.0**-0.5,
         )
@@ -191,7 +191,7 @@ INPUTS = {
 }
 BEHIND = {
     "model.norm": "final_norm",
-    "model.embed_tokens_per_layer": "layer_inputs",
+    "model.embed_tokens_per_layer": "layer_inputs.table",
     "model.per_layer_model_projection": "layer_inputs.projection",
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",

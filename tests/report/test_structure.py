@@ -70,7 +70,7 @@ class Following:
         return self.ids
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
-        return self.module(node, path).weight[ids].reshape(*ids.shape, *node.shape[2:])  # type: ignore[arg-type]
+        return self.module(node, path).weight[ids]
 
     def stream(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x
@@ -222,7 +222,7 @@ class Following:
         return (weights[..., None] * outputs if node.operation.weighs else outputs).sum(2)  # type: ignore[union-attr]
 
     def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
-        return one + other
+        return one + other.reshape(one.shape)
 
 
 def ids_of(spec: ModelSpec) -> Tensor:
