@@ -200,7 +200,7 @@ MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")
 """The modules of attention in transformers' order."""
 LEAVES = (
     *leaves_of(EMBEDDING),
-    Leaf(T + "layer_scalar", B + "scale.weight"),
+    Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
     *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
     *leaves_of({**FEED_FORWARD, **SANDWICH, **INPUTS, **BEHIND}),
 )
