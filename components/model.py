@@ -71,6 +71,12 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             raise ConfigError(f"layer_inputs of {rows} tokens in a vocabulary of {self.vocab_size}")
 
     @property
+    def beside(self) -> str:
+        """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
+        there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
+        return " and ".join(name for name, is_there in there.items() if is_there)
+
+    @property
     def shared(self) -> frozenset[Any]:
         """Which keys and values later layers take from earlier ones, by `Attention.remembered`."""
         mixers = (block.mixer("attention") for block in self.blocks)
