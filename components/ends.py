@@ -6,9 +6,9 @@ import msgspec
 
 from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
-from .feed_forward import FEW
+from .feed_forward import FEW, MADE
 from .norms import Norm
-from .operations import Add, AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes, linear
+from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head", "LayerEmbedding"]
@@ -95,14 +95,15 @@ class LayerEmbedding(Component, frozen=True):
 
     def words(self) -> dict[str, Words]:
         norm = self.norm.named()
-        data = {"norm": norm.data, "table": {name: value for name, (_, value) in self.table.untold().items()}}
+        data = {name: getattr(self, name) for name in ("width", "projected", "summed")} | {"norm": norm.data}
+        data["table"] = {name: value for name, (_, value) in self.table.untold().items()}
         return {"layer inputs": Words(f"{self.width:,} a layer", data, f"{self.width:,} a layer, {norm.long}")}
 
     def weights(self) -> dict[str, Weight]:
         return {"projection.weight": Weight((self.every, self.hidden_size), "reads")}
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
-        return {"m": self.every}
+        return {"m": self.every, "e": self.width}
 
     def slips(self) -> dict[str, Self]:
         return {"sum of a layer's inputs not scaled": msgspec.structs.replace(self, summed=1.0)}
@@ -122,14 +123,17 @@ class LayerEmbedding(Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         """Of the embeddings of "tokens", `source`."""
-        row, every = "embedding", (*shape, self.layers, self.width)
-        found: list[AnyOperation] = [*self.table.operations(f"{path}.table", "tokens", shape)]
+        row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
+        ids, x = f"{path}.tokens", f"{path}.embedded"
+        found: list[AnyOperation] = [Given(ids, ("tokens",), shape, row, words="token ids")]
+        found += self.table.operations(f"{path}.table", ids, shape)
         rows = found[-1].id
-        found.append(linear(self, "projection", path, source, every, row))
+        found.append(Given(x, (source,), wide, row, words="the token's embedding"))
+        found.append(linear(self, "projection", path, x, every, row))
         found.append(Scale(f"{path}.projected", (found[-1].id,), every, row, factor=self.projected))
         found += self.norm.operations(f"{path}.norm", found[-1].id, every)
         found.append(Add(f"{path}.sum", (found[-1].id, rows), every, row))
-        found.append(Scale(f"{path}.summed", (found[-1].id,), every, row, factor=self.summed))
+        found.append(Scale(MADE, (found[-1].id,), every, row, factor=self.summed))
         return tuple(found)
 
 
