@@ -286,8 +286,6 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Scale() if operation.weights:
-                self._keep(self._given(operation))
             case ops.Given() | ops.Stream() if operation.inputs and operation.inputs[0] in self.views:
                 return self.views[operation.inputs[0]]
             case ops.Given():

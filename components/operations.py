@@ -265,7 +265,7 @@ class Product(Operation, frozen=True, kw_only=True):
 
 
 class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number, and times its weight, where it has one, which is a number too."""
+    """The input times a number, and times its weight, where it has one: a number too, and one that is not trained."""
 
     factor: float
 

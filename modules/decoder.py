@@ -75,11 +75,11 @@ class LayerEmbeddingModule(nn.Module):
 
 
 class BlockScaleModule(nn.Module):
-    """x times one number."""
+    """x times one number, which training leaves as it is, since it is a buffer in transformers."""
 
     def __init__(self, _: BlockScale) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(1))
+        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
