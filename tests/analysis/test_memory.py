@@ -128,7 +128,7 @@ MEASURED = {
         "dots1": 0.004,
         "ernie4_5_moe": 0.005,
         "gpt_oss": 0.003,
-        "gemma4_text": 0.008,
+        "gemma4_text": 0.01,
         "llama4_text": 0.33,
     },
     "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.33},
