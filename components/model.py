@@ -57,7 +57,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
         inputs, made = self.layer_inputs, set[Any]()
         for layer, block in enumerate(self.blocks):
-            own = block.mixer("layer_input")
+            own: Any = block.mixer("layer_input")
             if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
                 raise ConfigError(f"layer {layer} reads an input of its own, and layer_inputs makes none of its width")
             heads = getattr(block.mixer("attention"), "remembered", None)
@@ -79,7 +79,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     @property
     def shared(self) -> frozenset[Any]:
         """Which keys and values later layers take from earlier ones, by `Attention.remembered`."""
-        mixers = (block.mixer("attention") for block in self.blocks)
+        mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
 
     def _widths(self) -> Iterator[tuple[str, int]]:

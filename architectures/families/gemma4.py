@@ -54,19 +54,19 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
     """The fields of `HEADS` for each kind of layer, where they are not those of all."""
     said = config.raw("per_layer_config")
     if said is None:
-        found = {"head_dim": config.integer("global_head_dim", 512)}
+        full = {"head_dim": config.integer("global_head_dim", 512)}
         kv_heads = config.optional_integer("num_global_key_value_heads")
         shared = config.boolean("attention_k_eq_v", False)
-        return {FULL: found | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
+        return {FULL: full | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
     for name in HEADS.values():
         config.raw(name)  # transformers looks at none of them then
-    numbers = {int(key): key for key in said if key.isdecimal()} if isinstance(said, dict) else {}
+    numbers = {int(key): key for key in said if key.isdecimal() and len(key) < 9} if isinstance(said, dict) else {}
     if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
         raise config.fail("per_layer_config", said, f"an object by the number of a layer, of {len(types)}")
     if not all(isinstance(own, dict) for own in said.values()):
         raise config.fail("per_layer_config", said, "objects")
     whole = {name: FIELDS[name].value(config, name) for name in HEADS}
-    each = [whole | said.get(numbers.get(layer), {}) for layer in range(len(types))]
+    each = [whole | said.get(numbers.get(layer, ""), {}) for layer in range(len(types))]
     wrong = [
         own for own in each if own.keys() != HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
     ]
