@@ -245,7 +245,7 @@ class Keeping:
         self.views: dict[str, _View] = {}
         self.storages: list[_Storage] = []  # of which a view is kept
         self.products: dict[str, _Storage] = {}
-        self.looked_up: set[tuple[str, ...]] = set()
+        self.looked_up: list[list[str]] = []
         self.found: Counter[str] = Counter()
         for each in program:
             self.views[each.id] = self._follow(each)
@@ -286,13 +286,11 @@ class Keeping:
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
-            case ops.Scale() if operation.weights:
-                self._keep(self._given(operation))
+            case ops.Given() | ops.Stream() if operation.inputs and operation.inputs[0] in self.views:
+                return self.views[operation.inputs[0]]
             case ops.Given():
                 result.storage.kept_elsewhere = operation.again
                 result.heads_first = operation.again
-            case ops.Stream() if operation.inputs[0] in self.views:
-                return self.views[operation.inputs[0]]
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.Temper():
@@ -307,9 +305,10 @@ class Keeping:
             case ops.Scores() | ops.Alibi() | ops.Softmax():
                 pass  # with the mix, which kernels compute together with them
             case ops.Embed() | ops.Positions():  # which rows were read
-                if operation.inputs not in self.looked_up:
+                ids = [self.views[name].id for name in operation.inputs]
+                if ids not in self.looked_up:
                     found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
-                self.looked_up.add(operation.inputs)
+                self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
                 if inside or run.size == run.wide:

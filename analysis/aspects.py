@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..components import ModelSpec, Norm, without_rounding
+from ..components import Block, ModelSpec, Norm, without_rounding
 from ..components.ranges import layer_ranges, number_ranges, number_runs, range_label
 from ..components.words import NOT_THERE, Words
 
@@ -45,7 +45,7 @@ _DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 
 def aspects(spec: ModelSpec) -> list[Aspect]:
     """Every aspect of a tree: always the same ones in the same order, and then those of unusual components."""
-    told = {name: _by_layer(layers) for name, layers in _components(spec).items()}
+    told = {name: _by_layer(layers) for name, layers in _components(spec, spec.blocks).items()}
     head, context, first = spec.head.named(), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
     alike = without_rounding(spec.final_norm) == without_rounding(first)
     told |= {
@@ -66,15 +66,16 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
     return [Aspect(name, *told.get(name, NOT_THERE)[:2], name in _DETAILS) for name in names]
 
 
-def describe(spec: ModelSpec) -> dict[str, str]:
-    """What the tree is, aspect by aspect, in a few words each.
+def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
+    """What the tree is, aspect by aspect, in a few words each; with `blocks` as if it had these alone.
 
     An aspect in which layers differ starts with "layers differ: " and tells which layers are what.
     """
-    layers = _components(spec)
+    blocks = blocks or spec.blocks
+    layers = _components(spec, blocks)
     told = {name: _in_words([each.long for each in said]) for name, said in layers.items()}
     each = {name: told.get(name, NOT_THERE.long) for name in ORDER}
-    positions, inner = each["position"], {norm for block in set(spec.blocks) for norm in block.norms().values()}
+    positions, inner = each["position"], {norm for block in set(blocks) for norm in block.norms().values()}
     norms = each["norm"]  # and those outside of the layers, where they are not what the layers have
     norms += "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
     final = "none" if spec.final_norm is None else spec.final_norm.named().long
@@ -82,7 +83,7 @@ def describe(spec: ModelSpec) -> dict[str, str]:
     if spec.positions is not None:
         positions = spec.positions.named().long + ("" if positions == "none" else f"; {positions}")
     return {
-        "layers": f"{len(spec.blocks):,}" + ("" if len(set(spec.blocks)) == 1 else " (they differ)"),
+        "layers": f"{len(blocks):,}" + ("" if len(set(blocks)) == 1 else " (they differ)"),
         "hidden size": f"{spec.hidden_size:,}",
         "vocabulary": f"{spec.vocab_size:,}",
         "context": "not stated" if spec.context_length is None else f"{spec.context_length:,}",
@@ -96,12 +97,13 @@ def describe(spec: ModelSpec) -> dict[str, str]:
     }
 
 
-def _components(spec: ModelSpec) -> dict[str, list[Words]]:
+def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Words]]:
     """What layers say by aspect, a layer each, and what the tree and its embedding have that is told of no other."""
-    by_block = {block: block.aspects() for block in dict.fromkeys(spec.blocks)}
+    by_block = {block: block.aspects() for block in dict.fromkeys(blocks)}
     names = dict.fromkeys(name for said in by_block.values() for name in said)
-    told = {name: [by_block[block].get(name, NOT_THERE) for block in spec.blocks] for name in names}
-    unusual = [node.aspects() for node in (spec.embedding, spec) if node.untold()]
+    told = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
+    ends = (spec.embedding, spec.layer_inputs, spec)
+    unusual = [node.aspects() for node in ends if node is not None and node.untold()]
     return told | {name: [words] for each in unusual for name, words in each.items()}
 
 

@@ -26,13 +26,15 @@ class Leaf:
     an expert's. Where the tensor holds those of all experts, only the shared names have `{expert}`, and its layout
     says along which axis they lie (`Layout.each`).
 
-    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants.
+    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants. `buffer`:
+    transformers does not count it among the parameters.
     """
 
     checkpoint: str
     shared: tuple[str, ...] | str
     layout: Layout = IDENTITY
     when: Callable[[Block], bool] | None = None
+    buffer: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,6 +73,7 @@ class BoundLeaf:
     shared_shapes: tuple[Shape, ...]
     layout: Layout
     sizes: Mapping[str, int]
+    buffer: bool = False
 
     def to_shared(self, tensor: Any) -> list[Any]:
         """The checkpoint's tensor -> the shared tensors, in the order of `shared`."""
@@ -421,7 +424,7 @@ def _bind_one(
         fits = False
     if not fits:
         raise CannotExpress(f"{owner}: {name} cannot hold tensors of shapes {own}", OWN_FORMAT)
-    yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes)
+    yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes, leaf.buffer)
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:

@@ -69,7 +69,7 @@ class SubLayer(Component, frozen=True):
 
 
 class BlockScale(Component, frozen=True):
-    """A number that was trained, by which all that leaves a block is multiplied (Gemma 4)."""
+    """A number by which all that leaves a block is multiplied, and which training leaves as it is (Gemma 4)."""
 
     label = "norms"
 

@@ -6,9 +6,9 @@ import msgspec
 
 from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
-from .feed_forward import FEW
+from .feed_forward import FEW, MADE
 from .norms import Norm
-from .operations import Add, AnyOperation, Cap, Embed, Linear, Program, Scale, Sizes, linear
+from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head", "LayerEmbedding"]
@@ -66,68 +66,74 @@ class Embedding(Component, frozen=True):
 
 class LayerEmbedding(Component, frozen=True):
     """What a token has for each layer beside the stream: `width` numbers for each of so many layers, side by side in
-    one table's row (Gemma 3n). They are summed · (multiplier · row + norm(projected · projection(x))), x the token's
-    embedding; each layer's are normed by themselves, and its `LayerInput` takes them in.
+    one row of a table (Gemma 3n). They are summed · (row + norm(projected · projection(x))), x the token's embedding;
+    each layer's are normed by themselves, and its `LayerInput` takes them in.
     """
 
     label = "embedding"
-    rows = "V"
-    tells = ("norm",)
-    given = ("hidden_size", "vocab_size", "layers")
+    tells = ("table", "norm")
+    given = ("hidden_size", "layers")
 
-    vocab_size: Size
+    table: Embedding
     hidden_size: Size
     layers: Size
     width: Size
     norm: Norm
-    multiplier: Positive
     projected: Positive
     summed: Positive
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
             raise ConfigError(f"norm of size {self.norm.size} on {self.width} numbers of each layer")
+        if self.table.hidden_size != self.every:
+            raise ConfigError(f"rows of {self.table.hidden_size} for {self.layers} layers of {self.width}")
+
+    @property
+    def every(self) -> int:
+        """Numbers of all layers together."""
+        return self.layers * self.width
 
     def words(self) -> dict[str, Words]:
         norm = self.norm.named()
-        data = {"norm": norm.data}
+        data = {name: getattr(self, name) for name in ("width", "projected", "summed")} | {"norm": norm.data}
+        data["table"] = {name: value for name, (_, value) in self.table.untold().items()}
         return {"layer inputs": Words(f"{self.width:,} a layer", data, f"{self.width:,} a layer, {norm.long}")}
 
     def weights(self) -> dict[str, Weight]:
-        every = self.layers * self.width
-        return {
-            "weight": Weight((self.vocab_size, every), "inner"),
-            "projection.weight": Weight((every, self.hidden_size), "reads"),
-        }
+        return {"projection.weight": Weight((self.every, self.hidden_size), "reads")}
 
     def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
-        return {"m": self.layers * self.width}
+        return {"m": self.every, "e": self.width}
 
     def slips(self) -> dict[str, Self]:
-        return {
-            "sum of a layer's inputs not scaled": msgspec.structs.replace(self, summed=1.0),
-            "table of layers' inputs not scaled": msgspec.structs.replace(self, multiplier=1.0),
-        }
+        return {"sum of a layer's inputs not scaled": msgspec.structs.replace(self, summed=1.0)}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
-        order = [*range(self.width, self.layers * self.width), *range(self.width)]
+        order = [*range(self.width, self.every), *range(self.width)]
         return {"projected inputs those of the next layer": {"projection": order}}
 
     def small(self, hidden: int) -> Self:
-        width = min(self.width, FEW)
-        return msgspec.structs.replace(self, hidden_size=hidden, width=width, norm=self.norm.small(width))
+        return self.sized(hidden, min(self.width, FEW), self.layers, self.table.vocab_size)
+
+    def sized(self, hidden: int, width: int, layers: int, tokens: int) -> Self:
+        """The same for other sizes."""
+        table = msgspec.structs.replace(self.table, hidden_size=layers * width, vocab_size=tokens)
+        sizes = {"hidden_size": hidden, "width": width, "layers": layers}
+        return msgspec.structs.replace(self, table=table, norm=self.norm.small(width), **sizes)
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        """Of `source`, the ids of tokens and their embeddings: "tokens", and that."""
-        row, ids, own = "embedding", "tokens", self.shapes()
-        every: Sizes = (*shape, self.layers, self.width)
-        table = Embed(path, (ids,), every, row, (("weight", own["weight"]),))
-        found: list[AnyOperation] = [table, Scale(f"{path}.scaled", (path,), every, row, factor=self.multiplier)]
-        found.append(linear(self, "projection", path, source, every, row))
+        """Of the embeddings of "tokens", `source`."""
+        row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
+        ids, x = f"{path}.tokens", f"{path}.embedded"
+        found: list[AnyOperation] = [Given(ids, ("tokens",), shape, row, words="token ids")]
+        found += self.table.operations(f"{path}.table", ids, shape)
+        rows = found[-1].id
+        found.append(Given(x, (source,), wide, row, words="the token's embedding"))
+        found.append(linear(self, "projection", path, x, every, row))
         found.append(Scale(f"{path}.projected", (found[-1].id,), every, row, factor=self.projected))
         found += self.norm.operations(f"{path}.norm", found[-1].id, every)
-        found.append(Add(f"{path}.sum", (found[-1].id, f"{path}.scaled"), every, row))
-        found.append(Scale(f"{path}.summed", (found[-1].id,), every, row, factor=self.summed))
+        found.append(Add(f"{path}.sum", (found[-1].id, rows), every, row))
+        found.append(Scale(MADE, (found[-1].id,), every, row, factor=self.summed))
         return tuple(found)
 
 

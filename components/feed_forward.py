@@ -235,13 +235,16 @@ class LayerInput(Mixer, Component, frozen=True):
         return (
             gate,
             ActivationOperation(active, (gate.id,), inner, row, function=self.activation),
-            Given(given, (), inner, row, words="the layer's own input"),
+            Given(given, (MADE,), inner, row, words="the layer's own input"),
             Product(f"{path}.gated", (active, given), inner, row, in_place=True),
             linear(self, "down_proj", path, f"{path}.gated", shape, row),
         )
 
 
 FEW = 8  # numbers of a layer's input in a small copy
+
+MADE = "layer_inputs.summed"
+"""The result before all layers that has every layer's input."""
 
 
 def _another(activation: Activation) -> Activation:

@@ -57,7 +57,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
         inputs, made = self.layer_inputs, set[Any]()
         for layer, block in enumerate(self.blocks):
-            own = block.mixer("layer_input")
+            own: Any = block.mixer("layer_input")
             if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
                 raise ConfigError(f"layer {layer} reads an input of its own, and layer_inputs makes none of its width")
             heads = getattr(block.mixer("attention"), "remembered", None)
@@ -66,13 +66,20 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if getattr(block.attention, "kv_from", "") == "earlier":
                 raise ConfigError(f"layer {layer} takes keys of an earlier layer, and none makes such")
             made.add(heads)
-        if inputs is not None and inputs.vocab_size < self.vocab_size:
-            raise ConfigError(f"layer_inputs of {inputs.vocab_size} tokens in a vocabulary of {self.vocab_size}")
+        rows = self.vocab_size if inputs is None else inputs.table.vocab_size
+        if rows < self.vocab_size:
+            raise ConfigError(f"layer_inputs of {rows} tokens in a vocabulary of {self.vocab_size}")
+
+    @property
+    def beside(self) -> str:
+        """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
+        there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
+        return " and ".join(name for name, is_there in there.items() if is_there)
 
     @property
     def shared(self) -> frozenset[Any]:
         """Which keys and values later layers take from earlier ones, by `Attention.remembered`."""
-        mixers = (block.mixer("attention") for block in self.blocks)
+        mixers: list[Any] = [block.mixer("attention") for block in self.blocks]
         return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
 
     def _widths(self) -> Iterator[tuple[str, int]]:

@@ -72,7 +72,9 @@ class Stream(Operation, frozen=True, kw_only=True):
 
 
 class Given(Operation, frozen=True, kw_only=True):
-    """What another part of the model made for this one, in `words`. again: it is kept there, as keys of a layer are."""
+    """What another part of the model made for this one, in `words`; its input is that part's result, where that has a
+    name of its own in the whole model. again: it is kept there, as keys of a layer are.
+    """
 
     words: str
     again: bool = False
@@ -263,7 +265,7 @@ class Product(Operation, frozen=True, kw_only=True):
 
 
 class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number, and times its weight, where it has one, which is a number too."""
+    """The input times a number, and times its weight, where it has one: a number too, and one that is not trained."""
 
     factor: float
 

@@ -147,7 +147,7 @@ def plan(
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(leaf.shape) for leaf, _ in tensors),
+            "total_parameters": sum(math.prod(leaf.shape) for leaf, _ in tensors if not leaf.buffer),
             "total_size": sum(shard.nbytes for shard in shards),
         },
         "weight_map": {output.leaf.checkpoint: shard.name for shard in shards for output in shard.outputs},

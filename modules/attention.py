@@ -131,6 +131,10 @@ class Mixing:
 class AttentionModule(nn.Module):
     """q, k and v of heads that lie side by side, mixed, and the output projection."""
 
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+
     def __init__(self, spec: Attention, kernel: Kernel = "sdpa") -> None:
         super().__init__()
         self.spec = spec

@@ -63,25 +63,23 @@ class LayerEmbeddingModule(nn.Module):
     def __init__(self, spec: LayerEmbedding) -> None:
         super().__init__()
         self.spec = spec
-        every = spec.layers * spec.width
-        self.weight = nn.Parameter(torch.empty(spec.vocab_size, every))
-        self.projection = Linear(spec.hidden_size, every, False)
+        self.table = EmbeddingModule(spec.table)
+        self.projection = Linear(spec.hidden_size, spec.every, False)
         self.norm = build_module(spec.norm)
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
         spec, by_layer = self.spec, (self.spec.layers, self.spec.width)
-        rows = F.embedding(input_ids, self.weight)
-        rows = torch.unflatten(rows * rows.new_tensor(spec.multiplier), -1, by_layer)
+        rows = torch.unflatten(self.table(input_ids), -1, by_layer)
         projected = self.norm(torch.unflatten(self.projection(x) * spec.projected, -1, by_layer))
         return (projected + rows) * spec.summed  # type: ignore[no-any-return]
 
 
 class BlockScaleModule(nn.Module):
-    """x times one number."""
+    """x times one number, which training leaves as it is, since it is a buffer in transformers."""
 
     def __init__(self, _: BlockScale) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(1))
+        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight

@@ -190,7 +190,7 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
         embedding=replace(copy.embedding, vocab_size=vocab),
         head=replace(copy.head, vocab_size=vocab),
         positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
-        layer_inputs=None if inputs is None else replace(inputs, vocab_size=vocab, layers=len(blocks)),
+        layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, len(blocks), vocab),
     )
 
 

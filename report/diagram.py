@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from ..analysis.aspects import describe
 from ..components import ModelSpec
 from ..components.operations import Scores
@@ -57,7 +55,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
 
 def _summary(graph: Structure, kind: Kind) -> str:
     """What a diagram shows, in a sentence or two."""
-    words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
+    words = describe(graph.spec, (kind.block,))
     parts = [f"block {words['block']}", words["norm"], f"positions {words['positions']}", words["attention"]]
     parts += [f"{aspect} {words[aspect]}" for aspect in ("q/k norm", "window") if words[aspect] != "none"]
     parts += [f"feed-forward {words['feed-forward']}", f"head {words['head']}"]

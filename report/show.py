@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from rich.console import RenderResult
 from rich.text import Text
 
@@ -64,7 +63,7 @@ def named_drawing(page: Layout, model: ModelCount) -> RenderResult:
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
     """Each kind of layer with the aspects in which kinds differ, in words; more than `MOST_KINDS` are not told."""
     kinds = graph.kinds[:MOST_KINDS]
-    each = [describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,))) for kind in kinds]
+    each = [describe(graph.spec, (kind.block,)) for kind in kinds]
     every = dict.fromkeys(aspect for words in each for aspect in words)
     differ = [aspect for aspect in every if len({words.get(aspect, "none") for words in each}) > 1]
     pairs = []

@@ -113,7 +113,16 @@ class Structure:
 
         stream, *block = kind.nodes
         first, *behind = self.after
-        return (*self.before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *behind)
+        wanted = {self.before[-1].id}  # of what is before the blocks, what leads to the stream; the rest is for a layer
+        for node in reversed(self.before):
+            wanted |= {*node.inputs} if node.id in wanted else set()
+        beside = [
+            replace(node, inputs=()) if node.op == "given" else node for node in self.before if node.id not in wanted
+        ]
+        at = next((i for i, node in enumerate(block) if node.op == "given" and node.inputs), 0)
+        before = [node for node in self.before if node.id in wanted]
+        block = [*block[:at], *(beside if at else ()), *block[at:]]
+        return (*before, fed(stream, self.before[-1]), *block, fed(first, kind.nodes[-1]), *behind)
 
 
 def sizes(shape: Sequence[int | str], times: str = " × ") -> str:
@@ -187,8 +196,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
             return _Caption("x", "the residual stream")
-        case ops.Given(words=words):
-            return _Caption(words, "made before this layer")
+        case ops.Given(words=words, again=again):
+            return _Caption(words, "made before this layer" if again else "")
         case ops.Embed():
             return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
         case ops.Positions(weights=weights, offset=offset):

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from rich.text import Text
 
 from ..analysis.aspects import describe
@@ -143,7 +142,7 @@ def _blocks(graph: Structure) -> Iterator[Row]:
 
 def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
     """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
-    words = describe(msgspec.structs.replace(graph.spec, blocks=(kind.block,)))
+    words = describe(graph.spec, (kind.block,))
     groups: set[str] = set()
     for node in kind.nodes:
         if not node.weights:

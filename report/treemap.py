@@ -11,6 +11,7 @@ import msgspec
 
 from ..analysis.parameters import count
 from ..components import Block, ModelSpec
+from ..components.model import walk
 from ..components.ranges import layer_ranges, range_label
 from .pages import COLOURS, Figure, Key, Table, counted, figure, safe
 from .sheets import share, short
@@ -45,7 +46,7 @@ _Run = tuple[int, int, list[_Tensor]]  # layers alike: the first, the last, and 
 def treemap(name: str, spec: ModelSpec) -> Figure:
     """Parameters by component, then layer, then tensor (of all experts): areas that open when they are chosen."""
     by_component, total = count(spec).by_component, count(spec).total
-    kinds = {block: _layer_tensors(spec, block) for block in dict.fromkeys(spec.blocks)}
+    kinds = {block: _layer_tensors(block) for block in dict.fromkeys(spec.blocks)}
     alike = [(first, last, kinds[block]) for first, last, block in layer_ranges(spec.blocks)]
     first_layer = msgspec.structs.replace(spec, blocks=spec.blocks[:1])
     outside = [_Tensor(p.component, p.name, p.shape, 1) for p in first_layer.parameters() if p.layer is None]
@@ -78,13 +79,13 @@ def treemap(name: str, spec: ModelSpec) -> Figure:
     return figure(f"Parameters of {name}", f"{summary} the bar above leads back.", [trace], keys, table, layout)
 
 
-def _layer_tensors(spec: ModelSpec, block: Block) -> list[_Tensor]:
+def _layer_tensors(block: Block) -> list[_Tensor]:
     tensors: dict[str, _Tensor] = {}
-    for parameter in msgspec.structs.replace(spec, blocks=(block,)).parameters():
-        if parameter.layer is not None:
-            name = re.sub(r"\.experts\.\d+\.", ".experts.*.", parameter.name.removeprefix("blocks.0."))
+    for path, node in walk(block, ""):
+        for own, shape in node.shapes().items():
+            name = re.sub(r"\.experts\.\d+\.", ".experts.*.", f"{path}.{own}".removeprefix("."))
             times = tensors[name].times + 1 if name in tensors else 1
-            tensors[name] = _Tensor(parameter.component, name, parameter.shape, times)
+            tensors[name] = _Tensor(str(node.label), name, shape, times)
     return list(tensors.values())
 
 

@@ -51,19 +51,19 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
     """The fields of `HEADS` for each kind of layer, where they are not those of all."""
     said = config.raw("per_layer_config")
     if said is None:
-        found = {"head_dim": config.integer("global_head_dim", 512)}
+        full = {"head_dim": config.integer("global_head_dim", 512)}
         kv_heads = config.optional_integer("num_global_key_value_heads")
         shared = config.boolean("attention_k_eq_v", False)
-        return {FULL: found | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
+        return {FULL: full | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
     for name in HEADS.values():
         config.raw(name)  # transformers looks at none of them then
-    numbers = {int(key): key for key in said if key.isdecimal()} if isinstance(said, dict) else {}
+    numbers = {int(key): key for key in said if key.isdecimal() and len(key) < 9} if isinstance(said, dict) else {}
     if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
         raise config.fail("per_layer_config", said, f"an object by the number of a layer, of {len(types)}")
     if not all(isinstance(own, dict) for own in said.values()):
         raise config.fail("per_layer_config", said, "objects")
     whole = {name: FIELDS[name].value(config, name) for name in HEADS}
-    each = [whole | said.get(numbers.get(layer), {}) for layer in range(len(types))]
+    each = [whole | said.get(numbers.get(layer, ""), {}) for layer in range(len(types))]
     wrong = [
         own for own in each if own.keys() != HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
     ]
@@ -129,7 +129,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
         "num_kv_shared_layers": len(shared),
         "use_double_wide_mlp": any(block.feed_forward.intermediate_size == 2 * width for block in shared),
         "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
-        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.vocab_size,
+        "vocab_size_per_layer_input": spec.vocab_size if inputs is None else inputs.table.vocab_size,
     }
 
 
@@ -168,13 +168,13 @@ def read(config: ConfigReader) -> ModelSpec:
         blocks.append(block)
     inputs = None
     if width:
+        every = {"vocab_size": rows, "hidden_size": count * width, "multiplier": width**0.5}
         inputs = LayerEmbedding(
-            vocab_size=rows,
+            table=replace(spec.embedding, **every),
             hidden_size=hidden,
             layers=count,
             width=width,
             norm=replace(of_kind(spec.final_norm, RMSNorm), size=width),
-            multiplier=width**0.5,
             projected=hidden**-0.5,
             summed=2.0**-0.5,
         )
@@ -188,7 +188,7 @@ INPUTS = {
 }
 BEHIND = {
     "model.norm": "final_norm",
-    "model.embed_tokens_per_layer": "layer_inputs",
+    "model.embed_tokens_per_layer": "layer_inputs.table",
     "model.per_layer_model_projection": "layer_inputs.projection",
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",
@@ -196,7 +196,7 @@ BEHIND = {
 MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
 LEAVES = (
     *leaves_of(EMBEDDING),
-    Leaf(T + "layer_scalar", B + "scale.weight"),
+    Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
     *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
     *leaves_of({**FEED_FORWARD, **SANDWICH, **INPUTS, **BEHIND}),
 )

@@ -128,8 +128,8 @@ MEASURED = {
         "dots1": 0.004,
         "ernie4_5_moe": 0.005,
         "gpt_oss": 0.003,
+        "gemma4_text": 0.01,
         "llama4_text": 0.33,
-        "gemma4_text": 0.015,
     },
     "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.33},
 }
@@ -137,8 +137,7 @@ MEASURED = {
 makes a mask for each sequence. Of ERNIE, GLM and Helium neighbours turn as slices. Of DeepSeek-V3's routers it keeps
 indices and masks of groups and choices. Of gpt-oss it keeps numbers of the experts'
 rows, but tables half as wide. Of Llama 4 all experts are given all tokens. Of GPT-NeoX sdpa is handed two tensors as
-wide as the model that are made for it. Of Gemma 4 it keeps less: what leaves a block is multiplied by a buffer there,
-which has no gradient.
+wide as the model that are made for it. Of Gemma 4's norms it keeps the mean of squares and a power of it.
 """
 
 

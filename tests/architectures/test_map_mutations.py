@@ -315,8 +315,8 @@ def older_names(architecture: Architecture, subject: Subject) -> None:
         name = new.format(layer=0, expert=0)
         assert name not in known or canonical(old.format(layer=0, expert=0)) == name
     for buffer in buffers(architecture.name):
-        names = {buffer.format(layer) for layer in range(layers)} - known.keys()  # some layers may have it to use
-        assert not any(map(canonical, names))
+        names = {buffer.format(layer) for layer in range(layers)}
+        assert not any(map(canonical, names - known.keys() - subject.base.keys()))  # which some layers use
         if "{}" in buffer:  # of the layer behind the last, which may draft tokens, everything is left out
             assert canonical(buffer.format(layers + 1)) is not None
 

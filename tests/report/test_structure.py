@@ -49,7 +49,7 @@ class Following:
         for layer in range(len(self.graph.spec.blocks)):
             kind = self.graph.kind_of(layer)
             first, *nodes = kind.nodes
-            x = self.follow(nodes, f"blocks.{layer}.", {first.id: x})[kind.nodes[-1].id]
+            x = self.follow(nodes, f"blocks.{layer}.", {**self.begun, first.id: x})[kind.nodes[-1].id]
         found = self.follow(self.graph.after, "", {self.graph.after[0].inputs[0]: x})[self.graph.after[-1].id]
         self.past = self.total
         return found
@@ -70,15 +70,17 @@ class Following:
         return self.ids
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
-        return self.module(node, path).weight[ids].reshape(*ids.shape, *node.shape[2:])  # type: ignore[arg-type]
+        return self.module(node, path).weight[ids]
 
     def stream(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x
 
-    def given(self, node: Node, path: str) -> Tensor:
-        layer, operation = int(path.split(".")[1]), node.operation
-        if not operation.again:  # type: ignore[union-attr]
-            return self.begun["layer_inputs.summed"][:, :, layer]
+    def given(self, node: Node, path: str, *made: Tensor) -> Tensor:
+        if not path:
+            return made[0]
+        layer = int(path.split(".")[1])
+        if made:
+            return made[0][:, :, layer]
         mixers: Any = [block.attention for block in self.graph.spec.blocks]
         alike = [i for i in range(layer) if mixers[i].remembered == mixers[layer].remembered]
         made = max(i for i in alike if mixers[i].kv_from != "earlier")
@@ -222,7 +224,7 @@ class Following:
         return (weights[..., None] * outputs if node.operation.weighs else outputs).sum(2)  # type: ignore[union-attr]
 
     def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
-        return one + other
+        return one + other.reshape(one.shape)
 
 
 def ids_of(spec: ModelSpec) -> Tensor:

@@ -11,7 +11,7 @@ from helpers.weights import Weights, error
 from msgspec.structs import replace
 
 import gptkit
-from gptkit.components import LayerNorm, ModelSpec
+from gptkit.components import LayerNorm, ModelSpec, RMSNorm
 from gptkit.errors import SwapRefused
 from gptkit.surgery.base import Swapped, SwappedModel
 from gptkit.surgery.registry import Step, apply
@@ -37,6 +37,8 @@ REFUSED = [
     ("deepseek_v3", "activation", "relu", "shared"),
     ("deepseek_v3", "intermediate", "200", "shared"),
     ("deepseek_v3", "mlp", "dense", "shared, .*choice_bias"),
+    ("gemma4_text", "vocab", "120", "layer_inputs"),
+    ("gemma4_text-keys", "layers", "+1", "scale"),
     ("gpt_oss", "attention", "mla:full", "sinks"),
     ("gpt_oss", "fold", "value-bias", "sinks"),
     ("gpt_oss", "intermediate", "200", "limit"),
@@ -79,6 +81,8 @@ def test_a_field_that_a_swap_does_not_know_is_refused_by_name(
         ("opt", "hidden", "56"),
         ("deepseek_v2", "heads", "8"),
         ("deepseek_v2", "hidden", "64"),
+        ("gemma4_text-shared", "untie", ""),
+        ("gemma4_text-keys", "intermediate", "88"),
         ("gpt_neo", "norm", "rmsnorm"),
         ("gpt_oss", "heads", "8"),
         ("gpt_oss", "heads", "9"),
@@ -121,6 +125,16 @@ def test_the_bias_of_keys_shifts_scores_where_nothing_else_sees_them(fields: dic
     assert plain.guarantee == "exact" and gap <= 1e-12
     seen, gap = done(with_attention("gpt2", **fields), Step("drop", "key.bias"))
     assert seen.guarantee == "approximate" and gap > 1e-6
+
+
+@pytest.mark.parametrize(
+    "fields", [{"v_norm": RMSNorm(size=8, eps=1e-6)}, {"kv_from": "keys"}], ids=lambda fields: next(iter(fields))
+)
+def test_values_that_are_normed_or_made_of_keys_are_refused(fields: dict[str, Any]) -> None:
+    model = with_attention("llama", **fields)
+    for step in (Step("heads", "12"), Step("head_dim", "16"), Step("attention", "mha"), Step("position", "none")):
+        with pytest.raises(SwapRefused, match=next(iter(fields))):
+            apply(model, step)
 
 
 def olmo2_with(norm: LayerNorm, silent: bool) -> Weights:
