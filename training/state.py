@@ -38,15 +38,23 @@ class Store:
     def __init__(self, folder: Path, group: Group) -> None:
         self.folder, self.group = folder, group
 
+    def goes_on(self, resume: bool, force: bool) -> bool:
+        """Whether there is a run to go on from. Raises UsageError for one that is neither to be resumed nor lost."""
+        last = self.last()
+        if last is not None and not resume and not force:
+            message = f"a run that has not ended lies in {self.folder}, at step {self._number(last):,}"
+            raise UsageError(message, "--resume goes on from there; --force begins anew.")
+        return last is not None and resume
+
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> None:
-        """Make the folder or go on in it.
+        """Note what the run is, or see that it is the one to go on with, else begin anew.
 
         Raises:
-            UsageError: there is a run that is not to be resumed, or one of something else.
+            UsageError: as `goes_on`; there is a run of something else.
             InvalidInput: what is there is no run.
         """
         path, kept = self.folder / _RUN, json.loads(json.dumps(run))
-        if path.is_file() and resume:
+        if self.goes_on(resume, force):
             try:
                 before = json.loads(read_small(path, 2**26))
                 other = sorted(name for name in {*before, *kept} if before.get(name) != kept.get(name))
@@ -56,9 +64,6 @@ class Store:
                 name = other[0]
                 message = f"the run in {self.folder} is another: its {name} is {before.get(name)}, not {kept.get(name)}"
                 raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
-        elif self.last() is not None and not force:
-            message = f"a run that has not ended lies in {self.folder}, at step {self._number(self.last()):,}"
-            raise UsageError(message, "--resume goes on from there; --force begins anew.")
         else:
             for each in self._ours():
                 shutil.rmtree(each)
@@ -94,9 +99,9 @@ class Store:
             if self.group.alone:
                 self._write_alone(partial / _TENSORS, tensors)
             else:
-                import torch.distributed.checkpoint as dcp
+                from torch.distributed.checkpoint.state_dict_saver import save
 
-                dcp.save(tensors, checkpoint_id=partial)
+                save(tensors, checkpoint_id=partial)
             if self.group.rank == 0:
                 _write(partial / _STATE, json_bytes(dict(about)))
                 fsync(partial)
@@ -136,13 +141,13 @@ class Store:
             if self.group.alone:
                 from safetensors import safe_open
 
-                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():  # type: ignore[no-untyped-call]
+                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():
                     for name, each in tensors.items():
                         each.copy_(file.get_tensor(name))
             else:
-                import torch.distributed.checkpoint as dcp
+                from torch.distributed.checkpoint.state_dict_loader import load
 
-                dcp.load(tensors, checkpoint_id=path)
+                load(tensors, checkpoint_id=path)
         except Exception as error:  # of safetensors' and torch's, which have classes of their own
             raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove it.") from error
         return about

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -292,7 +293,7 @@ def test_a_full_disk_costs_no_checkpoint(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
-    _, text = made(tmp_path)
+    made(tmp_path)
     tokens = tmp_path / "out.training/data/tokens.bin"
 
     def change(step: loop.Step) -> None:
@@ -304,10 +305,60 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000008"]
     with pytest.raises(InvalidInput, match="is not as it was tokenised"):
         trained(tmp_path, resume=True)
-    text.write_text(text.read_text() + '{"text": "more"}\n')
     shutil.rmtree(tokens.parent)
-    with pytest.raises(UsageError, match=r"the run in .* is another"):
+    with pytest.raises(InvalidInput, match=r"is no folder of tokens"):
         trained(tmp_path, resume=True)
+
+
+def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
+    _, text = made(tmp_path)
+
+    def stop(step: loop.Step) -> None:
+        if step.step == 6:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError):
+        trained(tmp_path, tell=stop)
+    text.write_text(text.read_text() + '{"text": "more"}\n')
+    with pytest.raises(InvalidInput, match="is not the text that the run in"):
+        trained(tmp_path, resume=True)
+    before = open_tokens(tmp_path / "out.training/data").tokens
+    trained(tmp_path, force=True)
+    assert open_tokens(tmp_path / "out.training/data").tokens > before
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+    made(tmp_path)
+    with pytest.raises(UsageError, match="does not fit the model's table"):
+        trained(tmp_path, model="sample:gpt2", sample="a b " * 300, tell=lambda step: pytest.fail("it began"))
+
+
+def test_held_out_text_is_another(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "other.txt").write_text("abc abb " * 200)
+    shares, other = trained(tmp_path), trained(tmp_path, "other", held_out=tmp_path / "other.txt")
+    assert shares.held_out != other.held_out
+    assert (
+        open_tokens(tmp_path / "other.training/held-out").tokenizer
+        == open_tokens(tmp_path / "other.training/data").tokenizer
+    )
+    tokenize([tmp_path / "other.txt"], tmp_path / "apart", vocabulary=257)
+    with pytest.raises(UsageError, match="by another tokenizer"):
+        trained(tmp_path, "third", model="sample:gpt2", held_out=tmp_path / "apart")
+
+
+def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tree.json", "out", "--data", "text.jsonl", "--tokens", "1k", "--context", "32", "--batch", "512"]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    done = call(*words, "--tensorboard", "board")
+    assert done.exit_code == 2 and "gptkit[tensorboard]" in done.output
+    writer = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    assert call(*words, "--tensorboard", "board").exit_code == 0
+    told = {(each.args[0], each.args[2]) for each in writer.SummaryWriter.return_value.add_scalar.call_args_list}
+    assert {("loss", 1), ("loss", 2), ("held_out", 2)} <= told
 
 
 def test_what_is_measured_is_said() -> None:
