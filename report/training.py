@@ -33,7 +33,7 @@ class Watched:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise UsageError("TensorBoard is not installed", "pip install 'gptkit[tensorboard]'") from error
-            self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
         self._took: float | None = None  # seconds a step, smoothed
 
     _file: IO[str] | None
