@@ -94,7 +94,7 @@ def train(
         with progress_bar("tokenizing", quiet) as advance, watching as watched:
             done = run(model, data, out, **options, on_start=watched.start, tell=watched.step, progress=advance)
     except GptkitError as error:
-        if leads():
+        if leads() or isinstance(error, Elsewhere):
             raise
         raise Elsewhere(error.message, error.exit_code) from error  # the first process tells the same
     say(result_lines(done), quiet)

@@ -11,6 +11,7 @@ torch.distributed.checkpoint's, in which each writes what it has.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -91,31 +92,41 @@ class Store:
         path = self.folder / f"step-{step:08d}"
         partial = path.with_suffix(".partial")
         tensors = _tensors(model, optimiser)
+
+        def begin() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+        def publish() -> None:
+            _write(partial / _STATE, json_bytes(dict(about)))
+            fsync(partial)
+            before = [each for each in self._ours() if each != partial]
+            partial.rename(path)
+            fsync(self.folder)
+            for each in before:
+                shutil.rmtree(each)
+
         try:
-            if self.group.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-            self.group.wait()
+            self.group.lead(begin)
             if self.group.alone:
                 self._write_alone(partial / _TENSORS, tensors)
             else:
-                from torch.distributed.checkpoint.state_dict_saver import save
-
-                save(tensors, checkpoint_id=partial)
-            if self.group.rank == 0:
-                _write(partial / _STATE, json_bytes(dict(about)))
-                fsync(partial)
-                before = self._ours()
-                partial.rename(path)
-                fsync(self.folder)
-                for each in before:
-                    if each != partial:
-                        shutil.rmtree(each)
+                self._write_together(partial, tensors)
+            self.group.lead(publish)
         except OSError as error:
             if self.group.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise failed("write the checkpoint", path, error) from error
-        self.group.wait()
+
+    def _write_together(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        try:
+            save(dict(tensors), checkpoint_id=path)
+        except CheckpointException as error:  # in every process, with what each failed of
+            causes = [cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
+            raise (causes or [OSError(errno.EIO, str(error)[:200])])[0] from error
 
     def _write_alone(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         from safetensors import SafetensorError
@@ -125,7 +136,7 @@ class Store:
             save_file({name: each.detach().cpu().contiguous().numpy() for name, each in tensors.items()}, path)
         except SafetensorError as error:  # which tells no errno
             code = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(code[1]) if code else 5, str(error)[:200]) from error
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)[:200]) from error
         fsync(path)
 
     def read(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:

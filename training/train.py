@@ -177,24 +177,31 @@ def train(
         KeyboardInterrupt: once a checkpoint is written.
     """
     target = Path(out)
-    staging = Staging(target, force)
-    staging.check()
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
         store = Store(target.with_name(f"{target.name}.training"), us)
-        if us.rank == 0:
+
+        def claim() -> None:
+            Staging(target, force).check()
             store.folder.mkdir(exist_ok=True)
             stack.enter_context(locked(store.folder))
-        going_on = us.rank == 0 and store.goes_on(resume, force)
+            store.goes_on(resume, force)
+
+        us.lead(claim)
         tree, scratch = _tree(str(model), random, offline, allow_pickle)
-        own = None if scratch else str(model)
-        made = {"tokenizer": tokenizer or own, "vocabulary": tree.spec.vocab_size, "progress": progress}
+        made = {
+            "tokenizer": tokenizer or (None if scratch else str(model)),
+            "vocabulary": tree.spec.vocab_size,
+            "progress": progress,
+        }
 
         def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
-            where = _where(paths, store.folder / name)
-            if us.rank == 0 and where == store.folder / name:
-                _require_texts(paths, where) if going_on else _tokenized(paths, where, **{**made, **another})
-            us.wait()  # until it is there
+            own = store.folder / name
+            where = _where(paths, own)
+            if where == own and store.goes_on(resume, force):
+                us.lead(lambda: _require_texts(paths, own))
+            elif where == own:
+                us.lead(lambda: _tokenized(paths, own, **{**made, **another}))
             return open_tokens(where)
 
         found = take(data, "data")
@@ -220,9 +227,7 @@ def train(
         family, _ = expressed(tree.spec)
         to = "local" if family is None else f"hf:{_family(tree, family)}"
         about = _about(tree, scratch, found, held, settings, us, documents_apart)
-        if us.rank == 0:
-            store.begin(about, resume, force)
-        us.wait()
+        us.lead(lambda: store.begin(about, resume, force))
         suit(tree.spec)
         decoder = load(
             model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
@@ -250,12 +255,11 @@ def train(
         run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
         whole = _gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
-        if us.rank == 0:
-            # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
-            whole.source = replace(decoder.source or tree, path=found.folder, texts={})
-            save(whole, target, to, dtype="float32", force=force, record={"trained": {**about, "curve": run.curve}})
-            store.done()
-        us.wait()
+        # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
+        whole.source = replace(decoder.source or tree, path=found.folder, texts={})
+        record = {"trained": {**about, "curve": run.curve}}
+        us.lead(lambda: save(whole, target, to, dtype="float32", force=force, record=record))
+        us.lead(store.done)
         return done
 
 
