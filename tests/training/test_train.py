@@ -378,3 +378,12 @@ def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
     assert call(*words).exit_code == 2 and "exists" in call(*words).output
     assert call(*words[:4], "--time", "soon", "out").exit_code == 2
     assert BUDGET["context"] == 32
+
+
+@pytest.mark.slow
+def test_what_fails_in_several_processes_is_told_once(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "out").mkdir()
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gptkit", "train", "tree.json", "out"]
+    done = python(*ranks, "--data", "text.jsonl", "--tokens", "1k", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1 and done.stderr.count("gptkit: ") == 1 and "out exists" in done.stderr
