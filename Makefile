@@ -138,7 +138,7 @@ bench-surgery: $(STAMP)
 
 TEXT ?= tinyshakespeare.txt
 bench-train: $(STAMP)
-	$(BIN)/python benchmarks/train.py --text $(TEXT) $(if $(NANOGPT),--nanogpt $(NANOGPT))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train.py --text $(TEXT) $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 samples: $(STAMP)
 	$(BIN)/python examples/train_samples.py --text $(TEXT) --out samples

@@ -60,6 +60,7 @@ def train(
     every: int | None = option("STEPS", "Evaluate and keep a checkpoint every so many steps.", min=1),
     sample: str | None = option("PROMPT", "Continue this prompt at every evaluation."),
     metrics: Path | None = option("FILE", "Write the measurements (JSON lines) here as well."),
+    tensorboard: Path | None = option("--tensorboard FOLDER", "Write the measurements for TensorBoard."),
     resume: bool = flag("--resume", "Go on from the last checkpoint of the same call."),
     force: bool = flag("--force", "Replace OUT, and begin anew."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
@@ -81,19 +82,17 @@ def train(
         "held_out": float(held_out) if share else held_out,
         "documents_apart": not no_document_mask,
     }
-    hyper = {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
-    what = {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
-    where = {"device": device, "sample": sample, "resume": resume, "force": force}
-    opening = {"offline": offline, "allow_pickle": allow_pickle}
+    options |= {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
+    options |= {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
+    options |= {"device": device, "sample": sample, "resume": resume, "force": force}
+    options |= {"offline": offline, "allow_pickle": allow_pickle}
     quiet = quiet or not leads()
+    watching = Watched(quiet, metrics if leads() else None, tensorboard if leads() else None)
     try:
-        with progress_bar("tokenizing", quiet) as advance, Watched(quiet, metrics if leads() else None) as watched:
-            done = run(
-                model, data, out, **options, **hyper, **what, **where, **opening,
-                on_start=watched.start, tell=watched.step, progress=advance,
-            )  # fmt: skip
+        with progress_bar("tokenizing", quiet) as advance, watching as watched:
+            done = run(model, data, out, **options, on_start=watched.start, tell=watched.step, progress=advance)
     except GptkitError as error:
-        if leads():
+        if leads() or isinstance(error, Elsewhere):
             raise
         raise Elsewhere(error.message, error.exit_code) from error  # the first process tells the same
     say(result_lines(done), quiet)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from ..errors import UsageError
 from ..terminal import printable, say
 from ..training.loop import Step
 from ..training.train import Prepared, Trained
@@ -22,15 +23,22 @@ def duration(seconds: float) -> str:
 
 class Watched:
     """What a person sees of a run: lines on standard output, and a bar on standard error where somebody is looking.
-    `metrics` gets a line of JSON a step.
+    `metrics` gets a line of JSON a step; `board` is a folder for TensorBoard. Raises UsageError where there is none.
     """
 
-    def __init__(self, quiet: bool, metrics: Path | None = None) -> None:
-        self.quiet, self._path, self._file, self._bar = quiet, metrics, None, None
+    def __init__(self, quiet: bool, metrics: Path | None = None, board: Path | None = None) -> None:
+        self.quiet, self._path, self._file, self._bar, self._board = quiet, metrics, None, None, None
+        if board is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UsageError("TensorBoard is not installed", "pip install 'gptkit[tensorboard]'") from error
+            self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
         self._took: float | None = None  # seconds a step, smoothed
 
     _file: IO[str] | None
     _bar: Any
+    _board: Any
 
     def __enter__(self) -> Watched:
         if self._path is not None:
@@ -44,6 +52,8 @@ class Watched:
             self._bar.stop()
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def start(self, prepared: Prepared) -> None:
         """Tell what begins."""
@@ -75,6 +85,9 @@ class Watched:
         if self._file is not None:
             self._file.write(json.dumps(step.as_json()) + "\n")
             self._file.flush()
+        for name, value in step.as_json().items() if self._board is not None else ():
+            if isinstance(value, float):
+                self._board.add_scalar(name, value, step.step)
         self._took = step.took if self._took is None else 0.9 * self._took + 0.1 * step.took
         settings = self.about.settings
         pace = settings["windows"] * settings["context"] / self._took

@@ -34,12 +34,12 @@ from ..errors import UsageError
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import save
-from .data import NOWHERE, Progress, Windows
+from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
 from .optimiser import usual_rate
 from .parallel import Group, group
 from .state import Store
-from .train import CONTEXT, HELD_OUT, WINDOWS, longest, opened_tokens, settings_of, size_of, split
+from .train import CONTEXT, HELD_OUT, WINDOWS, folder_of, longest, require_texts, settings_of, size_of, split, tokenized
 
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
@@ -354,9 +354,17 @@ def heal(
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
         _require_one_tokenizer(original, model)
-        found = opened_tokens(
-            folder, data, "data", first=True, tokenizer=str(teacher), vocabulary=sizes[0], progress=progress
-        )
+
+        def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
+            own = folder / name
+            where = folder_of(paths, own)
+            if where == own and resume and is_tokens(own):
+                require_texts(paths, own)
+            elif where == own:
+                tokenized(paths, own, str(teacher), sizes[0], progress)
+            return open_tokens(where)
+
+        found = take(data, "data")
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
@@ -375,7 +383,6 @@ def heal(
             seed=seed, compiled=compiled, patience=patience, rate=rate or usual,
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
-        take = partial(opened_tokens, folder, tokenizer=str(teacher), vocabulary=sizes[0], progress=progress)
         training, held = split(found, held_out, take, us, length, True)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"

@@ -286,7 +286,7 @@ class _Engine:
         whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         norm = float(whole.detach())
         if not math.isfinite(norm):
-            raise self._no_number(number, self._first("gradient of {}", lambda parameter: parameter.grad))
+            raise self._no_number(number, self._first("gradient of {}", lambda p: p.grad) or "gradient's norm")
         if self.settings.clip:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, whole)
         for each in self.optimiser.param_groups:
@@ -307,8 +307,7 @@ class _Engine:
 
     def _no_number(self, number: int, where: str) -> GptkitError:
         message = f"training stopped at step {number + 1:,}: the {where} is no number"
-        hint = "No parameter has it yet. A smaller --lr, or --clip, may help; the last checkpoint is kept."
-        return GptkitError(message, hint)
+        return GptkitError(message, "A smaller --lr, or --clip, may help; the last checkpoint is kept.")
 
     def _first(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
         for name, parameter in self.model.named_parameters():

@@ -7,7 +7,7 @@ and what several compute together differ by the order of the sums.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..converter.distributed import several
-from ..errors import GptkitError, UsageError
+from ..errors import Elsewhere, GptkitError, UsageError
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,20 @@ class Group:
         torch.distributed.all_reduce(found)
         return [float(each) for each in found]
 
-    def wait(self) -> None:
-        """Until all processes are here."""
-        if not self.alone:
-            torch.distributed.barrier()
+    def lead(self, work: Callable[[], object]) -> None:
+        """Let the first process do something for all, which wait for it; where it fails, the others raise Elsewhere."""
+        error: BaseException | None = None
+        try:
+            if self.rank == 0:
+                work()
+        except BaseException as raised:
+            error = raised
+        code = 0 if error is None else getattr(error, "exit_code", 1)
+        (told,) = self.total(float(code))
+        if error is not None:
+            raise error
+        if told:
+            raise Elsewhere("the first process failed", int(told))
 
     def share_out(self, model: Any) -> None:
         """Leave each process its share of the parameters: of each layer, and of what stands around them."""

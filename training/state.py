@@ -9,6 +9,7 @@ removed: one that is good is always there. Of one process it is a safetensors fi
 torch.distributed.checkpoint's, in which each writes what it has.
 """
 
+import errno
 import json
 import os
 import re
@@ -36,15 +37,23 @@ class Store:
     def __init__(self, folder: Path, group: Group) -> None:
         self.folder, self.group = folder, group
 
+    def goes_on(self, resume: bool, force: bool) -> bool:
+        """Whether there is a run to go on from. Raises UsageError for one that is neither to be resumed nor lost."""
+        last = self.last()
+        if last is not None and not resume and not force:
+            message = f"a run that has not ended lies in {self.folder}, at step {self._number(last):,}"
+            raise UsageError(message, "--resume goes on from there; --force begins anew.")
+        return last is not None and resume
+
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> None:
-        """Make the folder or go on in it.
+        """Note what the run is, or see that it is the one to go on with, else begin anew.
 
         Raises:
-            UsageError: there is a run that is not to be resumed, or one of something else.
+            UsageError: as `goes_on`; there is a run of something else.
             InvalidInput: what is there is no run.
         """
         path, kept = self.folder / _RUN, json.loads(json.dumps(run))
-        if path.is_file() and resume:
+        if self.goes_on(resume, force):
             try:
                 before = json.loads(read_small(path, 2**26))
                 other = sorted(name for name in {*before, *kept} if before.get(name) != kept.get(name))
@@ -54,9 +63,6 @@ class Store:
                 name = other[0]
                 message = f"the run in {self.folder} is another: its {name} is {before.get(name)}, not {kept.get(name)}"
                 raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
-        elif self.last() is not None and not force:
-            message = f"a run that has not ended lies in {self.folder}, at step {self._number(self.last()):,}"
-            raise UsageError(message, "--resume goes on from there; --force begins anew.")
         else:
             for each in self._ours():
                 shutil.rmtree(each)
@@ -84,31 +90,41 @@ class Store:
         path = self.folder / f"step-{step:08d}"
         partial = path.with_suffix(".partial")
         tensors = _tensors(model, optimiser)
+
+        def begin() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+        def publish() -> None:
+            _write(partial / _STATE, json_bytes(dict(about)))
+            fsync(partial)
+            before = [each for each in self._ours() if each != partial]
+            partial.rename(path)
+            fsync(self.folder)
+            for each in before:
+                shutil.rmtree(each)
+
         try:
-            if self.group.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-            self.group.wait()
+            self.group.lead(begin)
             if self.group.alone:
                 self._write_alone(partial / _TENSORS, tensors)
             else:
-                import torch.distributed.checkpoint as dcp
-
-                dcp.save(tensors, checkpoint_id=partial)
-            if self.group.rank == 0:
-                _write(partial / _STATE, json_bytes(dict(about)))
-                fsync(partial)
-                before = self._ours()
-                partial.rename(path)
-                fsync(self.folder)
-                for each in before:
-                    if each != partial:
-                        shutil.rmtree(each)
+                self._write_together(partial, tensors)
+            self.group.lead(publish)
         except OSError as error:
             if self.group.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise failed("write the checkpoint", path, error) from error
-        self.group.wait()
+
+    def _write_together(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        try:
+            save(dict(tensors), checkpoint_id=path)
+        except CheckpointException as error:  # in every process, with what each failed of
+            causes = [cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
+            raise (causes or [OSError(errno.EIO, str(error)[:200])])[0] from error
 
     def _write_alone(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         from safetensors import SafetensorError
@@ -118,7 +134,7 @@ class Store:
             save_file({name: each.detach().cpu().contiguous().numpy() for name, each in tensors.items()}, path)
         except SafetensorError as error:  # which tells no errno
             code = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(code[1]) if code else 5, str(error)[:200]) from error
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)[:200]) from error
         fsync(path)
 
     def read(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -134,13 +150,13 @@ class Store:
             if self.group.alone:
                 from safetensors import safe_open
 
-                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():  # type: ignore[no-untyped-call]
+                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():
                     for name, each in tensors.items():
                         each.copy_(file.get_tensor(name))
             else:
-                import torch.distributed.checkpoint as dcp
+                from torch.distributed.checkpoint.state_dict_loader import load
 
-                dcp.load(tensors, checkpoint_id=path)
+                load(tensors, checkpoint_id=path)
         except Exception as error:  # of safetensors' and torch's, which have classes of their own
             raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove it.") from error
         return about

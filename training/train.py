@@ -175,23 +175,34 @@ def train(
         KeyboardInterrupt: once a checkpoint is written.
     """
     target = Path(out)
-    staging = Staging(target, force)
-    staging.check()
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
         store = Store(target.with_name(f"{target.name}.training"), us)
-        if us.rank == 0:
+
+        def claim() -> None:
+            Staging(target, force).check()
             store.folder.mkdir(exist_ok=True)
             stack.enter_context(locked(store.folder))
+            store.goes_on(resume, force)
+
+        us.lead(claim)
         tree, scratch = _tree(str(model), random, offline, allow_pickle)
-        own = None if scratch else str(model)
-        take = partial(
-            opened_tokens, store.folder, tokenizer=tokenizer or own, vocabulary=tree.spec.vocab_size, progress=progress
-        )
-        if us.rank == 0:  # which others then find
-            take(data, "data", first=True)
-        us.wait()
-        found = take(data, "data", first=False)
+        made = {
+            "tokenizer": tokenizer or (None if scratch else str(model)),
+            "vocabulary": tree.spec.vocab_size,
+            "progress": progress,
+        }
+
+        def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
+            own = store.folder / name
+            where = folder_of(paths, own)
+            if where == own and store.goes_on(resume, force):
+                us.lead(lambda: require_texts(paths, own))
+            elif where == own:
+                us.lead(lambda: tokenized(paths, own, **{**made, **another}))
+            return open_tokens(where)
+
+        found = take(data, "data")
         if found.vocabulary > tree.spec.vocab_size:
             raise UsageError(
                 f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",
@@ -214,9 +225,7 @@ def train(
         family, _ = expressed(tree.spec)
         to = "local" if family is None else f"hf:{_family(tree, family)}"
         about = _about(tree, scratch, found, held, settings, us, documents_apart)
-        if us.rank == 0:
-            store.begin(about, resume, force)
-        us.wait()
+        us.lead(lambda: store.begin(about, resume, force))
         suit(tree.spec)
         decoder = load(
             model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
@@ -236,17 +245,19 @@ def train(
                 found.require_unchanged()
             return training.step(number, windows, seed)
 
-        coder = None if sample is None else found.load_tokenizer()
-        text = None if sample is None or coder is None else partial(_sampled, coder=coder, prompt=sample, seed=seed)
+        text = None
+        if sample is not None:
+            coder = found.load_tokenizer()
+            generate_tokens(decoder, coder.encode(sample), 0)  # a prompt that it cannot read is refused now
+            text = partial(_sampled, coder=coder, prompt=sample, seed=seed)
         run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
         whole = _gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
-        if us.rank == 0:
-            # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
-            whole.source = replace(decoder.source or tree, path=found.folder, texts={})
-            save(whole, target, to, dtype="float32", force=force, record={"trained": {**about, "curve": run.curve}})
-            store.done()
-        us.wait()
+        # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
+        whole.source = replace(decoder.source or tree, path=found.folder, texts={})
+        record = {"trained": {**about, "curve": run.curve}}
+        us.lead(lambda: save(whole, target, to, dtype="float32", force=force, record=record))
+        us.lead(store.done)
         return done
 
 
@@ -282,34 +293,31 @@ def _family(tree: Outline, found: str) -> str:
     return own if express(named(own), tree.spec, clear=("rounding",)).found is not None else found
 
 
-def opened_tokens(
-    folder: Path,
-    data: Sequence[str | Path],
-    name: str,
-    *,
-    first: bool,
-    tokenizer: str | Path | None,
-    vocabulary: int,
-    progress: Progress | None,
-) -> TokenFile:
-    """The tokens that are named, or those of texts, which are made once, in the run's folder, by the `first`."""
+def folder_of(data: Sequence[str | Path], own: Path) -> Path:
+    """The folder of tokens that is named, or for texts the run's own."""
     paths = [Path(each) for each in data]
-    if any(is_tokens(path) for path in paths):
-        if len(paths) > 1:
-            raise UsageError("a folder of tokens goes alone", "gptkit tokenize makes one of several texts.")
-        return open_tokens(paths[0])
-    own = folder / name
-    if is_tokens(own):
-        found = open_tokens(own)
-        texts = {str(path): _hashed(path) for path in paths} if first else {}
-        if not first or {each.name: each.sha256 for each in found.sources} == texts:
-            return found
-        changed = next((each.name for each in found.sources if texts.get(each.name) != each.sha256), str(paths[0]))
-        if Store(folder, Group(0, 1, torch.device("cpu"))).last() is not None:
-            message = f"{changed} is not the text that the run in {folder} began with"
-            raise InvalidInput(message, "Put it back, or remove the folder to begin anew.")
-    new = None if tokenizer is not None else vocabulary
-    return tokenize(paths, own, tokenizer=tokenizer, vocabulary=new, force=True, progress=progress)
+    named = [path for path in paths if is_tokens(path)]
+    if named and len(paths) > 1:
+        raise UsageError("a folder of tokens goes alone", "gptkit tokenize makes one of several texts.")
+    return named[0] if named else own
+
+
+def tokenized(
+    texts: Sequence[str | Path], out: Path, tokenizer: str | Path | None, vocabulary: int, progress: Progress | None
+) -> None:
+    """Texts as a folder of tokens: by the tokenizer that is named, or by one of so many tokens made of them."""
+    new = vocabulary if tokenizer is None else None
+    tokenize(texts, out, tokenizer=tokenizer, vocabulary=new, force=True, progress=progress)
+
+
+def require_texts(texts: Sequence[str | Path], own: Path) -> None:
+    """Raise InvalidInput where the texts are not those that the run began with."""
+    before = {each.name: each.sha256 for each in open_tokens(own).sources}
+    now = {str(text): _hashed(Path(text)) for text in texts}
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            message = f"{name} is not the text that the run in {own.parent} began with"
+            raise InvalidInput(message, "Put it back, or begin anew with --force.")
 
 
 def _hashed(path: Path) -> str:
@@ -363,10 +371,7 @@ def split(
             Stretch(found, max(cut, 0), found.tokens, length, apart),
         )
     else:
-        if us.rank == 0:
-            take([held_out], "held-out", first=True)
-        us.wait()
-        other = take([held_out], "held-out", first=False)
+        other = take([held_out], "held-out", tokenizer=found.folder / "tokenizer.json")
         if other.tokenizer != found.tokenizer:
             hint = f"gptkit tokenize FILE OUT --tokenizer {found.folder} takes the same."
             raise UsageError(f"{held_out} was tokenised by another tokenizer than the text", hint)

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
 from gptkit.architectures.config import (
     COMMON_IRRELEVANT,
-    COMMON_REFUSED,
     ConfigReader,
     parse_config_text,
     quantisation,
