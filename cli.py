@@ -21,10 +21,14 @@ from .commands import (
     train,
     verify,
 )
+from .commands import eval as evaluate
 from .commands.base import app
 from .process import answer_signals
 
-COMMANDS = (params, compare, diff, audit, show, recommend, convert, swap, verify, generate, tokenize, train, demo)
+COMMANDS = (
+    *(params, compare, diff, audit, show, recommend),
+    *(convert, swap, verify, generate, tokenize, train, evaluate, demo),
+)
 """The modules, each of which adds its commands to `app` when it is imported."""
 
 
