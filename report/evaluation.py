@@ -120,10 +120,18 @@ def _drawn(page: Layout, curves: Sequence[Curve], context: int) -> RenderResult:
     found = [{(each.first, each.last): each for each in curve.bins} for curve in curves]
     values = [each.nats.value for curve in curves for each in curve.bins if math.isfinite(each.nats.value)]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    figures = [[_estimate(each[place].nats, 2) if place in each else "" for each in found] for place in bins]
     names = [_place(first, last) for first, last in bins]
-    taken = max(map(len, names)) + sum(max(len(row[n]) for row in figures) + 2 for n in range(len(curves))) + 2
-    width = min(_PICTURE, page.width - taken - 1)
+
+    def told(tell: Callable[[Estimate], str]) -> tuple[list[list[str]], int]:
+        """The figures of every bin, and the columns that they leave."""
+        figures = [[tell(each[place].nats) if place in each else "" for each in found] for place in bins]
+        widest = (max(len(row[n]) for row in figures) + 2 for n in range(len(curves)))
+        return figures, page.width - max(map(len, ["position", *names])) - 2 - sum(widest)
+
+    figures, left = told(lambda nats: _estimate(nats, 2))
+    if left < 0:
+        figures, left = told(lambda nats: _between(nats.value, None, 2))
+    width = min(_PICTURE, left - 1)
     shown = plain_table(("position", False), *((mark, True) for mark, _ in zip(marks, curves, strict=False)), gap=2)
     if width >= 8:
         shown.add_column(page.text(f"{low:.2f}{' ' * (width - len(f'{low:.2f}{high:.2f}'))}{high:.2f}"), no_wrap=True)
