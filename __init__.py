@@ -15,6 +15,7 @@ never waits for torch.
     generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
     tokenize(files, out)         texts as a folder of tokens, for training
     train(model, data, out)      a tree from random weights, or a checkpoint further
+    evaluate(model, data)        perplexity, bits a byte and accuracy on texts, by position, beside another model
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
     progress(what)               a line that tells how far one of these is, in a notebook too
 """
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
     from .report.notebook import progress as progress
     from .surgery.swap import swap as swap
     from .training.data import tokenize as tokenize
+    from .training.evaluate import evaluate as evaluate
     from .training.train import train as train
 
 _HOMES = {
     "compare": ".analysis.compare",
     "convert": ".converter.convert",
     "diff": ".parity.diff",
+    "evaluate": ".training.evaluate",
     "generate": ".modules.text",
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",

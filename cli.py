@@ -21,13 +21,14 @@ from .commands import (
     tokenize,
     train,
     verify,
-)  # fmt: skip
+)
+from .commands import eval as evaluate
 from .commands.base import app
 from .process import answer_signals
 
 COMMANDS = (
     *(params, compare, diff, audit, show, recommend, convert, swap, verify, generate),
-    *(tokenize, train, heal, demo),
+    *(tokenize, train, heal, evaluate, demo),
 )
 """The modules, each of which adds its commands to `app` when it is imported."""
 

@@ -142,7 +142,7 @@ def cache_chart(
     unsaid = [name for name, spec in models if stated_context(spec) is None]
     summary += f" Context not stated, drawn up to {CONTEXT:,} tokens: {', '.join(unsaid)}." if unsaid else ""
     summary += f" Diamonds: {' and '.join(f'{length:,}' for length in at)} tokens." if at else ""
-    across = _powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
+    across = powers(min(line[0][0] for line in lines), max(ends)) | {"title": {"text": "tokens"}}
     up = _decades(min(line[0][1] for line in lines), max(line[-1][1] for line in lines))
     up |= {"automargin": True, "title": {"text": "KV cache", "standoff": 4}}
     layout: dict[str, Any] = {"height": 360, "showlegend": False, "margin": {"t": 8, "b": 48, "l": 8, "r": 16}}
@@ -170,7 +170,7 @@ def _one_line(one: _Points, other: _Points) -> bool:
     return len(shared) > 1 and all(first[length] == second[length] for length in shared)
 
 
-def _powers(least: int, most: int) -> dict[str, Any]:
+def powers(least: int, most: int) -> dict[str, Any]:
     """A logarithmic axis with powers of two on it, as many as are legible, as contexts are called: 512, 8k, 128k."""
     low, high = math.floor(math.log2(max(least, 1))), math.ceil(math.log2(max(most, 2)))
     values = [2**power for power in range(low, high + 1, max(1, math.ceil((high - low) / 6)))]

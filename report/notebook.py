@@ -64,6 +64,7 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "Verification": _by("verification", "verification_report"),
     "Checkpoint": _by("checkpoints", "load_summary"),
     "Conversion": _by("checkpoints", "conversion_lines"),
+    "Evaluation": _by("evaluation", "evaluation_report"),
     "SwapResult": _by("surgery", "swap_lines"),
 }
 """By the name of a value's class, so that none of them is imported for the sake of another."""

@@ -34,7 +34,7 @@ MORE = "…"
 """The last line of an output of which only the beginning is shown."""
 
 DECIMAL, NUMBER = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
-MEASURED = {"swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER, "train": NUMBER}
+MEASURED = {"eval": DECIMAL, "swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER, "train": NUMBER}
 """Of these commands what is measured: whatever has a decimal point; of `diff` ranks too, of `train` everything."""
 
 

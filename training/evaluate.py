@@ -24,6 +24,7 @@ from torch import Tensor
 from ..analysis.costs import stated_context
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.threads import as_before, suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
 from ..errors import GptkitError, InvalidInput, UsageError
@@ -416,6 +417,7 @@ def _by_bytes(a: _Run, b: _Run) -> tuple[Array, Array, Array]:
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
+@as_before()
 def evaluate(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
@@ -467,6 +469,7 @@ def evaluate(
         for each in (model, against)
         if each is not None
     ]
+    suit(opened[0].spec)
     names = [checkpoint.reference for checkpoint in opened]
     if len(opened) == 2 and names[0] == names[1]:
         names[1] += " (again)"

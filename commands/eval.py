@@ -1,0 +1,71 @@
+"""eval: perplexity on texts, by position and past the context, and beside another model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..terminal import answer, status
+from .base import JSON, MODEL, QUIET, ForWeights, Pictures, command, option, tokens
+from .completion import FLOATS, complete_model, one_of
+
+
+@command(
+    "gptkit eval sample:llama --data play.txt",
+    "gptkit eval sample:llama --data play.txt --past 4 --rope yarn:4",
+    "gptkit eval changed --data play.txt --against sample:gpt2",
+    name="eval",
+)
+def evaluate(
+    model: str = MODEL,
+    *,
+    data: list[Path] = option(
+        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+    ),
+    against: str | None = option(
+        "MODEL", "Give another model the same text, and tell the difference.", complete=complete_model
+    ),
+    context: str | None = option("TOKENS", "Tokens of a window; by default the model's context, 2,048 at most."),
+    past: int = option("M", "Also look as far as M contexts.", default=1, min=1),
+    rope: str | None = option(
+        "KIND:FACTOR", "Past the context, also with rotary positions scaled: yarn:4, linear:2, ntk:4."
+    ),
+    stride: str | None = option("TOKENS", "Begin a window so many tokens behind the last; by default a whole window."),
+    top_k: str = option("K,K", "Count the tokens that are among the K likeliest.", default="1,5"),
+    dtype: str = option("DTYPE", "The dtype to compute in.", default="float32", complete=one_of(FLOATS)),
+    attention: str = option(
+        "sdpa | eager", "How attention is computed.", default="sdpa", complete=one_of(("sdpa", "eager"))
+    ),
+    device: str = option("NAME", "Where to compute: cpu, cuda, cuda:1.", default="cpu"),
+    drawn: Pictures,
+    json: bool = JSON,
+    opening: ForWeights,
+    quiet: bool = QUIET,
+) -> None:
+    """Measure perplexity, bits a byte and accuracy on texts."""
+    from ..report.evaluation import evaluation_page, evaluation_report
+    from ..training.evaluate import evaluate as run
+
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", top_k):
+        raise UsageError(f"--top-k {top_k!r:.40} is no list of numbers", "as in --top-k 1,5")
+    if attention not in ("sdpa", "eager"):
+        raise UsageError(f"unknown attention {attention!r:.40}", "known: sdpa, eager")
+    lengths = {"context": context, "stride": stride}
+    windows: Any = {name: None if each is None else tokens(f"--{name}", each) for name, each in lengths.items()}
+    computing: Any = {"dtype": dtype, "attention": attention, "device": device, **opening}
+    with status("measuring", quiet or json) as tell:
+        found = run(
+            model,
+            data,
+            against=against,
+            past=past,
+            rope=rope,
+            top_k=tuple(map(int, top_k.split(","))),
+            **windows,
+            **computing,
+            progress=tell,
+        )
+    answer(json, found.as_json, lambda: evaluation_report(found), quiet)
+    drawn.write(lambda: evaluation_page(found), quiet or json)
