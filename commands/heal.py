@@ -1,14 +1,13 @@
 """heal: a changed model trained to answer as its original."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..terminal import answer, progress_bar
-from .base import JSON, QUIET, argument, command, flag, option, tokens
+from .base import JSON, QUIET, argument, command, flag, option
 from .completion import complete_model
-from .train import seconds
+from .train import amounts
 
 _HOW = "How to train"
 
@@ -53,14 +52,7 @@ def heal(
 
     if budget is None and time is None:
         raise UsageError("healing needs a budget", "Give --tokens 400k, or --time 5m.")
-    share = re.fullmatch(r"\d*\.?\d+", held_out)
-    options: dict[str, Any] = {
-        "tokens": None if budget is None else tokens("--tokens", budget),
-        "seconds": None if time is None else seconds("--time", time),
-        "batch": None if batch is None else tokens("--batch", batch),
-        "context": None if context is None else tokens("--context", context),
-        "held_out": float(held_out) if share else held_out,
-    }
+    options = amounts(budget, time, batch, context, held_out)
     how: dict[str, Any] = {
         "trained": trained,
         "local": local,

@@ -23,6 +23,17 @@ def seconds(name: str, text: str) -> float:
     return found
 
 
+def amounts(
+    budget: str | None, time: str | None, batch: str | None, context: str | None, held_out: str
+) -> dict[str, Any]:
+    """Tokens, seconds and shares as options say them; raises UsageError."""
+    counts = {"tokens": budget, "batch": batch, "context": context}
+    found: dict[str, Any] = {name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()}
+    found["seconds"] = None if time is None else seconds("--time", time)
+    share = re.fullmatch(r"\d*\.?\d+", held_out)
+    return {**found, "held_out": float(held_out) if share else held_out}
+
+
 @command(
     "gptkit train tiny.json tiny --data play.txt --tokens 1M",
     "gptkit train sample:gpt2 tuned --data play-tokens --tokens 200k --lr 3e-4",
@@ -73,15 +84,7 @@ def train(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
-    share = re.fullmatch(r"\d*\.?\d+", held_out)
-    options: dict[str, Any] = {
-        "tokens": None if budget is None else tokens("--tokens", budget),
-        "seconds": None if time is None else seconds("--time", time),
-        "batch": None if batch is None else tokens("--batch", batch),
-        "context": None if context is None else tokens("--context", context),
-        "held_out": float(held_out) if share else held_out,
-        "documents_apart": not no_document_mask,
-    }
+    options = {**amounts(budget, time, batch, context, held_out), "documents_apart": not no_document_mask}
     options |= {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
     options |= {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}
     options |= {"device": device, "sample": sample, "resume": resume, "force": force}
