@@ -64,7 +64,7 @@ test: lint types pytest
 pytest: $(STAMP)
 	$(PYTEST) -m "not exhaustive and not slow and not soak"
 
-# Every case of every test but the slow ones: more than half an hour, for all variants of 75 families.
+# Every case of every test but the slow ones: some 25 minutes.
 test-all: lint types pytest-all
 
 pytest-all: $(STAMP)
