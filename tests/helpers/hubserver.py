@@ -200,8 +200,8 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             try:
                 for at in range(begin, end if stop is None else stop, 1 << 16):
                     upto = min(at + (1 << 16), end if stop is None else stop)
+                    hub.sent[name] = hub.sent.get(name, 0) + upto - at  # before whoever asked has it, and looks here
                     self.wfile.write(piece(body, at, upto))
-                    hub.sent[name] = hub.sent.get(name, 0) + upto - at
             except ConnectionError:
                 self.close_connection = True
 
