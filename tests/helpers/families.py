@@ -94,6 +94,13 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+KOLIBRI1 = {
+    "model_type": "kolibri1",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "shared_expert_intermediate_size": 56,
+    "sliding_window": 16,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1263,6 +1270,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
+    },
+    "kolibri1": {**GROUPED_LLAMA, **EXPERTS, **KOLIBRI1},
+    "kolibri1-types": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        **KOLIBRI1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
     },
     "axk1": {**DEEPSEEK, "model_type": "axk1", "n_group": 4, "topk_group": 2},
     "axk1-legacy": {
