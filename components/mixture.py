@@ -71,7 +71,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "averaged": "experts and shared expert not averaged",
         "jitter": "experts weighed by one softmax",
         "weighs": "outputs of experts weighed, not their inputs",
-        "biased": "bias of the choice added to scores, not to logits",
+        "biased": "bias of the choice on scores, not on logits",
     }
     rounds = (
         "routed_in",
