@@ -79,5 +79,5 @@ KOLIBRI1 = DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=HELD,
-    irrelevant=OF_ROUTERS,
+    irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which there are none"},
 )

@@ -94,7 +94,10 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 KOLIBRI1 = {
+    **{name: value for name, value in GROUPED_LLAMA.items() if name != "intermediate_size"},
+    **EXPERTS,
     "model_type": "kolibri1",
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -113,7 +116,6 @@ LLAMA4 = {
     "floor_scale": 10,
 }
 PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
-EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 GRANITE_SWA = {
     **GROUPED_LLAMA,
     "model_type": "granite_swa",
@@ -1271,10 +1273,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     },
-    "kolibri1": {**GROUPED_LLAMA, **EXPERTS, **KOLIBRI1},
+    "kolibri1": KOLIBRI1,
     "kolibri1-types": {
-        **GROUPED_LLAMA,
-        **EXPERTS,
         **KOLIBRI1,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "norm_topk_prob": True,
