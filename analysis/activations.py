@@ -367,6 +367,8 @@ class Keeping:
                 # Scores of all or of the chosen; which experts were taken; their weights and these weights' sums.
                 size = run.wide if operation.wide else run.size
                 each = top_k if operation.of_chosen else operation.experts
+                if operation.biased == "logits":  # those of all, of which some are taken
+                    found[operation.row] += run.rows * operation.experts * size
                 if operation.jitter is not None:  # scores for each of the chosen, and what is left out of them
                     found[operation.row] += run.rows * operation.experts * ((top_k - 1) * size + top_k)
                 found[operation.row] += run.rows * each * size + numbers * LONG

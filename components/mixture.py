@@ -39,7 +39,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     j each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
     before it, and without those whose logits are below its own l by more than 2j · max(|logit|, l).
 
-    `choice_bias` is added to p where experts are chosen, and is in no weight (2408.15664). With `groups` experts are
+    `choice_bias` is added to p where experts are chosen, or with `biased` "logits" to what p is made of, and is in no
+    weight (2408.15664). With `groups` experts are
     first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
     every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
     it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
@@ -70,6 +71,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "averaged": "experts and shared expert not averaged",
         "jitter": "experts weighed by one softmax",
         "weighs": "outputs of experts weighed, not their inputs",
+        "biased": "bias of the choice on scores, not on logits",
     }
     rounds = (
         "routed_in",
@@ -93,6 +95,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     multiplier: Positive = 1.0
     choice_bias: bool = False
+    biased: Literal["scores", "logits"] = "scores"
     router_bias: bool = False
     groups: Size = 1
     top_groups: Size = 1
@@ -183,7 +186,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     def _more(self) -> Iterator[str]:
         """What is beside a softmax over experts, in a few words."""
         if self.scores == "sigmoid" or self.choice_bias:
-            yield f"{self.scores}{' + bias' if self.choice_bias else ''}"
+            of = " of logits" if self.biased == "logits" else ""
+            yield f"{self.scores}{f' + bias{of}' if self.choice_bias else ''}"
         if self.jitter is not None:
             yield f"a softmax each, within {2 * self.jitter:g}"
         if self.multiplier != 1:
@@ -260,7 +264,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         choice: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
             **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
-            "of_chosen": self.of_chosen and self.chosen_by == "logits",
+            "of_chosen": (self.of_chosen and self.chosen_by == "logits") or self.biased == "logits",
+            "biased": self.biased,
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }

@@ -154,6 +154,9 @@ class MixtureOfExpertsModule(nn.Module):
         dtype = wide if spec.scored_in == "float32" else logits.dtype
         if spec.jitter is not None:
             (weights, chosen), summed = self._one_after_another(logits.to(dtype), spec.jitter), False
+        elif spec.biased == "logits":
+            chosen, summed = self._chosen(logits.to(dtype)), False
+            weights = self._scores(logits.to(dtype).gather(1, chosen))
         elif spec.of_chosen:
             largest, chosen = logits.topk(spec.top_k, dim=-1, sorted=spec.in_order)
             of_all = spec.chosen_by == "logits of all"

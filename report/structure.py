@@ -273,7 +273,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, scores=scores):
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
-            formula += " + bias" if operation.weights else ""
+            formula += f" + bias{' of logits' if operation.biased == 'logits' else ''}" if operation.weights else ""
             if operation.groups > 1:
                 by = " by one expert" if operation.group_best == 1 else ""
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"

@@ -53,8 +53,8 @@ def tiny(family: str) -> dict[str, Any]:
     names = inspect.signature(kind.__init__).parameters
     mixed = any("experts" in name for name in names)
     values = {**TINY, **(WHOLE if mixed else {})}
-    said = {kind.attribute_map.get(name, name): value for name, value in values.items()}
-    found = {name: value for name, value in said.items() if name in names}
+    called = {name: name if name in names else kind.attribute_map.get(name, name) for name in values}
+    found = {called[name]: value for name, value in values.items() if called[name] in names}
     return {"model_type": family, **ARCHITECTURES[family].stated, **found}
 
 

@@ -94,6 +94,16 @@ LONG_ROPE = {
     "factor": 4.0,
 }
 
+EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+KOLIBRI1 = {
+    **{name: value for name, value in GROUPED_LLAMA.items() if name != "intermediate_size"},
+    **EXPERTS,
+    "model_type": "kolibri1",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "shared_expert_intermediate_size": 56,
+    "sliding_window": 16,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -106,7 +116,6 @@ LLAMA4 = {
     "floor_scale": 10,
 }
 PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
-EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 GRANITE_SWA = {
     **GROUPED_LLAMA,
     "model_type": "granite_swa",
@@ -1263,6 +1272,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
+    },
+    "kolibri1": KOLIBRI1,
+    "kolibri1-types": {
+        **KOLIBRI1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
     },
     "axk1": {**DEEPSEEK, "model_type": "axk1", "n_group": 4, "topk_group": 2},
     "axk1-legacy": {

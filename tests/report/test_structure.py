@@ -193,8 +193,9 @@ class Following:
         record: Any = node.operation
         if record.jitter is not None:
             return self.near(scores, record)
-        scores = scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
-        best = scores + self.module(node, path).bias if node.weights else scores
+        logits, scores = scores, scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
+        best = logits if record.biased == "logits" else scores
+        best = best + self.module(node, path).bias if node.weights else best
         groups = best.unflatten(-1, (record.groups, -1))
         if record.groups > 1:
             sums = groups.topk(record.group_best)[0].sum(-1)

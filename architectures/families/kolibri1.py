@@ -1,0 +1,83 @@
+"""Kolibri 1 (Aleph Alpha 2026): EXAONE 4's attention between norms on either side, and in every layer a mixture with a
+shared expert, whose choice has a bias of the logits.
+
+Source: transformers models/kolibri1/{configuration,modeling}_kolibri1.py, and conversion_mapping.py: files have other
+names of the bias and of the norms behind sub-layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..base import Stacked, leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, sliding, turned_in_windows, with_defaults, write_sliding
+from .gemma2 import NORMS
+from .glm4_moe import CORRECTION
+from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
+from .llama import NORMS as BEFORE
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
+
+WINDOW = 513
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, and which layers have no positions: those without one."""
+    if config.optional_integer("sliding_window", WINDOW) is None:
+        raise config.fail("sliding_window", None, "a number: transformers makes masks of windows for all models")
+    return turned_in_windows(sliding(5, WINDOW))(config, count, head_dim)
+
+
+DECODER = Decoder(
+    {
+        **with_defaults(
+            {name: each for name, each in USUAL.items() if name != "intermediate_size"},
+            vocab_size=128000,
+            hidden_size=2560,
+            num_hidden_layers=50,
+            num_attention_heads=48,
+            num_key_value_heads=4,
+            head_dim=128,
+            max_position_embeddings=262144,
+        ),
+        "moe_intermediate_size": Field("expert_size", 512),
+        "shared_expert_intermediate_size": Field("shared_size", 512),
+        "num_experts": Field("mixture.experts", 384),
+        "num_experts_per_tok": Field("mixture.top_k", 6),
+        "norm_topk_prob": Field("mixture.normalise", False),
+    },
+    norms=NORMS,
+    head_norms="same",
+    fixed={
+        "mixture.scores": "sigmoid",
+        "mixture.choice_bias": True,
+        "mixture.biased": "logits",
+        "mixture.routed_in": "float32",
+        "mixture.wide_choice": True,
+    },
+    layers=layers,
+    mixtures=Mixtures(),
+    written=write_sliding,
+)
+BIAS = T + "moe.router.expert_bias"
+BEHIND = {T + "post_attn_norm": B + "attention_output_norm", T + "post_ffn_norm": B + "feed_forward_output_norm"}
+HELD = (
+    *STACKED,
+    Stacked(CORRECTION, (BIAS,)),
+    Stacked(T + "post_self_attn_layernorm.weight", (T + "post_attn_norm.weight",)),
+    Stacked(T + "post_mlp_layernorm.weight", (T + "post_ffn_norm.weight",)),
+)
+
+KOLIBRI1 = DECODER.architecture(
+    "kolibri1",
+    "Kolibri1ForCausalLM",
+    mixed_leaves(
+        {**ROUTED, **shared("shared_experts")},
+        leaves_of({**EMBEDDING, **ATTENTION, **BEFORE, **BEHIND, **ENDS}),
+        choice=BIAS,
+    ),
+    released="2026",
+    config_aliases={"num_experts": ("num_local_experts",)},
+    dropped=LLAMA_DROPPED,
+    stacked=HELD,
+    irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which there are none"},
+)
