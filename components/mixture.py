@@ -300,7 +300,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             *before,
             linear(self, "router", path, read, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            *inner,
+            *(msgspec.structs.replace(each, held=combined) for each in inner),
             Gather(gathered, (given, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
             *(copied(each, apart=apart) for each in inside),
             copied(last, apart=whole),

@@ -253,6 +253,7 @@ BEHIND = {
 MIXTURE = B + "feed_forward.mixture."
 EXPERT = MIXTURE + "experts.{expert}."
 DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+NORMED = [*SANDWICH.items()]
 BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
 """Where experts stand beside it, the feed-forward has the names that it has alone."""
 EXPERTS = (
@@ -274,7 +275,10 @@ LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
     *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
-    *leaves_of({**FEED_FORWARD, **DENSE, **SANDWICH, **BEFORE, **INPUTS}),
+    *leaves_of(FEED_FORWARD),
+    *leaves_of({**DENSE, **dict(NORMED[:3])}),
+    *leaves_of(BEFORE),
+    *leaves_of({**dict(NORMED[3:]), **INPUTS}),
     *EXPERTS,
     *leaves_of(BEHIND),
 )

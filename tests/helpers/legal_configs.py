@@ -274,6 +274,9 @@ def gemma4(chosen: random.Random) -> Config:
     }
     if found["attention_k_eq_v"]:
         found |= sometimes(chosen, {"num_global_key_value_heads": 1})
+    if not width and chosen.random() < 0.5:
+        found |= {"enable_moe_block": True, "num_experts": 5, "top_k_experts": chosen.choice((1, 3, 5))}
+        found["moe_intermediate_size"] = chosen.choice((16, 33))
     if width and {*types} == {*types, "full_attention"}:
         found["num_kv_shared_layers"] = 1
     if chosen.random() < 0.5:
