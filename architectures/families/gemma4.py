@@ -204,6 +204,8 @@ def read(config: ConfigReader) -> ModelSpec:
 def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
     """The mixture beside the feed-forward of every layer, where there is one."""
     if not config.boolean("enable_moe_block", False):
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            config.raw(name)  # which say nothing then
         return None
     experts, top_k = config.integer("num_experts", most=MOST_EXPERTS), config.integer("top_k_experts")
     if top_k > experts:
