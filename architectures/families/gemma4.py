@@ -167,7 +167,7 @@ def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     spec = DECODER.read(config)
     hidden, count, wide = spec.hidden_size, len(spec.blocks), config.boolean("use_double_wide_mlp", False)
-    activation = spec.blocks[0].feed_forward.activation
+    activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
     width, rows = none_or_more(config, *WIDTH), config.integer("vocab_size_per_layer_input", 262144)
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")

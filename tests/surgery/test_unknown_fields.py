@@ -38,6 +38,8 @@ REFUSED = [
     ("deepseek_v3", "intermediate", "200", "shared"),
     ("deepseek_v3", "mlp", "dense", "shared, .*choice_bias"),
     ("gemma4_text", "vocab", "120", "layer_inputs"),
+    ("gemma4_text-experts", "activation", "relu", "DenseBesideExperts"),
+    ("gemma4_text-experts", "intermediate", "200", "DenseBesideExperts"),
     ("gemma4_text-keys", "layers", "+1", "scale"),
     ("gpt_oss", "attention", "mla:full", "sinks"),
     ("gpt_oss", "fold", "value-bias", "sinks"),
