@@ -130,7 +130,7 @@ def test_the_bias_of_keys_shifts_scores_where_nothing_else_sees_them(fields: dic
 
 
 @pytest.mark.parametrize(
-    "fields", [{"v_norm": RMSNorm(size=8, eps=1e-6)}, {"kv_from": "keys"}], ids=lambda fields: next(iter(fields))
+    "fields", [{"v_norm": RMSNorm(size=20, eps=1e-6)}, {"kv_from": "keys"}], ids=lambda fields: next(iter(fields))
 )
 def test_values_that_are_normed_or_made_of_keys_are_refused(fields: dict[str, Any]) -> None:
     model = with_attention("llama", **fields)
