@@ -374,6 +374,8 @@ class Keeping:
                 found[operation.row] += run.rows * each * size + numbers * LONG
                 if operation.normalise and not (operation.of_chosen and operation.scores == "softmax"):
                     found[operation.row] += (run.rows if operation.of_chosen else numbers + run.rows) * size
+                if "weight" in dict(operation.weights):  # what is multiplied by each expert's factor, and that
+                    found[operation.row] += numbers * (size + run.size)
                 if operation.groups > 1:  # the best of each, the best of these, and what is left out
                     places = (operation.group_best * operation.groups + operation.top_groups) * LONG + operation.groups
                     found[operation.row] += run.rows * places

@@ -9,6 +9,7 @@ from msgspec import Meta
 from ..errors import ConfigError
 from .base import Component, Mixer, Positive, Size, Weight, bias
 from .feed_forward import FeedForward, GatedFeedForward
+from .norms import Norm
 from .operations import (
     Activation,
     Add,
@@ -25,7 +26,7 @@ from .operations import (
 )
 from .words import Words
 
-__all__ = ["MOST_EXPERTS", "MixtureOfExperts"]
+__all__ = ["MOST_EXPERTS", "DenseBesideExperts", "MixtureOfExperts"]
 
 MOST_EXPERTS = 1024  # as many as a mixture may have
 
@@ -44,7 +45,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
     every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
     it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
-    "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4).
+    "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4). The router reads
+    `router_multiplier` · `router_norm`(x) and experts `expert_norm`(x), where there are such, and with `expert_scale`
+    the weights that they have in the end are each multiplied by a number of the expert's own (Gemma 4).
 
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
     of those of the largest logits alone, or a sigmoid of all, where these are taken of it (Llama 4); `scored_in`, the
@@ -72,6 +75,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "jitter": "experts weighed by one softmax",
         "weighs": "outputs of experts weighed, not their inputs",
         "biased": "bias of the choice on scores, not on logits",
+        "router_norm": "norm before the router left out",
+        "router_multiplier": "what the router reads not scaled",
+        "expert_norm": "norm before experts left out",
+        "expert_scale": "weights of experts without their own factors",
     }
     rounds = (
         "routed_in",
@@ -105,6 +112,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     averaged: bool = False
     jitter: Positive | None = None
     weighs: Literal["outputs", "inputs"] = "outputs"
+    router_norm: Norm | None = None
+    router_multiplier: Positive = 1.0
+    expert_norm: Norm | None = None
+    expert_scale: bool = False
     routed_in: Literal["input", "float32"] = "input"
     chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
@@ -125,6 +136,11 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
         if self.jitter is not None and not plain:
             raise ConfigError("experts that have a softmax each are chosen by their logits alone")
+        if self.expert_scale and self.choice_bias:
+            raise ConfigError("experts with factors of their own (expert_scale) are chosen without a bias")
+        for norm in (self.router_norm, self.expert_norm):
+            if norm is not None and norm.size != self.hidden_size:
+                raise ConfigError(f"a norm of size {norm.size} before a mixture {self.hidden_size} wide")
         for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
             if inner is not None and inner.hidden_size != self.hidden_size:
                 raise ConfigError(f"{what} {inner.hidden_size} wide, their router {self.hidden_size}")
@@ -161,8 +177,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
-        if self.shared is not None:
-            yield "shared", self.shared
+        named = {"shared": self.shared, "router_norm": self.router_norm, "expert_norm": self.expert_norm}
+        yield from ((name, each) for name, each in named.items() if each is not None)
 
     def weights(self) -> dict[str, Weight]:
         found = {"router.weight": Weight((self.experts, self.hidden_size), "router")}
@@ -170,6 +186,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             found["router.bias"] = bias(self.experts)
         if self.choice_bias:
             found["choice.bias"] = bias(self.experts)
+        if self.expert_scale:
+            found["expert_scale.weight"] = Weight((self.experts,), "inner", 1.0)
         if self.shared_gate and self.shared is not None:
             found["shared_gate.weight"] = Weight((1, self.hidden_size), "router")
         return found
@@ -226,7 +244,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             sizes = {"experts": top_k if self.top_k == self.experts else min(self.experts, 4), "top_k": top_k}
         expert = msgspec.structs.replace(self.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
         shared = None if self.shared is None else self.shared.small(hidden)
-        return msgspec.structs.replace(self, hidden_size=hidden, expert=expert, shared=shared, **sizes)
+        norms = {name: getattr(self, name) for name in ("router_norm", "expert_norm")}
+        small = {name: norm and norm.small(hidden) for name, norm in norms.items()}
+        return msgspec.structs.replace(self, hidden_size=hidden, expert=expert, shared=shared, **small, **sizes)
 
     def slips(self) -> dict[str, Self]:
         more = "an expert a token too many"
@@ -239,12 +259,23 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         order = [*range(1, self.experts), 0]
-        modules = ("router", "choice") if self.choice_bias else ("router",)
+        modules = ("router", *(("choice",) if self.choice_bias else ("expert_scale",) if self.expert_scale else ()))
         return {"experts in other places": dict.fromkeys(modules, order)}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
-        chosen = f"{path}.choice" if self.choice_bias else f"{path}.chosen"
+        chosen = f"{path}.{'choice' if self.choice_bias else 'expert_scale' if self.expert_scale else 'chosen'}"
+        before: list[AnyOperation] = []
+        read = given = source
+        if self.router_norm is not None:
+            before += self.router_norm.operations(f"{path}.router_norm", source, shape)
+            read = before[-1].id
+        if self.router_multiplier != 1:
+            factor = self.router_multiplier
+            before.append(Scale(f"{path}.router_scaled", (read,), shape, "norms", factor=factor))
+            read = before[-1].id
+        inner = () if self.expert_norm is None else self.expert_norm.operations(f"{path}.expert_norm", source, shape)
+        given = inner[-1].id if inner else source
         gathered, combined = f"{path}.gathered", f"{path}.combined"
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
@@ -269,10 +300,13 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             "wide": self.scored_in == "float32",
             "weights": (("bias", (self.experts,)),) if self.choice_bias else (),
         }
+        choice |= {"weights": (("weight", (self.experts,)),)} if self.expert_scale else {}
         return (
-            linear(self, "router", path, source, (*shape[:-1], self.experts), "router", wide=copied_wide),
+            *before,
+            linear(self, "router", path, read, (*shape[:-1], self.experts), "router", wide=copied_wide),
             Choose(chosen, (f"{path}.router",), (*shape[:-1], self.top_k), "router", **choice),
-            Gather(gathered, (source, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
+            *(msgspec.structs.replace(each, held=combined) for each in inner),
+            Gather(gathered, (given, chosen), taken, "feed-forward", apart=whole, held=combined, weighs=inputs),
             *(copied(each, apart=apart) for each in inside),
             copied(last, apart=whole),
             Combine(
@@ -305,3 +339,54 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         yield Add(end, (combined, branch), shape, row)
         if self.averaged:
             yield Scale(f"{path}.averaged", (end,), shape, row, factor=0.5)
+
+
+class DenseBesideExperts(Mixer, Component, frozen=True):
+    """A feed-forward that every token goes through and a mixture, which read the same and are added, each behind a norm
+    of its own (Gemma 4). The feed-forward has a norm before it too; the mixture's are its own.
+    """
+
+    slot = "feed_forward"
+    tells = ("dense", "dense_norm", "dense_output_norm", "mixture", "mixture_output_norm")
+
+    hidden_size: Size
+    dense: GatedFeedForward
+    dense_norm: Norm
+    dense_output_norm: Norm
+    mixture: MixtureOfExperts
+    mixture_output_norm: Norm
+
+    def __post_init__(self) -> None:
+        for name, part in self.entries().items():
+            width = part if isinstance(part, int) else getattr(part, "hidden_size", getattr(part, "size", None))
+            if width != self.hidden_size:
+                raise ConfigError(f"{name} is {width} wide, and the stream {self.hidden_size}")
+
+    @property
+    def experts(self) -> int:
+        return self.mixture.experts
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of each expert."""
+        return self.mixture.intermediate_size
+
+    def words(self) -> dict[str, Words]:
+        found = dict(self.dense.aspects())
+        for aspect, said in self.mixture.aspects().items():
+            found[aspect] = found[aspect].beside(said) if aspect in found else said
+        norms = [self.dense_norm, self.dense_output_norm, self.mixture_output_norm]
+        told = " and ".join(dict.fromkeys(norm.named().long for norm in norms))
+        return found | {"feed-forward norms": Words(told, [norm.named().data for norm in norms])}
+
+    def biases(self) -> dict[str, Words]:
+        return self.dense.biases()
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        found: list[AnyOperation] = [*self.dense_norm.operations(f"{path}.dense_norm", source, shape)]
+        found += self.dense.operations(f"{path}.dense", found[-1].id, shape)
+        found += self.dense_output_norm.operations(f"{path}.dense_output_norm", found[-1].id, shape)
+        dense = found[-1].id
+        found += self.mixture.operations(f"{path}.mixture", source, shape)
+        found += self.mixture_output_norm.operations(f"{path}.mixture_output_norm", found[-1].id, shape)
+        return (*found, Add(f"{path}.both", (dense, found[-1].id), shape, "feed-forward"))

@@ -285,10 +285,10 @@ class Add(Operation, frozen=True, kw_only=True):
 class Choose(Operation, frozen=True, kw_only=True):
     """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
     `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
-    the sum of the `group_best` largest in each. Its weight, where it has one, is added to scores for the choice alone.
-    biased: to what its weight is added for the choice.
-    of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed by a
-    softmax of its own, see `MixtureOfExperts`.
+    the sum of the `group_best` largest in each. Its bias, where it has one, is added for the choice alone, to scores or
+    to logits (`biased`); its weight is a factor of each expert, by which what it is weighed by is multiplied in the
+    end. of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed
+    by a softmax of its own, see `MixtureOfExperts`.
     """
 
     top_k: int

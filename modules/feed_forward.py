@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Arithmetic, FeedForward, GatedFeedForward, LayerInput, MixtureOfExperts
+from ..components import (
+    Arithmetic,
+    DenseBesideExperts,
+    FeedForward,
+    GatedFeedForward,
+    LayerInput,
+    Mixer,
+    MixtureOfExperts,
+)
 from .layers import ACTIVATIONS, FusedLinears, Linear, StackedLinears, WideLinear, activation_of, kept_wide
 from .registry import build_module, computes
 
@@ -106,6 +114,35 @@ class Choice(nn.Module):
         return self
 
 
+class _Factors(nn.Module):
+    """A number of each expert's own, times the weight (N, top_k) that it was chosen with."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts))
+
+    def forward(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        return weights * self.weight[chosen]
+
+
+@computes(DenseBesideExperts)
+class _DenseBesideExpertsModule(nn.Module):
+    """Both of the same, each behind its norm, added."""
+
+    def __init__(self, spec: DenseBesideExperts, kernel: str = "sdpa") -> None:
+        super().__init__()
+        for name, part in spec.children():
+            self.add_module(name, build_module(part, *((kernel,) if isinstance(part, Mixer) else ())))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        dense: Tensor = self.dense_output_norm(self.dense(self.dense_norm(x)))
+        return dense + self.mixture_output_norm(self.mixture(x))  # type: ignore[no-any-return]
+
+
 @computes(MixtureOfExperts)
 class MixtureOfExpertsModule(nn.Module):
     """For each token the weighted sum of the experts that its router takes; see `components.MixtureOfExperts`.
@@ -127,12 +164,16 @@ class MixtureOfExpertsModule(nn.Module):
         over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
         self.into = StackedLinears() if over_all else None
         self.out_of = StackedLinears()
+        self.router_norm = build_module(spec.router_norm) if spec.router_norm else None
+        self.expert_norm = build_module(spec.expert_norm) if spec.expert_norm else None
+        self.expert_scale = _Factors(spec.experts) if spec.expert_scale else None
         gated = spec.shared_gate and spec.shared is not None
         self.shared_gate = Linear(spec.hidden_size, 1, False) if gated else None
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
-        weights, chosen = self.route(x.reshape(-1, x.shape[-1]))  # each (N, top_k), N = B·T
-        mixed = self.mix(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(rows)  # each (N, top_k), N = B·T
+        mixed = self.mix(rows if self.expert_norm is None else self.expert_norm(rows), weights, chosen).reshape(x.shape)
         if self.shared is None:
             return mixed
         beside = self.shared(x)
@@ -145,6 +186,8 @@ class MixtureOfExpertsModule(nn.Module):
         """The weights and the numbers of the experts of tokens (N, hidden): both (N, top_k)."""
         spec = self.spec
         wide = torch.promote_types(x.dtype, torch.float32)
+        x = x if self.router_norm is None else self.router_norm(x)
+        x = x if spec.router_multiplier == 1 else x * spec.router_multiplier
         logits: Tensor
         if spec.routed_in == "float32":
             bias = None if self.router.bias is None else self.router.bias.to(wide)
@@ -170,6 +213,7 @@ class MixtureOfExpertsModule(nn.Module):
             norm = spec.total == "norm"
             weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
+        weights = weights if self.expert_scale is None else self.expert_scale(weights, chosen)
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
 
     def _one_after_another(self, logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

@@ -273,13 +273,16 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, scores=scores):
             title, formula = f"top {top_k} of {operation.experts}", f"largest {top_k} of {scores}"
-            formula += f" + bias{' of logits' if operation.biased == 'logits' else ''}" if operation.weights else ""
+            factors = "weight" in dict(operation.weights)
+            if operation.weights and not factors:
+                formula += f" + bias{' of logits' if operation.biased == 'logits' else ''}"
             if operation.groups > 1:
                 by = " by one expert" if operation.group_best == 1 else ""
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
             formula += ", each among those near it" if operation.jitter is not None else ""
             formula += ", divided by their sum" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
+            formula += ", times a factor of each expert's own" if factors else ""
             return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)
         case ops.Combine(weighs=weighs):
             each = "weight(e) · expert e(x)" if weighs else "expert e(weight(e) · x)"

@@ -11,10 +11,24 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...components import Attention, BlockScale, LayerEmbedding, LayerInput, ModelSpec, RMSNorm, Rotary, SubLayer
+from ...components import (
+    MOST_EXPERTS,
+    Attention,
+    BlockScale,
+    DenseBesideExperts,
+    GatedFeedForward,
+    LayerEmbedding,
+    LayerInput,
+    MixtureOfExperts,
+    ModelSpec,
+    RMSNorm,
+    Rotary,
+    SubLayer,
+)
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Field, none_or_more, with_defaults, write_sliding
+from ..layout import Layout
 from ..obstacles import of_kind
 from ..rope import ROTARY, RotaryKind, read_rotaries, write_rotaries
 from . import gemma2
@@ -153,17 +167,23 @@ def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     spec = DECODER.read(config)
     hidden, count, wide = spec.hidden_size, len(spec.blocks), config.boolean("use_double_wide_mlp", False)
+    activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
     width, rows = none_or_more(config, *WIDTH), config.integer("vocab_size_per_layer_input", 262144)
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
-    blocks = []
+    mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward
         if wide and of_kind(block.attention, Attention).kv_from == "earlier":
             inner = replace(inner, intermediate_size=2 * inner.intermediate_size)
+        if mixture is not None:
+            norm: Any = spec.final_norm
+            norms = dict.fromkeys(("dense_norm", "dense_output_norm", "mixture_output_norm"), norm)
+            block = block.replaced(feed_forward_norm=None)
+            inner = DenseBesideExperts(hidden_size=hidden, dense=inner, mixture=mixture, **norms)
         block = replace(block.replaced(feed_forward=inner), scale=BlockScale())
         if width:
-            mixer = LayerInput(hidden_size=hidden, width=width, activation=inner.activation)
+            mixer = LayerInput(hidden_size=hidden, width=width, activation=activation)
             block = replace(block, sublayers=(*block.sublayers, SubLayer(mixer=mixer, output_norm=spec.final_norm)))
         blocks.append(block)
     inputs = None
@@ -181,6 +201,45 @@ def read(config: ConfigReader) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks), layer_inputs=inputs)
 
 
+def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
+    """The mixture beside the feed-forward of every layer, where there is one."""
+    if not config.boolean("enable_moe_block", False):
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            config.raw(name)  # which say nothing then
+        return None
+    experts, top_k = config.integer("num_experts", most=MOST_EXPERTS), config.integer("top_k_experts")
+    if top_k > experts:
+        raise config.fail("top_k_experts", top_k, f"at most num_experts ({experts})")
+    dense, norm = of_kind(spec.blocks[0].feed_forward, GatedFeedForward), of_kind(spec.final_norm, RMSNorm)
+    return MixtureOfExperts(
+        hidden_size=spec.hidden_size,
+        experts=experts,
+        top_k=top_k,
+        expert=replace(dense, intermediate_size=config.integer("moe_intermediate_size"), fused=True),
+        router_norm=replace(norm, cast="before_weight"),
+        router_multiplier=spec.hidden_size**-0.5,
+        expert_norm=norm,
+        expert_scale=True,
+    )
+
+
+def write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> the config.json fields that describe it."""
+    inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
+    if not any(isinstance(each, DenseBesideExperts) for each in inners):
+        return DECODER.write(spec)
+    first = of_kind(inners[0], DenseBesideExperts)
+    dense = [of_kind(each, DenseBesideExperts).dense for each in inners]
+    blocks = [block.replaced(feed_forward=each) for block, each in zip(spec.blocks, dense, strict=True)]
+    return {
+        **DECODER.write(replace(spec, blocks=tuple(blocks))),
+        "enable_moe_block": True,
+        "num_experts": first.experts,
+        "top_k_experts": first.mixture.top_k,
+        "moe_intermediate_size": first.intermediate_size,
+    }
+
+
 INPUTS = {
     T + "per_layer_input_gate": B + "layer_input.gate_proj",
     T + "per_layer_projection": B + "layer_input.down_proj",
@@ -193,12 +252,37 @@ BEHIND = {
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",
 }
+MIXTURE = B + "feed_forward.mixture."
+EXPERT = MIXTURE + "experts.{expert}."
+DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+NORMED = [*SANDWICH.items()]
+BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
+"""Where experts stand beside it, the feed-forward has the names that it has alone."""
+EXPERTS = (
+    Leaf(T + "router.scale", MIXTURE + "router_norm.weight"),
+    Leaf(T + "router.per_expert_scale", MIXTURE + "expert_scale.weight"),
+    Leaf(T + "router.proj.weight", MIXTURE + "router.weight"),
+    Leaf(
+        T + "experts.gate_up_proj",
+        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
+    ),
+    Leaf(T + "experts.down_proj", EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(T + "post_feedforward_layernorm_1.weight", B + "feed_forward.dense_output_norm.weight"),
+    Leaf(T + "post_feedforward_layernorm_2.weight", B + "feed_forward.mixture_output_norm.weight"),
+    Leaf(T + "pre_feedforward_layernorm_2.weight", MIXTURE + "expert_norm.weight"),
+)
 MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
 LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
     *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
-    *leaves_of({**FEED_FORWARD, **SANDWICH, **INPUTS, **BEHIND}),
+    *leaves_of(FEED_FORWARD),
+    *leaves_of({**DENSE, **dict(NORMED[:3])}),
+    *leaves_of(BEFORE),
+    *leaves_of({**dict(NORMED[3:]), **INPUTS}),
+    *EXPERTS,
+    *leaves_of(BEHIND),
 )
 UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 
@@ -209,8 +293,9 @@ GEMMA4 = DECODER.architecture(
     released="2026-04",
     model_types=("gemma4_text", "gemma4"),
     hf_config="Gemma4TextConfig",
-    kinds=DECODER.kinds | {*ROTARY, BlockScale, LayerEmbedding, LayerInput},
+    kinds=DECODER.kinds | {*ROTARY, BlockScale, DenseBesideExperts, LayerEmbedding, LayerInput, MixtureOfExperts},
     read=read,
+    write=write,
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),
@@ -230,15 +315,10 @@ GEMMA4 = DECODER.architecture(
                 "audio_token_id",
             ),
             "about images and sound, which the language model does not read",
-        ),
-        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), "read with enable_moe_block alone"),
+        )
     },
     refused={
         "per_layer_config": None,
         "use_bidirectional_attention": ((None, "vision"), "attention to tokens that come later has no component here"),
-        "enable_moe_block": (
-            (False,),
-            "experts beside a dense feed-forward, each behind norms, have no component here",
-        ),
     },
 )

@@ -22,16 +22,7 @@ from gptkit.analysis.parameters import count
 from gptkit.analysis.prefill import peak
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.presets import presets
-from gptkit.components import (
-    ALiBi,
-    GatedFeedForward,
-    LatentAttention,
-    LayerNorm,
-    MixtureOfExperts,
-    ModelSpec,
-    RMSNorm,
-    Rotary,
-)
+from gptkit.components import ALiBi, GatedFeedForward, LatentAttention, LayerNorm, ModelSpec, RMSNorm, Rotary
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import BlockModule
 from gptkit.modules.layers import ACTIVATIONS
@@ -72,7 +63,7 @@ ALL |= {family: spec_of(variant.config) for family, variant in REPRESENTATIVES.i
 ALL = {name: of_chosen(spec) for name, spec in ALL.items()}
 
 
-MIXTURES = [name for name in ALL if isinstance(ALL[name].blocks[0].feed_forward, MixtureOfExperts)]
+MIXTURES = [name for name in ALL if hasattr(ALL[name].blocks[0].mixer("feed_forward"), "experts")]
 
 
 def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:

@@ -265,7 +265,7 @@ def test_a_wrong_weight_shows(variant):
     attention = attention_paths(variant)[0]
     reference = randomised_reference(variant.config, torch.float32, attention)
     decoder = decoder_from(reference, variant.config, attention)
-    mixed = any(hasattr(block.feed_forward, "expert") for block in decoder.spec.blocks)
+    mixed = any(hasattr(block.mixer("feed_forward"), "expert") for block in decoder.spec.blocks)
     ids = next(probes(200 if mixed else 32, 1, (), VOCAB)).input_ids  # so many that every expert gets some
     blind = []
     with torch.inference_mode():

@@ -26,7 +26,11 @@ from gptkit.report.counts import parameter_table
 def unknown(spec: ModelSpec) -> str:
     """What of a tree no other format has."""
     first = spec.blocks[0]
-    return "LatentAttention" if isinstance(first.attention, LatentAttention) else type(first.feed_forward).__name__
+    return (
+        "LatentAttention"
+        if isinstance(first.attention, LatentAttention)
+        else type(first.mixer("feed_forward")).__name__
+    )
 
 
 OTHERS = [name for name in TREES if name != "rotary-adjacent"]
@@ -55,7 +59,7 @@ def test_numbers_of_experts_that_no_class_has_are_not_wanted_where_all_layers_ar
     config = CONFIGS[family]
     dense = {**config, "first_k_dense_replace": config["num_hidden_layers"], "num_experts_per_tok": None}
     spec = ARCHITECTURES[family].spec(dense)
-    assert not any(hasattr(block.feed_forward, "experts") for block in spec.blocks)
+    assert not any(hasattr(block.mixer("feed_forward"), "experts") for block in spec.blocks)
     assert ARCHITECTURES[family].back(spec) == spec
 
 

@@ -510,6 +510,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     },
+    "gemma4_text-experts": {
+        **GEMMA4_SHORT,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+    },
     "gemma4_text-composite": {
         "model_type": "gemma4",
         "text_config": GEMMA4_SHORT,

@@ -274,6 +274,10 @@ def gemma4(chosen: random.Random) -> Config:
     }
     if found["attention_k_eq_v"]:
         found |= sometimes(chosen, {"num_global_key_value_heads": 1})
+    if not width and chosen.random() < 0.5:
+        found |= {"enable_moe_block": True, "num_experts": 5, "top_k_experts": chosen.choice((1, 3, 5))}
+        # transformers' product of all experts takes rows of whole vectors alone.
+        found |= {"moe_intermediate_size": chosen.choice((16, 48)), "hidden_size": 8 * found["num_attention_heads"]}
     if width and {*types} == {*types, "full_attention"}:
         found["num_kv_shared_layers"] = 1
     if chosen.random() < 0.5:

@@ -100,7 +100,7 @@ def _rotaries(spec: ModelSpec) -> list[Rotary]:
 
 
 def _mixtures(spec: ModelSpec) -> list[MixtureOfExperts]:
-    return [b.feed_forward for b in spec.blocks if isinstance(b.feed_forward, MixtureOfExperts)]
+    return [b.feed_forward for b in spec.blocks if isinstance(b.mixer("feed_forward"), MixtureOfExperts)]
 
 
 def _slopes_in_order(spec: ModelSpec) -> bool:

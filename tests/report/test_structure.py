@@ -195,7 +195,7 @@ class Following:
             return self.near(scores, record)
         logits, scores = scores, scores.softmax(-1) if record.scores == "softmax" else scores.sigmoid()
         best = logits if record.biased == "logits" else scores
-        best = best + self.module(node, path).bias if node.weights else best
+        best = best + self.module(node, path).bias if "bias" in dict(node.weights) else best
         groups = best.unflatten(-1, (record.groups, -1))
         if record.groups > 1:
             sums = groups.topk(record.group_best)[0].sum(-1)
@@ -203,7 +203,9 @@ class Following:
             groups = groups.masked_fill((sums < least)[..., None], -torch.inf)
         self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
         weights = scores.gather(-1, self.chosen)
-        return record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+        weights = record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+        factors = "weight" in dict(node.weights)
+        return weights * self.module(node, path).weight[self.chosen] if factors else weights
 
     def near(self, logits: Tensor, record: Any) -> Tensor:
         self.chosen = logits.topk(record.top_k, dim=-1)[1]

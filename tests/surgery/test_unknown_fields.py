@@ -38,6 +38,8 @@ REFUSED = [
     ("deepseek_v3", "intermediate", "200", "shared"),
     ("deepseek_v3", "mlp", "dense", "shared, .*choice_bias"),
     ("gemma4_text", "vocab", "120", "layer_inputs"),
+    ("gemma4_text-experts", "activation", "relu", "DenseBesideExperts"),
+    ("gemma4_text-experts", "intermediate", "200", "DenseBesideExperts"),
     ("gemma4_text-keys", "layers", "+1", "scale"),
     ("gpt_oss", "attention", "mla:full", "sinks"),
     ("gpt_oss", "fold", "value-bias", "sinks"),
@@ -128,7 +130,7 @@ def test_the_bias_of_keys_shifts_scores_where_nothing_else_sees_them(fields: dic
 
 
 @pytest.mark.parametrize(
-    "fields", [{"v_norm": RMSNorm(size=8, eps=1e-6)}, {"kv_from": "keys"}], ids=lambda fields: next(iter(fields))
+    "fields", [{"v_norm": RMSNorm(size=20, eps=1e-6)}, {"kv_from": "keys"}], ids=lambda fields: next(iter(fields))
 )
 def test_values_that_are_normed_or_made_of_keys_are_refused(fields: dict[str, Any]) -> None:
     model = with_attention("llama", **fields)
