@@ -34,7 +34,7 @@ class Watched:
             except ImportError as error:
                 raise UsageError("TensorBoard is not installed", "pip install 'gptkit[tensorboard]'") from error
             self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
-        self._took: float | None = None  # seconds a step, smoothed
+        self._seen, self._took = 0, 0.0  # steps, and the seconds of one, smoothed
 
     _file: IO[str] | None
     _bar: Any
@@ -88,7 +88,8 @@ class Watched:
         for name, value in step.as_json().items() if self._board is not None else ():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, step.step)
-        self._took = step.took if self._took is None else 0.9 * self._took + 0.1 * step.took
+        self._seen += 1  # the first step compiles and allocates: from the second on it is forgotten
+        self._took = step.took if self._seen <= 2 else 0.9 * self._took + 0.1 * step.took
         settings = self.about.settings
         pace = settings["windows"] * settings["context"] / self._took
         share = f"{100 * self.about.flops / self._took / self.about.peak:.1f} %"

@@ -146,7 +146,7 @@ class Store:
             return None
         try:
             about: dict[str, Any] = json.loads(read_small(path / _STATE, 2**26))
-            tensors = _tensors(model, optimiser, about["step"])
+            tensors = _tensors(model, optimiser)
             if self.group.alone:
                 from safetensors import safe_open
 
@@ -175,9 +175,9 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int | None = None) -> dict[str, Tensor]:
-    """Parameters and moments by name, as they are in memory; the moments are made where they are to be `read`, behind
-    so many steps.
+def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, and what AdamW keeps of each, by name, as they are in memory: of one too that no gradient has met
+    (an expert that no token chose), which begins with its first one as if it were new.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -185,8 +185,8 @@ def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int | No
         if not parameter.requires_grad:
             continue
         state = optimiser.state[parameter]
-        if steps is not None:
-            state["step"] = torch.tensor(float(steps), device=parameter.device)
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS}
-        found |= {f"{moment} {name}": state[moment] for moment in MOMENTS}
+        found |= {f"{kept} {name}": state[kept].detach() for kept in ("step", *MOMENTS)}
     return found

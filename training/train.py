@@ -215,9 +215,7 @@ def train(
             every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
             rate=rate or usual_rate(size_of(tree.spec)) / (1 if scratch else 10),
         )  # fmt: skip
-        apart = documents_apart and found.documents > 1
-        if apart:
-            _require_no_state(tree.spec)
+        _require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, documents_apart)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
@@ -348,13 +346,19 @@ def settings_of(
     return Settings(windows, length, steps, seconds, every=often, **others)
 
 
-def _require_no_state(spec: ModelSpec) -> None:
-    """Raise UsageError where a layer carries a state from token to token, which no mask keeps within a document."""
+def _require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
+    """Raise UsageError for a layer that carries a state from token to token, which no mask keeps within a document; and
+    for one whose tokens choose experts, where several processes each have tokens of their own: FSDP2 adds up gradients
+    of what all of them have met.
+    """
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
-            if isinstance(each, ops.Scan | ops.Convolve):
+            if apart and isinstance(each, ops.Scan | ops.Convolve):
                 message = f"{each.id} carries a state from one document into the next, which no mask keeps apart"
                 raise UsageError(message, "--no-document-mask trains on documents as one text.")
+            if several and isinstance(each, ops.Choose):
+                message = f"{each.id} chooses experts, which several processes do not train together here"
+                raise UsageError(message, "Train in one process.")
 
 
 def split(

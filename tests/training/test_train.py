@@ -18,14 +18,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import few
+from helpers.families import CONFIGS, spec_of
 from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
 from gptkit import generate, load, open_checkpoint
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.modules.load import load_random
 from gptkit.training import loop, state
-from gptkit.training.data import Stretch, open_tokens, tokenize
+from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
+from gptkit.training.optimiser import adamw
 from gptkit.training.parallel import Group
 from gptkit.training.train import peak_flops
 
@@ -97,6 +101,30 @@ def test_kinds_of_computing_agree(tmp_path: Path) -> None:
     assert mixed.held_out != whole.held_out
     timed = trained(tmp_path, "timed", data=data, tokens=None, seconds=0.5)
     assert timed.seconds >= 0.5 and timed.steps >= 1
+
+
+@few(8)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_takes_a_step(tmp_path: Path, name: str, dtype: str) -> None:
+    """On documents that lie in one row; and what it leaves is read again into another's memory."""
+    spec = spec_of(CONFIGS[name])
+    ids = np.random.default_rng(0).integers(0, spec.vocab_size, (2, 17))
+    windows = Windows(ids[:, :-1].copy(), ids[:, 1:].copy(), np.repeat([[0] * 5 + [1] * 7 + [2] * 4], 2, 0))
+    alone = Group(0, 1, torch.device("cpu"))
+    store, found = state.Store(tmp_path, alone), []
+    for seed in (0, 1):
+        model = load_random(spec, "float32", seed=seed).train()
+        descent = adamw(model, spec.parameters(), 1e-3, 0.1)
+        if seed:
+            assert store.read(model, descent) == {"step": 1}
+        engine = loop._Engine(model, loop.next_token, descent, loop.Settings(2, 16, steps=2, dtype=dtype), alone)
+        if not seed:
+            engine.step(0, windows, 1e-3)
+            store.write(1, {"step": 1}, model, descent)
+        found.append((engine.step(1, windows, 1e-3), {n: p.detach().clone() for n, p in model.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(each, found[1][1][name]) for name, each in found[0][1].items())
 
 
 # --- stopped, and gone on ------------------------------------------------------------------------------------------
