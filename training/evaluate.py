@@ -335,10 +335,10 @@ def _run(
             part = group[start : start + together]
             rows = np.stack([documents[each.document].ids[each.first : each.first + given + 1] for each in part])
             ids = torch.from_numpy(rows).to(device)
-            states = _states(model, ids[:, :-1])
+            states = states_of(model, ids[:, :-1])
             for row, each in enumerate(part):
                 here = slice(given - each.counted, given)
-                for found in _predicted(model, states[row, here], ids[row, 1:][here]):
+                for found in predicted(model, states[row, here], ids[row, 1:][here]):
                     lost.append(found[0].cpu())
                     ranks.append(found[1].cpu())
                     if bool(lost[-1].isnan().any()):
@@ -352,7 +352,7 @@ def _run(
 
 
 @torch.inference_mode()
-def _states(model: Decoder, ids: Tensor) -> Tensor:
+def states_of(model: Decoder, ids: Tensor) -> Tensor:
     """What comes to the head, (B, T, hidden): the logits of a whole batch would be the most of its memory."""
     kept: list[Tensor] = []
 
@@ -366,7 +366,7 @@ def _states(model: Decoder, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of states (N, hidden) and the tokens that follow: what is lost in nats, in fp64, and how many tokens are
     likelier, of equal ones those with a smaller id.
     """
