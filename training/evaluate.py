@@ -167,14 +167,15 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
         new, places = tokenizer.encode_with_ends(text)
         signs = np.frombuffer(text.encode("utf-32-le"), "<u4")
         until = np.concatenate(([0], np.cumsum(1 + (signs >= 0x80) + (signs >= 0x800) + (signs >= 0x10000))))
-        ids += [*([] if ends else before), *new]
-        ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(until[places])] if places else []
+        if new:
+            ids += [*([] if ids else before), *new]
+            ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(until[places])]
         size += int(until[-1])
         if last:
             whole = np.concatenate(ends) if ends else np.zeros(0)
             whole[-1:] = size
             name = f"{path}" if path.suffix != ".jsonl" else f"{path}, document {len(found) + 1:,}"
-            found.append(_Document(name, np.array(ids[: len(whole)], np.int64), whole))
+            found.append(_Document(name, np.array(ids, np.int64), whole))
             ids, ends, size = [], [], 0
     return found
 
