@@ -36,8 +36,10 @@ def _estimate(found: Estimate, digits: int = 3) -> str:
 def _perplexity(score: Score) -> str:
     """By what an error in nats makes of it."""
     error = score.nats.error
-    around = "" if error is None or not math.isfinite(score.perplexity) else f" ± {score.perplexity * error:.2g}"
-    return f"{short(score.perplexity) if math.isfinite(score.perplexity) else 'infinite'}{around}"
+    if not math.isfinite(score.perplexity):
+        return "infinite"
+    around = "" if error is None else f" ± {score.perplexity * error:#.2g}".rstrip(".")
+    return f"{short(score.perplexity)}{around}"
 
 
 def _share(found: Estimate) -> str:

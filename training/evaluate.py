@@ -167,14 +167,15 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
         new, places = tokenizer.encode_with_ends(text)
         signs = np.frombuffer(text.encode("utf-32-le"), "<u4")
         until = np.concatenate(([0], np.cumsum(1 + (signs >= 0x80) + (signs >= 0x800) + (signs >= 0x10000))))
-        ids += [*([] if ends else before), *new]
-        ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(until[places])] if places else []
+        if new:
+            ids += [*([] if ids else before), *new]
+            ends += [np.zeros(0 if ends else len(before)), size + np.maximum.accumulate(until[places])]
         size += int(until[-1])
         if last:
             whole = np.concatenate(ends) if ends else np.zeros(0)
             whole[-1:] = size
             name = f"{path}" if path.suffix != ".jsonl" else f"{path}, document {len(found) + 1:,}"
-            found.append(_Document(name, np.array(ids[: len(whole)], np.int64), whole))
+            found.append(_Document(name, np.array(ids, np.int64), whole))
             ids, ends, size = [], [], 0
     return found
 
@@ -335,10 +336,10 @@ def _run(
             part = group[start : start + together]
             rows = np.stack([documents[each.document].ids[each.first : each.first + given + 1] for each in part])
             ids = torch.from_numpy(rows).to(device)
-            states = _states(model, ids[:, :-1])
+            states = states_of(model, ids[:, :-1])
             for row, each in enumerate(part):
                 here = slice(given - each.counted, given)
-                for found in _predicted(model, states[row, here], ids[row, 1:][here]):
+                for found in predicted(model, states[row, here], ids[row, 1:][here]):
                     lost.append(found[0].cpu())
                     ranks.append(found[1].cpu())
                     if bool(lost[-1].isnan().any()):
@@ -352,7 +353,7 @@ def _run(
 
 
 @torch.inference_mode()
-def _states(model: Decoder, ids: Tensor) -> Tensor:
+def states_of(model: Decoder, ids: Tensor) -> Tensor:
     """What comes to the head, (B, T, hidden): the logits of a whole batch would be the most of its memory."""
     kept: list[Tensor] = []
 
@@ -366,7 +367,7 @@ def _states(model: Decoder, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of states (N, hidden) and the tokens that follow: what is lost in nats, in fp64, and how many tokens are
     likelier, of equal ones those with a smaller id.
     """

@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 import torch
 from helpers.covering import covered, kinds
-from helpers.families import VARIANTS, VOCAB, Variant, decoder_from, randomised_reference, shared_weights, spec_of
+from helpers.families import (
+    CONFIGS,
+    VARIANTS,
+    VOCAB,
+    Variant,
+    decoder_from,
+    randomised_reference,
+    shared_weights,
+    spec_of,
+)
 from torch.overrides import TorchFunctionMode
 
 from gptkit.architectures import architecture_of
+from gptkit.modules.load import load_random
 from gptkit.parity.sides import default_dtype
 from gptkit.testing import Probe, probes
 
@@ -84,3 +94,19 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
             wrong[name] = (gap, size)
     assert found.keys() == wanted.keys()
     assert wrong == {}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3", "gemma2", "bloom"])
+def test_a_training_step_is_one_graph(name: str) -> None:
+    """torch.compile traces forward without a break, and gradients come through as without it."""
+    torch.compiler.reset()
+    spec = spec_of(CONFIGS[name])
+    model = load_random(spec).train()
+    ids = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = []
+    for forward in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        model.zero_grad()
+        forward(ids).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
