@@ -153,7 +153,7 @@ class Tree(Protocol):
 
 
 @dataclass(kw_only=True)
-class TensorFiles(Shown):
+class TensorFiles:
     """The tensors of weight files by the names that they have, whatever they compute.
 
     Attributes:
@@ -242,7 +242,7 @@ class TensorFiles(Shown):
 
 
 @dataclass(kw_only=True)
-class Checkpoint(TensorFiles):
+class Checkpoint(TensorFiles, Shown):
     """An opened checkpoint of a family, or of a tree.
 
     Attributes:
