@@ -13,8 +13,8 @@ _HOW = "How to train"
 
 
 @command(
-    "gptkit heal gpt2-rms healed --teacher sample:gpt2 --data play.txt --tokens 400k",
-    "gptkit heal llama-mqa healed --teacher llama --data tokens --time 5m --seeds 3",
+    "gptkit heal changed out --teacher sample:gpt2 --data play.txt --tokens 400k",
+    "gptkit heal changed out --teacher org/name --data tokens --time 5m --seeds 3",
 )
 def heal(
     changed: str = argument("CHANGED", "The changed checkpoint, as gptkit swap wrote it.", complete=complete_model),

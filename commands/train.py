@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..converter.distributed import leads
 from ..errors import Elsewhere, GptkitError, UsageError
 from ..terminal import progress_bar, say
 from .base import MODEL, QUIET, argument, command, flag, option, tokens
@@ -79,6 +78,7 @@ def train(
     quiet: bool = QUIET,
 ) -> None:
     """Train a model, from random weights or a checkpoint's, on texts."""
+    from ..converter.distributed import leads
     from ..report.training import Watched, result_lines
     from ..training.train import train as run
 
