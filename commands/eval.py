@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from ..terminal import answer, status
 from .base import JSON, MODEL, QUIET, ForWeights, Pictures, command, option, tokens
-from .completion import FLOATS, complete_model, one_of
+from .completion import FLOATS, one_of
 
 
 @command(
@@ -24,9 +24,7 @@ def evaluate(
     data: list[Path] = option(
         "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
     ),
-    against: str | None = option(
-        "MODEL", "Give another model the same text, and tell the difference.", complete=complete_model
-    ),
+    against: str | None = option("MODEL", "Give another model the same text, and tell the difference."),
     context: str | None = option("TOKENS", "Tokens of a window; by default the model's context, 2,048 at most."),
     past: int = option("M", "Also look as far as M contexts.", default=1, min=1),
     rope: str | None = option(

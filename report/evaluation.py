@@ -114,7 +114,7 @@ def evaluation_report(page: Layout, evaluation: Evaluation) -> RenderResult:
 
 def _drawn(page: Layout, curves: Sequence[Curve], context: int) -> RenderResult:
     """The curves turned by a quarter: a line a bin, in which each model's mark stands further right for more nats."""
-    *marks, several = _ASCII_MARKS if page.ascii_only else _MARKS
+    *marks, several = list(_ASCII_MARKS if page.ascii_only else _MARKS)
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"
         yield page.text(f"{mark} ").append(page.text(curve.name)).append(page.clean(made_for), style="dim")
@@ -187,7 +187,7 @@ def _curve_figure(curves: Sequence[Curve], context: int) -> Figure:
         ]
         paint = f"var(--{colour})"
         errors = {"type": "data", "array": [each.nats.error or 0 for each in bins], "color": paint, "thickness": 1}
-        points = {"x": [math.sqrt((each.first + 1) * (each.last + 1)) for each in bins]}
+        points: dict[str, Any] = {"x": [math.sqrt((each.first + 1) * (each.last + 1)) for each in bins]}
         points |= {"y": [each.nats.value for each in bins], "error_y": errors, "hovertext": hints, "hoverinfo": "text"}
         drawn = {"line": {"color": paint, "dash": dash}, "marker": {"color": paint, "size": 6}}
         traces.append({"type": "scatter", "mode": "lines+markers", "name": safe(curve.name), **points, **drawn})

@@ -372,7 +372,7 @@ def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Ten
     likelier, of equal ones those with a smaller id.
     """
     found, step = [], max(1, _LOGITS // model.spec.vocab_size)
-    for part, wanted in zip(states.split(step), targets.split(step), strict=True):
+    for part, wanted in zip(torch.split(states, step), torch.split(targets, step), strict=True):
         logits = model.head(part, model.embedding.weight).double()
         own = logits.gather(1, wanted[:, None])
         before = torch.arange(logits.shape[1], device=logits.device) < wanted[:, None]
@@ -387,6 +387,8 @@ def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Ten
 def _pair(a: _Run, b: _Run) -> Paired:
     """`a` less `b`, by `a`'s windows."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
+    ours: Array
+    theirs: Array
     if same:
         ours, theirs, sizes = (np.bincount(a.window, each) for each in (a.lost, b.lost, None))
         unit = "nats a token"
