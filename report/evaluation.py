@@ -114,8 +114,7 @@ def evaluation_report(page: Layout, evaluation: Evaluation) -> RenderResult:
 
 def _drawn(page: Layout, curves: Sequence[Curve], context: int) -> RenderResult:
     """The curves turned by a quarter: a line a bin, in which each model's mark stands further right for more nats."""
-    known = _ASCII_MARKS if page.ascii_only else _MARKS
-    marks, several = known[:-1], known[-1]
+    *marks, several = list(_ASCII_MARKS if page.ascii_only else _MARKS)
     for mark, curve in zip(marks, curves, strict=False):
         made_for = "" if curve.context is None else f"  made for {curve.context:,} tokens"
         yield page.text(f"{mark} ").append(page.text(curve.name)).append(page.clean(made_for), style="dim")

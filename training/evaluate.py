@@ -387,6 +387,8 @@ def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Ten
 def _pair(a: _Run, b: _Run) -> Paired:
     """`a` less `b`, by `a`'s windows."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
+    ours: Array
+    theirs: Array
     if same:
         ours, theirs, sizes = (np.bincount(a.window, each).astype(np.float64) for each in (a.lost, b.lost, None))
         unit = "nats a token"
