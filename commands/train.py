@@ -36,7 +36,7 @@ def amounts(
 @command(
     "gptkit train tiny.json tiny --data play.txt --tokens 1M",
     "gptkit train sample:gpt2 tuned --data play-tokens --tokens 200k --lr 3e-4",
-    "torchrun --nproc-per-node 2 -m gptkit train gpt2 out --data tokens --time 1h",
+    "gptkit train gpt2 out --data tokens --time 1h --resume",
 )
 def train(
     model: str = MODEL,

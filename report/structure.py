@@ -174,6 +174,7 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
             op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
             residual = each.residual if isinstance(each, ops.Add) else None
             choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
+            choice = each.inputs[1] if isinstance(each, ops.Gather) else choice
             words = _caption(each, operations, positions)
             start = (each.id, op, inputs, each.shape, each)
             nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, tied))

@@ -63,7 +63,11 @@ ALL |= {family: spec_of(variant.config) for family, variant in REPRESENTATIVES.i
 ALL = {name: of_chosen(spec) for name, spec in ALL.items()}
 
 
-MIXTURES = [name for name in ALL if hasattr(ALL[name].blocks[0].mixer("feed_forward"), "experts")]
+def _has_experts(spec: ModelSpec) -> bool:
+    return any(hasattr(block.mixer("feed_forward"), "experts") for block in spec.blocks)
+
+
+MIXTURES = [name for name in ALL if _has_experts(ALL[name])]
 
 
 def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:

@@ -34,6 +34,7 @@ class Projections(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (Linear(INPUTS, size, bias, arithmetic) for size in SIZES)  # type: ignore[arg-type]
         self.fused = FusedLinears()
+        self.eval()  # in training nothing is fused
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -208,7 +209,8 @@ def test_rows_in_groups_lie_as_in_the_familys_matrix(arithmetic, bias):
 def test_rows_of_whole_vectors_need_no_groups():
     module = Projections("linear", bias=True)
     module.q, module.k, module.v = (Linear(INPUTS, size, True) for size in (64, 32, 32))
-    module.fused = FusedLinears(groups=2)
+    module.fused = FusedLinears(groups=2).eval()
+    module.eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_()

@@ -45,7 +45,7 @@ EDITS: dict[str, Callable[[Any], None]] = {
     "window": setting(window=lambda window: 5000 if window is None or window > 1000 else window),
     "base": setting(base=lambda base: base * (1 + 1e-8)),
     "eps": setting(eps=lambda eps: eps * (1 + 1e-9)),
-    "scale": setting(scale=lambda scale: scale * (1 + 1e-9)),
+    "scale": setting(scale=lambda scale: None if scale is None else scale * (1 + 1e-9)),
 }
 
 # --- corruptions of a tensor ------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class Following:
         return (weights[..., None] * outputs if node.operation.weighs else outputs).sum(2)  # type: ignore[union-attr]
 
     def add(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
-        return one + other.reshape(one.shape)
+        return one + (other.reshape(one.shape) if other.numel() == one.numel() else other)  # one for all rows
 
 
 def ids_of(spec: ModelSpec) -> Tensor:
