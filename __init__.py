@@ -10,11 +10,13 @@ never waits for torch.
     params(model)                parameters per component, from a config alone
     compare(model, other)        what differs between models, with costs
     diff(a, b)                   what differs between two checkpoints, tensor by tensor
+    audit(new, source)           what is wrong with a checkpoint of any family
     recommend(goal, params)      components for a goal and a size, with costs and papers
     verify(model, other)         logits against transformers
     generate(model, text)        text from a checkpoint or a model in memory, as an iterator of pieces
     tokenize(files, out)         texts as a folder of tokens, for training
     train(model, data, out)      a tree from random weights, or a checkpoint further
+    heal(changed, teacher, data, out)  a changed model trained to answer as its original, beside a control
     evaluate(model, data)        perplexity, bits a byte and accuracy on texts, by position, beside another model
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
     progress(what)               a line that tells how far one of these is, in a notebook too
@@ -37,20 +39,24 @@ if TYPE_CHECKING:
     from .modules.load import load as load
     from .modules.save import save as save
     from .modules.text import generate as generate
+    from .parity.audit import audit as audit
     from .parity.diff import diff as diff
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
     from .surgery.swap import swap as swap
     from .training.data import tokenize as tokenize
     from .training.evaluate import evaluate as evaluate
+    from .training.heal import heal as heal
     from .training.train import train as train
 
 _HOMES = {
+    "audit": ".parity.audit",
     "compare": ".analysis.compare",
     "convert": ".converter.convert",
     "diff": ".parity.diff",
     "evaluate": ".training.evaluate",
     "generate": ".modules.text",
+    "heal": ".training.heal",
     "load": ".modules.load",
     "open_checkpoint": ".converter.checkpoint",
     "params": ".analysis.params",

@@ -23,10 +23,7 @@ CHANGES: dict[str, dict[str, str]] = {
 }
 """Name -> the swap of the GPT-2 sample."""
 TEACHER = "sample:gpt2"
-COLUMNS = (
-    *("change", "KL before", "healed", "±", "recovered", "perplexity before", "healed", "±", "floor's KL", "±"),
-    "seconds a run",
-)
+COLUMNS = (*("change", "KL before", "healed", "±", "recovered", "perplexity before", "healed", "±", "floor's KL", "±"),)
 PAGE = """# What healing gives back
 
 What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes
@@ -55,14 +52,12 @@ def change(name: str, folder: Path, tokens: int, seeds: int, beside: bool) -> He
 
 def row(name: str, done: Healed) -> list[str]:
     """A row of the table."""
-    floor, runs = done.floor, done.seeds * (1 if done.floor is None else 2)
-    seconds = (done.healed.seconds + (0 if floor is None else floor.seconds)) / runs
-    spread = done.healed.perplexities
+    floor, spread = done.floor, done.healed.perplexities
     return [
         name, f"{done.start.kl:.3f}", f"{done.healed.kl:.4f}", f"{done.healed.kl_spread:.4f}",
         f"{100 * (done.recovered or 0):.1f} %", f"{done.start.perplexity:.2f}", f"{sum(spread) / len(spread):.2f}",
         f"{max(spread) - min(spread):.2f}", "–" if floor is None else f"{floor.kl:.3f}",
-        "–" if floor is None else f"{floor.kl_spread:.3f}", f"{seconds:.0f}",
+        "–" if floor is None else f"{floor.kl_spread:.3f}",
     ]  # fmt: skip
 
 

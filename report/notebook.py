@@ -61,10 +61,12 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "Comparison": _by("comparison", "comparison_table"),
     "Recommendation": _by("recommendation", "recommendation_table"),
     "Diff": _by("diff", "diff_report"),
+    "Audit": _by("audit", "audit_report"),
     "Verification": _by("verification", "verification_report"),
     "Checkpoint": _by("checkpoints", "load_summary"),
     "Conversion": _by("checkpoints", "conversion_lines"),
     "Evaluation": _by("evaluation", "evaluation_report"),
+    "Healed": _by("healing", "healing_report"),
     "SwapResult": _by("surgery", "swap_lines"),
 }
 """By the name of a value's class, so that none of them is imported for the sake of another."""

@@ -209,7 +209,7 @@ def test_rows_in_groups_lie_as_in_the_familys_matrix(arithmetic, bias):
 def test_rows_of_whole_vectors_need_no_groups():
     module = Projections("linear", bias=True)
     module.q, module.k, module.v = (Linear(INPUTS, size, True) for size in (64, 32, 32))
-    module.fused = FusedLinears(groups=2).eval()
+    module.fused = FusedLinears(groups=2)
     module.eval()
     with torch.no_grad():
         for parameter in module.parameters():

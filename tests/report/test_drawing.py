@@ -439,8 +439,8 @@ def widest(spec: ModelSpec) -> int:
 
 def test_most_diagrams_fit_a_phone() -> None:
     widths = {name: next(placements(spec))[1].width + 2 * diagram.EDGE for name, spec in ALL.items()}
-    assert sum(width <= 343 for width in widths.values()) > 0.8 * len(widths), widths
     lanes = {name: widest(spec) for name, spec in ALL.items()}  # side by side: queries, keys and values are three
+    assert all(width <= 343 for name, width in widths.items() if lanes[name] <= 3), (widths, lanes)
     assert all(width <= 370 + 95 * max(lanes[name] - 4, 0) for name, width in widths.items()), (widths, lanes)
 
 
