@@ -13,6 +13,7 @@ from gptkit.components import (
     ALiBi,
     Attention,
     Block,
+    DenseBesideExperts,
     FeedForward,
     GatedFeedForward,
     LatentAttention,
@@ -76,7 +77,9 @@ def is_gqa(block: Block) -> bool:
 
 def dense(block: Block) -> FeedForward | GatedFeedForward:
     """A block's feed-forward, or the one that each of its experts is."""
-    found = block.feed_forward
+    found = block.mixer("feed_forward")
+    if isinstance(found, DenseBesideExperts):
+        return found.dense
     return found.expert if isinstance(found, MixtureOfExperts) else found
 
 
@@ -102,7 +105,7 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "window": blocks(lambda block: block.attention.window is not None),
     "plain": blocks(lambda block: isinstance(dense(block), FeedForward)),
     "gated": blocks(lambda block: isinstance(dense(block), GatedFeedForward)),
-    "experts": blocks(lambda block: isinstance(block.feed_forward, MixtureOfExperts)),
+    "experts": blocks(lambda block: hasattr(block.mixer("feed_forward"), "experts")),
     "parallel": blocks(lambda block: block.parallel),
     "serial": blocks(lambda block: not block.parallel),
     "tied": lambda spec: spec.head.tied,
