@@ -38,7 +38,7 @@ from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
 from .optimiser import usual_rate
 from .parallel import Group, group
-from .state import Store
+from .state import Store, remove_empty
 from .train import CONTEXT, HELD_OUT, WINDOWS, folder_of, longest, require_texts, settings_of, size_of, split, tokenized
 
 LOCAL = 0.25
@@ -349,6 +349,7 @@ def heal(
             raise UsageError("heal runs in one process", "torchrun is for gptkit train.")
         folder = target.with_name(f"{target.name}.healing")
         folder.mkdir(exist_ok=True)
+        stack.callback(remove_empty, folder)
         stack.enter_context(locked(folder))
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))

@@ -168,6 +168,13 @@ class Store:
         (self.folder / _RUN).unlink(missing_ok=True)
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder in which, at any depth, there is no file: that of a run that never began."""
+    inside = list(folder.rglob("*")) if folder.is_dir() else []
+    if all(each.is_dir() for each in inside):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)

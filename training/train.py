@@ -37,7 +37,7 @@ from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open
 from .loop import Settings, Step, fit
 from .optimiser import usual_rate
 from .parallel import Group, group
-from .state import Store
+from .state import Store, remove_empty
 
 HELD_OUT = 0.05
 """The share of the text that is held out where nobody says how much."""
@@ -182,6 +182,7 @@ def train(
         def claim() -> None:
             Staging(target, force).check()
             store.folder.mkdir(exist_ok=True)
+            stack.callback(remove_empty, store.folder)
             stack.enter_context(locked(store.folder))
             store.goes_on(resume, force)
 

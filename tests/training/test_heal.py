@@ -149,6 +149,10 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tokenizer makes other tokens"):
         heal(other, TEACHER, [PLAY], out, **BUDGET)
     assert call("heal", changed, out, "--teacher", TEACHER, "--data", PLAY).exit_code == 2
+    for words in (["heal", changed, out, "--teacher", TEACHER], ["train", TEACHER, out]):
+        before = set(tmp_path.iterdir())
+        assert call(*words, "--data", tmp_path / "nope.txt", "--tokens", "1k").exit_code == 4
+        assert set(tmp_path.iterdir()) == before  # nothing is left of a run that never began
     assert not out.exists()
 
 
