@@ -1,6 +1,6 @@
 """docs/healing.md: what six changes cost the trained samples, and what a little training gives back, with controls.
 
-    python benchmarks/healing.py [--tokens 400000] [--seeds 3] [--only NAME] [--out docs/healing.md]
+    python benchmarks/healing.py [--tokens 200000] [--rate R] [--seeds 3] [--only NAME] [--out docs/healing.md]
 
 Every row is a swap of a sample, healed on the play that comes with gptkit; its last twentieth is held out.
 """
@@ -27,9 +27,9 @@ COLUMNS = (*("change", "KL before", "healed", "±", "recovered", "perplexity bef
 PAGE = """# What healing gives back
 
 What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes
-with gptkit: {tokens:,} tokens a run (the text several times over), {seeds} seeds, the last twentieth of the text held
-out. KL is that of the changed model's predictions from the original's, in nats a token; *recovered* is the share of it
-that is gone. The swaps are plain (`--approximate`), so that there is something to heal.
+with gptkit: {tokens:,} tokens a run (the text several times over) at {rate}, {seeds} seeds. The last twentieth of the
+text is held out. KL is that of the changed model's predictions from the original's, in nats a token; *recovered* is the
+share of it that is gone. The swaps are plain (`--approximate`), so that there is something to heal.
 
 The *control* is the original, trained on the same tokens as a language model: its perplexity goes from {original:.2f}
 to {control:.2f} (± {spread:.2f}), by the text alone. The *floor* is the changed tree from random weights, trained just
@@ -41,12 +41,12 @@ as the changed model was.
 """
 
 
-def change(name: str, folder: Path, tokens: int, seeds: int, beside: bool) -> Healed:
+def change(name: str, folder: Path, tokens: int, seeds: int, rate: float | None) -> Healed:
     """One change, healed."""
     gptkit.swap(TEACHER, folder / "changed", approximate=True, **CHANGES[name])
     return heal(
         folder / "changed", TEACHER, [PLAY], folder / "healed", tokens=tokens, context=128, batch=2048, seeds=seeds,
-        beside=beside, force=True,
+        rate=rate, force=True,
     )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def main() -> None:
     """Run them all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=list(CHANGES))
     parser.add_argument("--out", type=Path)
@@ -72,7 +73,7 @@ def main() -> None:
     rows, first = [], None
     for name in [options.only] if options.only else CHANGES:
         with tempfile.TemporaryDirectory() as folder:
-            done = change(name, Path(folder), options.tokens, options.seeds, True)
+            done = change(name, Path(folder), options.tokens, options.seeds, options.rate)
         first = first or done
         rows.append(row(name, done))
         print("  ".join(rows[-1]), flush=True)
@@ -83,6 +84,7 @@ def main() -> None:
         parameters=gptkit.params(TEACHER)[0].count.total,
         tokens=first.tokens,
         seeds=options.seeds,
+        rate=f"a rate of {options.rate:g}" if options.rate else "the default rate",
         original=first.original.perplexity,
         control=sum(control) / len(control),
         spread=max(control) - min(control),

@@ -315,8 +315,7 @@ def heal(
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
-        rate: AdamW's highest; by default a third of what `train` takes for random weights, three times that for
-            low ranks.
+        rate: AdamW's highest; by default what `train` takes for random weights, three times that for low ranks.
         warmup: the share of a run within which the rate is reached.
         decay: of the weights; by default none.
         clip: what a gradient's norm is cut to.
@@ -378,7 +377,7 @@ def heal(
             raise UsageError(
                 "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
             )
-        usual = usual_rate(size_of(model.spec)) * (3 if trained.startswith("lora:") else 1 / 3)
+        usual = usual_rate(size_of(model.spec)) * (3 if trained.startswith("lora:") else 1)
         settings = settings_of(
             windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
             seed=seed, compiled=compiled, patience=patience, rate=rate or usual,
