@@ -217,7 +217,7 @@ class _Subject:
             words.append("config.json" if known else "config.json as far as names tell")
         words += ["its values"] if self.values else []
         words += [] if self.source is None else [self.source.reference]
-        return words + ([f"{self.loader}'s own class"] if self.loader else [])
+        return words + ([f"the class in {self.loader}"] if self.loader else [])
 
 
 # --- files and index -------------------------------------------------------------------------------------------------
