@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..architectures import expressed
-from ..components import ModelSpec, Parameter, differences, without_rounding
+from ..components import Parameter, differences, without_rounding
 from ..converter.files import locked
 from ..converter.publish import Staging
 from ..converter.threads import suit
@@ -39,7 +39,19 @@ from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_toke
 from .optimiser import usual_rate
 from .parallel import Group, group
 from .state import Store, remove_empty
-from .train import CONTEXT, HELD_OUT, WINDOWS, folder_of, longest, require_texts, settings_of, size_of, split, tokenized
+from .train import (
+    CONTEXT,
+    HELD_OUT,
+    WINDOWS,
+    family_of,
+    folder_of,
+    longest,
+    require_texts,
+    settings_of,
+    size_of,
+    split,
+    tokenized,
+)
 
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
@@ -403,8 +415,8 @@ def heal(
         )  # fmt: skip
         family, _ = expressed(finished.spec)
         finished.source = replace(model.source, path=found.folder, texts={}) if model.source else None
-        own = model.source.origin.family if model.source else None
-        to = "local" if family is None else f"hf:{own if own and _has(own, finished.spec) else family}"
+        about = model.source
+        to = "local" if family is None else f"hf:{family if about is None else family_of(about, family)}"
         record = {"healed": {**msgspec.to_builtins(settings), "trained": trained, "local": share, **result.as_json()}}
         record["healed"].pop("folder")
         save(finished.eval(), target, to, dtype="float32", force=force, record=record)
@@ -420,13 +432,6 @@ def _require_one_tokenizer(*models: Decoder) -> None:
     if None not in told and told[0] != told[1]:
         message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
         raise UsageError(message, "--teacher is the model that it was made from.")
-
-
-def _has(family: str, spec: ModelSpec) -> bool:
-    from ..architectures import named
-    from ..architectures.obstacles import express
-
-    return express(named(family), spec, clear=("rounding",)).found is not None
 
 
 @dataclass

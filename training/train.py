@@ -222,7 +222,7 @@ def train(
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
         family, _ = expressed(tree.spec)
-        to = "local" if family is None else f"hf:{_family(tree, family)}"
+        to = "local" if family is None else f"hf:{family_of(tree, family)}"
         about = _about(tree, scratch, found, held, settings, us, documents_apart)
         us.lead(lambda: store.begin(about, resume, force))
         suit(tree.spec)
@@ -281,7 +281,7 @@ def longest(spec: ModelSpec) -> int:
     return min(spec.context_length or table, table)
 
 
-def _family(tree: Outline, found: str) -> str:
+def family_of(tree: Outline, found: str) -> str:
     """Its own family where that has the tree, before the first of all."""
     from ..architectures import named
     from ..architectures.obstacles import express

@@ -165,3 +165,12 @@ def test_the_command_tells_all_of_it(changed: Path, tmp_path: Path) -> None:
     assert max(map(len, told.stdout.replace(str(tmp_path), "").splitlines())) <= 80
     data = json.loads(call(*words, "--force", "--json", "--alone").stdout)
     assert data["control"] is None and 0 < data["healed"]["kl"] < data["start"]["kl"]
+
+
+def test_what_a_family_has_leaves_as_its_files(tmp_path: Path) -> None:
+    assert call("swap", "sample:llama", tmp_path / "mqa", "--attention", "mqa", "--approximate", "-q").exit_code == 0
+    options = {**BUDGET, "tokens": 512}
+    heal(tmp_path / "mqa", "sample:llama", [PLAY], tmp_path / "out", **options, beside=False)
+    opened = gptkit.open_checkpoint(tmp_path / "out")
+    assert (opened.format, opened.origin.family) == ("hf", "llama")
+    assert opened.spec.blocks[0].attention.kv_heads == 1
