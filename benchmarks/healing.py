@@ -1,6 +1,6 @@
 """docs/healing.md: what six changes cost the trained samples, and what a little training gives back, with controls.
 
-    python benchmarks/healing.py [--tokens 200000] [--rate R] [--seeds 3] [--only NAME] [--out docs/healing.md]
+    python benchmarks/healing.py [--tokens 600000] [--rate R] [--seeds 3] [--only NAME] [--out docs/healing.md]
 
 Every row is a swap of a sample, healed on the play that comes with gptkit; its last twentieth is held out.
 """
@@ -23,7 +23,7 @@ CHANGES: dict[str, dict[str, str]] = {
 }
 """Name -> the swap of the GPT-2 sample."""
 TEACHER = "sample:gpt2"
-COLUMNS = (*("change", "KL before", "healed", "±", "recovered", "perplexity before", "healed", "±", "floor's KL", "±"),)
+COLUMNS = (*("change", "KL before", "healed", "±", "recovered", "perplexity before", "healed", "±", "floor's KL", "±", "seconds"),)
 PAGE = """# What healing gives back
 
 What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes
@@ -37,7 +37,7 @@ as the changed model was.
 
 {table}
 
-± is the largest less the smallest over seeds. `make healing` writes this page.
+± is the largest less the smallest over seeds; *seconds* are those of one healing run on one thread. `make healing` writes this page.
 """
 
 
@@ -57,14 +57,14 @@ def row(name: str, done: Healed) -> list[str]:
         name, f"{done.start.kl:.3f}", f"{done.healed.kl:.4f}", f"{done.healed.kl_spread:.4f}",
         f"{100 * (done.recovered or 0):.1f} %", f"{done.start.perplexity:.2f}", f"{sum(spread) / len(spread):.2f}",
         f"{max(spread) - min(spread):.2f}", "–" if floor is None else f"{floor.kl:.3f}",
-        "–" if floor is None else f"{floor.kl_spread:.3f}",
+        "–" if floor is None else f"{floor.kl_spread:.3f}", f"{done.healed.seconds / done.seeds:.0f}",
     ]  # fmt: skip
 
 
 def main() -> None:
     """Run them all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=200_000)
+    parser.add_argument("--tokens", type=int, default=600_000)
     parser.add_argument("--rate", type=float)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=list(CHANGES))
