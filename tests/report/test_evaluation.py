@@ -51,12 +51,12 @@ def test_every_width(found: Evaluation, width: int, ascii_only: bool) -> None:
     assert sum(line.startswith("256") for line in lines) == 1
 
 
-def test_marks_stand_where_their_figures_are() -> None:
+def test_marks_stand_where_their_figures_are(play: Path) -> None:
     def curve(name: str, *values: float) -> Curve:
         bins = (Bin(at, at, 5, Estimate(value, None), {}) for at, value in enumerate(values))
         return Curve(name, 2, 4, tuple(bins))
 
-    base = evaluate("sample:llama", SAMPLES / "play.txt", context=2, stride=2)
+    base = evaluate("sample:llama", play, context=2, stride=2)
     shown = replace(base, extrapolation=(curve("a", 1, 2, 3, math.inf), curve("b", 1, 3, 2)))
     rows = [line for line in printed(shown) if line[:1].isdigit() and "document" not in line]
     places = [{mark: row.rfind(mark) for mark in "●○◉" if mark in row} for row in rows]
