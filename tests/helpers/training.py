@@ -21,7 +21,7 @@ TREE = {
 BUDGET = {"tokens": 12 * 512, "context": 32, "batch": 512, "every": 4, "rate": 3e-3, "seed": 1}
 
 
-def made(folder: Path, lines: int = 4000, **fields: Any) -> tuple[Path, Path]:
+def made(folder: Path, lines: int = 1200, **fields: Any) -> tuple[Path, Path]:
     """tree.json and text.jsonl in a folder: words of letters that the words share, some to a document."""
     draw = random.Random(7)
     words = ["".join(draw.choices("abc", k=6)) for _ in range(4)]

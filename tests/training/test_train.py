@@ -270,7 +270,7 @@ def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, wh
         lost = plain(model, batch)
         count.append(1)
         # Of what has a gradient without end, and of what is no number itself, from some step on.
-        late = len(count) > 14
+        late = len(count) > 9
         return lost * (torch.sqrt(lost * 0) + 1 if late and where == "gradient" else math.nan if late else 1)
 
     plain, count = loop.next_token, list[int]()
