@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .config import MAX_LAYERS, shown
 from .layout import Shape
 
-Value = str | int | float | bool | list[bool]
+Value = str | int | float | bool | list[bool] | list[int]
 DRAFTS = "nextn_predict_layers"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .base import Leaf, qkv
 from .families.falcon import other_norms, two_parallel_norms
-from .gguf_architecture import WIDTH, GgufArchitecture, Made
+from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, GgufArchitecture, Made
 from .gguf_facts import Facts
 from .latent import DOWN, UP
 from .layout import Layout
@@ -34,7 +34,9 @@ NAMES = {
     "attn_q_b": "attention.q_up_proj",
     "attn_kv_a_norm": "attention.kv_norm",
     "post_attention_norm": "attention_output_norm",
+    "attn_sub_norm": "attention.mixed_norm",
     "ffn_norm": "feed_forward_norm",
+    "ffn_sub_norm": "feed_forward.inner_norm",
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
@@ -117,6 +119,19 @@ def stacked(suffix: str) -> tuple[Leaf, ...]:
     )
 
 
+def _fused(mixture: str) -> tuple[Leaf, ...]:
+    """The weights of all experts of a mixture, one tensor for what reads them and one for what they write."""
+    name = f"{B}{mixture}.experts.{{expert}}."
+    names = (f"{name}gate_proj.weight", f"{name}up_proj.weight")
+    pattern = "experts (part intermediate) hidden"
+    return (
+        Leaf(T + "ffn_gate_up_exps.weight", names, Layout(pattern, split="part", parts=("1", "1"), each="experts")),
+        Leaf(
+            T + "ffn_down_exps.weight", f"{name}down_proj.weight", Layout("experts hidden intermediate", each="experts")
+        ),
+    )
+
+
 MIXTURE = (*of("ffn_gate_inp"), *stacked("weight"))
 _CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
 LATENT = (
@@ -179,8 +194,8 @@ def _layers_without(step: int) -> Made:
     return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
 
 
-def every(number: int) -> Any:
-    """That one layer of so many has no window, whatever the number of layers."""
+def every(number: int | None) -> Any:
+    """That one layer of so many has no window, whatever the number of layers; None: files have to say which."""
     return lambda _: number
 
 
@@ -197,6 +212,21 @@ def _field_of(name: str, factor: str = "") -> Any:
 def whole(key: str, *default: Any) -> Made:
     """What makes a field of a file: a key's value."""
     return lambda facts: facts.value(key, *default)
+
+
+def _dense_first(facts: Facts) -> list[str]:
+    """Which layers have a mixture: those behind so many."""
+    first = facts.value("leading_dense_block_count", 0)
+    return ["dense" if layer < first else "sparse" for layer in range(facts.layers)]
+
+
+def _bases(facts: Facts) -> list[float]:
+    """The base of each layer's positions, 0 where a file says that it has none."""
+    base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
+    turned = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
+    if not isinstance(turned, list) or len(turned) != facts.layers:
+        raise facts.fail("attention.rope_pattern", pattern, f"{facts.layers} booleans")
+    return [base if each else 0 for each in turned]
 
 
 def _grouped(facts: Facts) -> bool:
@@ -268,6 +298,20 @@ _GRANITE_FIELDS = {
     "logit_scale": "logits_scaling",
 }
 GRANITE: dict[str, Any] = {"divisors": ("llama3", "longrope")}
+_GRANITE_SWA: dict[str, Any] = {
+    **GRANITE,
+    "always": {"attention.rope_pattern": lambda config: [base > 0 for base in config["layer_rope_theta"]]},
+    "assumed": {"layer_rope_theta": _bases},
+    "windows": every(None),
+}
+_SINKS = (Leaf(T + "attn_sinks.weight", B + "attention.sinks"),)
+_SWIGLU = Leaf(
+    T + "ffn_up_shexp.weight",
+    (B + "feed_forward.shared.gate_proj.weight", B + "feed_forward.shared.up_proj.weight"),
+    Layout("(part shared) hidden", split="part", parts=("1", "1")),
+)
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps"))
+_SCALING, _GROWTH = "rope_scaling", "attention.temperature_scale"
 _GEMMA_LEAVES = (*ends()[:2], *of(f"{NORMS} {QKV} attn_output {GATED}"))
 SANDWICH = of(f"{NORMS} {POST} {QKV} attn_output {GATED}")
 _PARTIAL = RotaryKind(part=PART)
@@ -277,6 +321,97 @@ _SCALED_EXPERTS = {
     "expert_shared_count": "n_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+
+_DENSE, _MIXTURE = "feed_forward.dense", "feed_forward.mixture"
+_GEMMA4_LEAVES = (
+    *ends(),
+    Leaf("per_layer_token_embd.weight", "layer_inputs.table.weight"),
+    Leaf("per_layer_model_proj.weight", "layer_inputs.projection.weight"),
+    Leaf("per_layer_proj_norm.weight", "layer_inputs.norm.weight"),
+    *SANDWICH,
+    *of(HEADS),
+    Leaf(T + "layer_output_scale.weight", B + "scale.weight"),
+    *(
+        Leaf(f"{T}{there}.weight", f"{B}{here}.weight")
+        for there, here in {
+            "inp_gate": "layer_input.gate_proj",
+            "proj": "layer_input.down_proj",
+            "post_norm": "layer_input_output_norm",
+            "pre_ffw_norm_2": f"{_MIXTURE}.expert_norm",
+            "post_ffw_norm_1": "feed_forward.dense_output_norm",
+            "post_ffw_norm_2": "feed_forward.mixture_output_norm",
+        }.items()
+    ),
+    *of(
+        f"ffn_norm {GATED} ffn_gate_inp",
+        ffn_norm="feed_forward.dense_norm",
+        ffn_gate_inp=f"{_MIXTURE}.router",
+        **{f"ffn_{name}": f"{_DENSE}.{name}_proj" for name in ("gate", "up", "down")},
+    ),
+    Leaf(T + "ffn_gate_inp.scale", f"{B}{_MIXTURE}.router_norm.weight"),
+    Leaf(T + "ffn_down_exps.scale", f"{B}{_MIXTURE}.expert_scale.weight"),
+    *_fused(_MIXTURE),
+)
+
+
+def _sliding(facts: Facts) -> list[bool]:
+    """Which of Gemma 4's layers have a window; the others have heads of another width."""
+    pattern = facts.raw(PATTERN)
+    found = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
+    if not isinstance(found, list) or len(found) != facts.layers or found[-1]:
+        raise facts.fail(PATTERN, pattern, f"{facts.layers} booleans, the last one false")
+    return found
+
+
+def _of_kind(facts: Facts, key: str, *, local: bool) -> int:
+    """A key's value, or that of its first layer with a window or without one."""
+    value = facts.raw(key)
+    if isinstance(value, list) and len(value) == facts.layers:
+        value = next(
+            (each for each, windowed in zip(value, _sliding(facts), strict=True) if windowed == local), value[0]
+        )
+    if type(value) is not int or not 0 < value < 2**31:
+        raise facts.fail(key, value, "a positive integer, or one for each layer")
+    return value
+
+
+def _heads_by_layer(facts: Facts) -> dict[str, dict[str, int]]:
+    """Gemma 4's `per_layer_config`: the heads of layers without a window."""
+    kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
+    own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
+    return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
+
+
+def _shared_layers(facts: Facts) -> int:
+    """Gemma 4's `num_kv_shared_layers`, which in llama.cpp take the keys of the last layer before them, those with a
+    window of the last but one.
+    """
+    key, windowed = "attention.shared_kv_layers", _sliding(facts)
+    shared = facts.value(key, 0) and facts.integer(key)
+    if shared and windowed[: facts.layers - shared][-2:] != [True, False]:
+        raise facts.fail(key, shared, "0, or layers behind one with a window and one without")
+    return shared
+
+
+def _kv_heads(config: Mapping[str, Any]) -> list[int]:
+    """Each layer's, of Gemma 4's config.json."""
+    usual, by_layer = config["num_key_value_heads"], config.get("per_layer_config", {})
+    full = config["num_global_key_value_heads"] or usual
+    kinds = [full if kind == "full_attention" else usual for kind in config["layer_types"]]
+    return [by_layer.get(str(layer), {}).get("num_key_value_heads", each) for layer, each in enumerate(kinds)]
+
+
+def _widths(config: Mapping[str, Any]) -> list[int]:
+    """Each layer's feed-forward, of Gemma 4's config.json."""
+    width, shared = config["intermediate_size"], config["num_kv_shared_layers"]
+    wide = 2 * width if config["use_double_wide_mlp"] else width
+    return [width] * (config["num_hidden_layers"] - shared) + [wide] * shared
+
+
+def _every_so_many(config: Mapping[str, Any]) -> int:
+    """One of so many of Llama 4's layers has a mixture."""
+    return config["moe_layers"][0] + 1 if config["moe_layers"] else 0
+
 
 _GPT2_LEAVES = (*_NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all"))
 _GPT2_FIELDS = {
@@ -303,7 +438,7 @@ ROWS = (
         USUAL,
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         divisors=("llama3", "longrope"),
-        also=("mistral", "internlm3"),
+        also=("mistral", "internlm3", "iquestcoder"),
     ),
     GgufArchitecture("qwen2", (*_ALONE, *of(GATED)), USUAL, assumed={"use_sliding_window": False}, square=True),
     GgufArchitecture(
@@ -387,7 +522,7 @@ ROWS = (
         (*ends(), *SANDWICH, *of(HEADS)),
         {**USUAL, "final_logit_softcapping": "final_logit_softcapping"},
         "gemma3_text",
-        absent={"final_logit_softcapping": None, "rope.freq_base_swa": 10_000.0},
+        absent={"final_logit_softcapping": None, LOCAL_BASE: 10_000.0},
         assumed={"query_pre_attn_scalar": _query_scale(62)},
         windows=every(6),
         unwindowed=True,
@@ -537,7 +672,7 @@ ROWS = (
         (
             *ends(),
             *of(f"attn_norm {QKV} attn_output", f"{QKV} attn_output"),
-            Leaf(T + "attn_sinks.weight", B + "attention.sinks"),
+            *_SINKS,
             *of("post_attention_norm", post_attention_norm="feed_forward_norm"),
             *of("ffn_gate_inp", "all"),
             *stacked("weight"),
@@ -646,12 +781,7 @@ ROWS = (
             "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
             "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
         },
-        assumed={
-            "mlp_layer_types": lambda facts: [
-                "dense" if layer < facts.value("leading_dense_block_count", 0) else "sparse"
-                for layer in range(facts.layers)
-            ]
-        },
+        assumed={"mlp_layer_types": _dense_first},
         windows=every(4),
         divisors=("llama3",),
         tied=False,
@@ -875,6 +1005,196 @@ ROWS = (
         "jais2",
         (*_NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
         {**SIZES, **_GIVEN, **layer_norm("layer_norm_eps")},
+    ),
+    GgufArchitecture(
+        "mistral3",
+        (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}"), *PERMUTED),
+        USUAL,
+        "ministral3",
+        told=(_GROWTH,),
+        always={
+            _GROWTH: lambda config: config[_SCALING]["llama_4_scaling_beta"],
+            "rope.scaling.original_context_length": lambda config: config[_SCALING][ORIGINAL],
+        },
+        assumed={
+            "sliding_window": None,
+            f"{_SCALING}.llama_4_scaling_beta": lambda facts: facts.number(_GROWTH),
+            f"{_SCALING}.{ORIGINAL}": lambda facts: facts.integer(
+                "rope.scaling.original_context_length", facts.integer("context_length")
+            ),
+        },
+    ),
+    GgufArchitecture(
+        "mistral3",
+        (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}"), *PERMUTED),
+        USUAL,
+        "mistral",
+        assumed={"sliding_window": None},
+    ),
+    GgufArchitecture(
+        "apertus",
+        (
+            *ends(),
+            *of(f"{NORMS} {QKV} {HEADS} attn_output {PLAIN}", f"{QKV} attn_output"),
+            *(Leaf(f"{key}.{{layer}}", f"{B}feed_forward.activation.{key[6:]}") for key in _XIELU),
+        ),
+        USUAL,
+        assumed={"hidden_act": "xielu"},
+        biases={"attention_bias": "attn_q"},
+        divisors=("llama3", "longrope"),
+        numbers=_XIELU,
+        tied=False,
+    ),
+    GgufArchitecture(
+        "bitnet",
+        (*ends()[:2], *of(f"{NORMS} attn_sub_norm ffn_sub_norm {QKV} attn_output {GATED}")),
+        USUAL,
+        assumed={"hidden_act": "silu"},
+        tied=True,
+        square=True,
+    ),
+    GgufArchitecture(
+        "mellum",
+        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE),
+        {**USUAL, **experts(width="moe_intermediate_size")},
+        assumed={"norm_topk_prob": True},
+        windows=every(4),
+        unwindowed=True,
+        by_kind=True,
+    ),
+    GgufArchitecture(
+        "granite-swa",
+        (
+            *ends(),
+            *of(f"{NORMS} attn_v attn_output ffn_gate_inp", "attn_v attn_output"),
+            *PERMUTED,
+            *_SINKS,
+            *_fused("feed_forward"),
+            _SWIGLU,
+            *of("ffn_down_shexp"),
+        ),
+        {
+            **_GRANITE_FIELDS,
+            **experts("num_local_experts"),
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        "granitemoe_swa",
+        told=("expert_count",),
+        absent={"expert_shared_feed_forward_length": 0},
+        biases={"attention_bias": "attn_q"},
+        **_GRANITE_SWA,
+    ),
+    GgufArchitecture(
+        "granite-swa",
+        (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED, *_SINKS),
+        _GRANITE_FIELDS,
+        "granite_swa",
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        **_GRANITE_SWA,
+    ),
+    GgufArchitecture(
+        "cohere2moe",
+        (*ends(), *of(f"attn_norm {QKV} attn_output {GATED}"), *MIXTURE, *SHARED),
+        {
+            **{key: name for key, name in SIZES.items() if key != "feed_forward_length"},
+            **_GIVEN,
+            **layer_norm("layer_norm_eps"),
+            **RMS,
+            **experts(),
+            "logit_scale": "logit_scale",
+            "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "prefix_dense_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_shared_count": "num_shared_experts",
+        },
+        "cohere2_moe",
+        absent={
+            "attention.layer_norm_epsilon": None,
+            "attention.layer_norm_rms_epsilon": None,
+            "expert_weights_norm": False,
+            "expert_shared_count": 0,
+        },
+        always={
+            "expert_gating_func": lambda config: 1 if config["expert_selection_fn"] == "softmax" else 2,
+            "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
+        },
+        assumed={
+            "expert_selection_fn": lambda facts: "softmax" if facts.raw("expert_gating_func") == 1 else "sigmoid",
+            "mlp_layer_types": _dense_first,
+            "shared_expert_combination_strategy": "average",
+            "prefix_dense_sliding_window_pattern": 1,
+        },
+        windows=every(None),
+    ),
+    GgufArchitecture(
+        "llama4",
+        (*ends(), *of(f"{NORMS} {QKV} attn_output {GATED}"), *MIXTURE, *SHARED),
+        {
+            **USUAL,
+            **experts("num_local_experts", width="intermediate_size"),
+            "feed_forward_length": "intermediate_size_mlp",
+        },
+        "llama4_text",
+        always={WINDOW: 8192, "interleave_moe_layer_step": _every_so_many},
+        assumed={
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "use_qk_norm": lambda facts: facts.integer("expert_count") != 128,
+            "no_rope_layers": _layers_without(4),
+            "moe_layers": lambda facts: [
+                *range((step := facts.integer("interleave_moe_layer_step")) - 1, facts.layers, step)
+            ],
+        },
+        divisors=("llama3",),
+    ),
+    GgufArchitecture(
+        "gemma4",
+        _GEMMA4_LEAVES,
+        {
+            **{key: name for key, name in SIZES.items() if not key.endswith(("kv", "forward_length"))},
+            **RMS,
+            "attention.key_length_swa": "head_dim",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            **experts(chosen="top_k_experts", width="moe_intermediate_size"),
+        },
+        "gemma4_text",
+        absent={
+            "final_logit_softcapping": None,
+            "expert_count": None,
+            "expert_used_count": None,
+            "expert_feed_forward_length": None,
+            LOCAL_BASE: 10_000.0,
+        },
+        always={
+            "attention.head_count_kv": _kv_heads,
+            "attention.shared_kv_layers": _field_of("num_kv_shared_layers"),
+            WIDTH: _field_of("global_head_dim"),
+            "attention.value_length": _field_of("global_head_dim"),
+            "attention.value_length_swa": _field_of("head_dim"),
+            "rope.dimension_count_swa": _field_of("head_dim"),
+            "feed_forward_length": _widths,
+        },
+        assumed={
+            "num_key_value_heads": lambda facts: _of_kind(facts, "attention.head_count_kv", local=True),
+            "num_global_key_value_heads": None,
+            "global_head_dim": whole(WIDTH),
+            "per_layer_config": _heads_by_layer,
+            "num_kv_shared_layers": _shared_layers,
+            "intermediate_size": lambda facts: _of_kind(facts, "feed_forward_length", local=True),
+            "use_double_wide_mlp": lambda facts: isinstance(facts.raw("feed_forward_length"), list),
+            "attention_k_eq_v": lambda facts: any(
+                f"blk.{layer}.attn_k.weight" in facts.shapes and f"blk.{layer}.attn_v.weight" not in facts.shapes
+                for layer in range(facts.layers)
+            ),
+            "enable_moe_block": lambda facts: facts.value("expert_count", 0) > 0,
+            "vocab_size_per_layer_input": lambda facts: facts.vocab_size,
+        },
+        windows=every(None),
+        by_kind=True,
+        divisors=("proportional",),
     ),
 )
 
