@@ -2,8 +2,8 @@
 experts by a softmax of its own (SparseMixer).
 
 Source: transformers models/phimoe/{configuration,modeling}_phimoe.py, which takes two experts whatever is said, and
-turns longer texts than the original context by the short factors still, where the model's own code takes the long ones,
-as is done here.
+turns longer texts than the original context by the short factors still, where the model's own code takes the long ones:
+a tree has the short ones for both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,8 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
         short, long = (rope.number(name) for name in FACTORS)
         if short != long:
             raise rope.fail(FACTORS[1], long, f"{FACTORS[0]} ({short:g}): positions have one factor here")
-        scaling = msgspec.structs.replace(rotary.scaling, attention_factor=short)
+        divisors = rotary.scaling.short_factor
+        scaling = msgspec.structs.replace(rotary.scaling, long_factor=divisors, attention_factor=short)
         rotary = msgspec.structs.replace(rotary, scaling=scaling)
     return [{"position": rotary}] * count
 
