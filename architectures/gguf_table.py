@@ -1063,7 +1063,7 @@ ROWS = (
         by_kind=True,
     ),
     GgufArchitecture(
-        "granite-swa",
+        "granite_swa",
         (
             *ends(),
             *of(f"{NORMS} attn_v attn_output ffn_gate_inp", "attn_v attn_output"),
@@ -1085,7 +1085,7 @@ ROWS = (
         **_GRANITE_SWA,
     ),
     GgufArchitecture(
-        "granite-swa",
+        "granite_swa",
         (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED, *_SINKS),
         _GRANITE_FIELDS,
         "granite_swa",
@@ -1157,12 +1157,10 @@ ROWS = (
             **RMS,
             "attention.key_length_swa": "head_dim",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-            "final_logit_softcapping": "final_logit_softcapping",
             **experts(chosen="top_k_experts", width="moe_intermediate_size"),
         },
         "gemma4_text",
         absent={
-            "final_logit_softcapping": None,
             "expert_count": None,
             "expert_used_count": None,
             "expert_feed_forward_length": None,
@@ -1176,11 +1174,15 @@ ROWS = (
             "attention.value_length_swa": _field_of("head_dim"),
             "rope.dimension_count_swa": _field_of("head_dim"),
             "feed_forward_length": _widths,
+            "final_logit_softcapping": lambda config: config["final_logit_softcapping"] or 0.0,
         },
         assumed={
             "num_key_value_heads": lambda facts: _of_kind(facts, "attention.head_count_kv", local=True),
             "num_global_key_value_heads": None,
             "global_head_dim": whole(WIDTH),
+            "final_logit_softcapping": lambda facts: (
+                None if facts.raw("final_logit_softcapping") == 0 else facts.number("final_logit_softcapping", 30.0)
+            ),
             "per_layer_config": _heads_by_layer,
             "num_kv_shared_layers": _shared_layers,
             "intermediate_size": lambda facts: _of_kind(facts, "feed_forward_length", local=True),
