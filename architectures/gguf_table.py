@@ -1111,6 +1111,7 @@ ROWS = (
         absent={
             "attention.layer_norm_epsilon": None,
             "attention.layer_norm_rms_epsilon": None,
+            "feed_forward_length": None,
             "expert_weights_norm": False,
             "expert_shared_count": 0,
         },
