@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -186,11 +187,11 @@ def llama_cpp_tensors(model: transformers.PreTrainedModel, variant: Variant) -> 
     return found
 
 
-PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3", "arcee", "olmo")
 ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
-OF_EXPERTS = ("experts", "kv_lora_rank", "moe", "dbrx")
+OTHERWISE = ("experts", "kv_lora_rank", "moe", "dbrx", "apertus", "bitnet", "gemma4", "granite_swa")
 RENAMED = [
-    each for each in WRITTEN if not any(part in field for part in OF_EXPERTS for field in (*each.config, each.family))
+    each for each in WRITTEN if not any(part in field for part in OTHERWISE for field in (*each.config, each.family))
 ]
 """Those whose tensors the converter takes one by one, each as it is, permuted, transposed or with 1 added."""
 
@@ -314,6 +315,30 @@ def test_llama3s_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
     (tensor,) = (tensor for tensor in written(tmp_path / "hf").tensors if tensor.name == "rope_freqs.weight")
     plain = CONFIGS["llama-3"]["rope_theta"] ** (-torch.arange(0, 8, 2) / 8)
     np.testing.assert_allclose(plain / torch.tensor(tensor.data), model.model.rotary_emb.inv_freq, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 1])
+def test_numbers_of_an_activation_are_lists_of_the_metadata(tmp_path: Path, count: int) -> None:
+    """Of each layer, or one that stands for all; anything else there is refused."""
+    model = save_hf(CONFIGS["apertus"], tmp_path / "hf")
+    fields = written(tmp_path / "hf").fields
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [getattr(layer.mlp.act_fn, name).item() for layer in model.model.layers]
+        assert fields[f"xielu.{name}"].contents() == values
+    key, path = "xielu.beta", tmp_path / "None.gguf"
+    data = path.read_bytes()
+    at = data.index(key.encode()) + len(key)
+    assert data[at : at + 16] == struct.pack("<IIQ", 9, 6, 3)
+    other = struct.pack("<IIQ3f", 9, 6, 3, 0.5, 0.25, 2.0) if count == 3 else struct.pack("<If", 6, 0.5)
+    # What the list was longer, the model's name is now.
+    spare = 28 - len(other)
+    name = struct.pack("<Q", 2 + spare) + b"hf" + b"x" * spare
+    path.write_bytes(data[:at].replace(struct.pack("<Q", 2) + b"hf", name, 1) + other + data[at + 28 :])
+    found = [open_checkpoint(path).tensor(f"blocks.{layer}.feed_forward.activation.beta")[0] for layer in range(3)]
+    assert [float(each[0]) for each in found] == ([0.5, 0.25, 2.0] if count == 3 else [0.5] * 3)
+    path.write_bytes(data.replace(struct.pack("<IIQ", 9, 6, 3), struct.pack("<IIQ", 9, 5, 3)))
+    with pytest.raises(CheckpointError, match="one for each layer"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
