@@ -22,7 +22,7 @@ from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
 Made = Callable[[Facts], Any]  # what makes a field of config.json of a file, where no key says it
 
-Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
+_Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""
@@ -70,7 +70,7 @@ class GgufArchitecture:
     fields: Mapping[str, str]
     family: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    always: Mapping[str, Value | Told] = field(default_factory=dict)
+    always: Mapping[str, Value | _Told] = field(default_factory=dict)
     assumed: Mapping[str, Any | Made] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     told: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class GgufArchitecture:
         if self.windows is not None:
             found |= self._write_windows(config, self.windows(len(spec.blocks)))
         if self.rotary is not None:
-            full, local = turned(spec)
+            full, local = _turned(spec)
             found |= write_rope(full, config.get("rope_scaling") if self.latent else None) if full is not None else {}
             if LOCAL_BASE in self.absent and local is not None:
                 found[LOCAL_BASE] = local.base
@@ -220,7 +220,7 @@ class GgufArchitecture:
 
     def extras(self, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
         """The tensors that stand for numbers of a tree."""
-        return {} if self.rotary is None else rope_tensors(turned(spec)[0], self.divisors)
+        return {} if self.rotary is None else rope_tensors(_turned(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree of a file that this one was written to; what GGUF says in another way, or rounds to fp32, to the
@@ -277,7 +277,7 @@ def shifted(spec: ModelSpec) -> set[str]:
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
-def turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
+def _turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
     """The rotary positions of layers that see all tokens, or of any where these have none, and of those in windows."""
     found: dict[bool, Rotary] = {}
     for block in spec.blocks:

@@ -18,7 +18,7 @@ from .gguf_facts import Facts, Value, fp32, shortest
 from .rope import PART, write_rotary
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-_FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_FREQS, LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _MAX_PAIRS = 2**16
 _STILL = 1e30  # the divisor of a pair that does not turn
 
@@ -36,14 +36,14 @@ def read_scaling(
     original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
-    for name, *scalings in ((LONG, "longrope"), (SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
+    for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
         if name in facts.shapes and not {*scalings} & {*divisors}:
             raise ConfigError(f"GGUF: llama.cpp reads no {name} of {facts.name}")
-    if LONG in facts.shapes or SHORT in facts.shapes:
+    if LONG in facts.shapes or _SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
             "long_factor": _values(facts, LONG, dim),
-            "short_factor": _values(facts, SHORT, dim),
+            "short_factor": _values(facts, _SHORT, dim),
             "original_max_position_embeddings": original,
             "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
         }
@@ -157,7 +157,7 @@ def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope
         return {}
     if said["rope_type"] == "llama3":
         return {_FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
-    return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
+    return {LONG: tuple(said["long_factor"]), _SHORT: tuple(said["short_factor"])}
 
 
 def _yarn_mscale(factor: float) -> float:
