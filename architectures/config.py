@@ -70,7 +70,7 @@ COMMON_IRRELEVANT: dict[str, str] = {
 COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False, None), "only decoder-only models have a tree here"),
     "add_cross_attention": ((False, None), "cross-attention has no component here"),
-    "per_layer_config": ((None,), "per-layer configs are not read yet"),
+    "per_layer_config": ((None,), "transformers' class of this family fails where layers differ in it"),
     "is_causal": ((True,), "attention to tokens that come later has no component here"),
     "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
 }

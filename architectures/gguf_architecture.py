@@ -22,7 +22,7 @@ from .rope import USUAL_ROTARY, RotaryKind, write_rotary
 
 Made = Callable[[Facts], Any]  # what makes a field of config.json of a file, where no key says it
 
-Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
+_Told = Callable[[Mapping[str, Any]], Value | None]  # what makes a key's value of a config.json
 
 ALWAYS_FP32 = (".bias", "position_embd.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "_norm.weight")
 """How the names of matrices end that llama.cpp's converter writes as fp32, as everything of one dimension."""
@@ -35,6 +35,7 @@ _ROPE_BUFFERS = (
 )
 
 WINDOW, PATTERN, WIDTH = "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length"
+LOCAL_BASE = "rope.freq_base_swa"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class GgufArchitecture:
     told: keys that a file has if it is of this family, and where it states a whole number of `always`, that one; such
         rows stand before the others of their name.
     rotary: how the family's config.json says positions; None where none turn. by_kind: whether layers with a window
-        turn by other numbers, as `rope_parameters` says. divisors: the scalings of which llama.cpp reads a tensor.
-    windows: of the number of layers, that one of so many has no window, 0 where none has one; None where the family has
-        no such layers. unwindowed: whether a file may be without any window.
+        turn by other numbers, as `rope_parameters` says: unscaled, and where `absent` has a base for them by that key.
+        divisors: the scalings of which llama.cpp reads a tensor.
+    windows: of the number of layers, that one of so many has no window, 0 where none has one, None where a file has to
+        say it of each; None for a family without such layers. unwindowed: whether a file may be without any window.
+    numbers: keys that have no prefix and hold a number of each layer; each is a tensor to a tree, of the key's name and
+        the layer's.
     tied: whether the head is the token table, None where either may be.
     square: llama.cpp wants its queries as wide as the model. latent: the widths of heads are in fields of their own,
         and YaRN's factor of scores is in a key.
@@ -66,15 +70,16 @@ class GgufArchitecture:
     fields: Mapping[str, str]
     family: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    always: Mapping[str, Value | Told] = field(default_factory=dict)
+    always: Mapping[str, Value | _Told] = field(default_factory=dict)
     assumed: Mapping[str, Any | Made] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     rotary: RotaryKind | None = USUAL_ROTARY
     by_kind: bool = False
     divisors: tuple[str, ...] = ()
-    windows: Callable[[int], int] | None = None
+    windows: Callable[[int], int | None] | None = None
     unwindowed: bool = False
+    numbers: tuple[str, ...] = ()
     tied: bool | None = None
     square: bool = False
     latent: bool = False
@@ -128,7 +133,7 @@ class GgufArchitecture:
         """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
             raise facts.fail("expert_count", facts.raw("expert_count"), "none: this family has no mixtures of experts")
-        width = None if self.latent else facts.head_dim(only=WIDTH not in self.fields)
+        width = None if self.latent else facts.head_dim(only=WIDTH not in {**self.fields, **self.always})
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
         found: dict[str, Any] = {"vocab_size": facts.vocab_size}
         found["tie_word_embeddings"] = facts.tied if self.tied is None else self.tied
@@ -146,20 +151,23 @@ class GgufArchitecture:
             _put(found, name, value(facts) if callable(value) else value)
         for key, value in self.always.items():
             wanted, stated = value(found) if callable(value) else value, facts.raw(key)
+            if isinstance(wanted, list) and type(stated) in (bool, int):  # one value for all layers
+                stated = [stated] * len(wanted)
             if stated is not None and not (stated == wanted or is_close(stated, wanted)):
                 raise facts.fail(key, stated, shown(wanted))
         return found
 
-    def _read_windows(self, facts: Facts, every: int) -> dict[str, Any]:
+    def _read_windows(self, facts: Facts, every: int | None) -> dict[str, Any]:
         """Each layer's, by the pattern that a file states or llama.cpp assumes."""
         layers, pattern = facts.layers, facts.raw(PATTERN)
-        width = facts.value(WINDOW, *((None,) if self.unwindowed or not every else ()))
-        if not every or width is None:
-            return {"layer_types": ["full_attention"] * layers, **({} if every else {"sliding_window": None})}
+        width = facts.value(WINDOW, *((None,) if self.unwindowed or every == 0 else ()))
+        if every == 0 or width is None:
+            return {"layer_types": ["full_attention"] * layers, **({"sliding_window": None} if every == 0 else {})}
         sliding = [pattern] * layers if isinstance(pattern, bool) else pattern
-        if not isinstance(sliding, list):
+        if not isinstance(sliding, list) and every is not None:
             every = facts.integer(PATTERN, every)
             sliding = [(layer + 1) % every != 0 for layer in range(layers)]
+        sliding = sliding if isinstance(sliding, list) else []
         if len(sliding) != layers or any(type(each) is not bool for each in sliding):
             raise facts.fail(PATTERN, pattern, f"{layers} booleans, or how many layers there are to one without it")
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
@@ -174,7 +182,7 @@ class GgufArchitecture:
         base = facts.number("rope.freq_base", 10_000.0)
         scaling = read_scaling(facts, dim, base, self.divisors, latent=self.latent)
         if self.by_kind:
-            local = facts.number("rope.freq_base_swa", self.absent.get("rope.freq_base_swa", base))
+            local = facts.number(LOCAL_BASE, self.absent[LOCAL_BASE]) if LOCAL_BASE in self.absent else base
             kinds = {"full_attention": {"rope_theta": base, **(scaling or {"rope_type": "default"})}}
             return {"rope_parameters": {**kinds, "sliding_attention": {"rope_theta": local, "rope_type": "default"}}}
         found = write_rotary(Rotary(dim=dim, base=base), width or dim, self.rotary)
@@ -196,23 +204,23 @@ class GgufArchitecture:
         if self.windows is not None:
             found |= self._write_windows(config, self.windows(len(spec.blocks)))
         if self.rotary is not None:
-            full, local = turned(spec)
+            full, local = _turned(spec)
             found |= write_rope(full, config.get("rope_scaling") if self.latent else None) if full is not None else {}
-            if self.by_kind and local is not None:
-                found["rope.freq_base_swa"] = local.base
+            if LOCAL_BASE in self.absent and local is not None:
+                found[LOCAL_BASE] = local.base
         return {f"{self.name}.{key}": value for key, value in found.items() if value is not None}
 
-    def _write_windows(self, config: Mapping[str, Any], every: int) -> dict[str, Value | None]:
+    def _write_windows(self, config: Mapping[str, Any], every: int | None) -> dict[str, Value | None]:
         """The window, and which layers have one where that is not what llama.cpp assumes."""
         sliding = [each == "sliding_attention" for each in config["layer_types"]]
-        if not every or (self.unwindowed and not any(sliding)):
+        if every == 0 or (self.unwindowed and not any(sliding)):
             return {}
-        usual = sliding == [(layer + 1) % every != 0 for layer in range(len(sliding))]
+        usual = every is not None and sliding == [(layer + 1) % every != 0 for layer in range(len(sliding))]
         return {WINDOW: config["sliding_window"], PATTERN: None if usual else sliding}
 
     def extras(self, spec: ModelSpec) -> dict[str, tuple[float, ...]]:
         """The tensors that stand for numbers of a tree."""
-        return {} if self.rotary is None else rope_tensors(turned(spec)[0], self.divisors)
+        return {} if self.rotary is None else rope_tensors(_turned(spec)[0], self.divisors)
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree of a file that this one was written to; what GGUF says in another way, or rounds to fp32, to the
@@ -247,7 +255,9 @@ def _get(config: Mapping[str, Any], name: str) -> Any:
 def _put(config: dict[str, Any], name: str, value: Any) -> None:
     """Say it there."""
     outer, _, inner = name.rpartition(".")
-    (config.setdefault(outer, {}) if outer else config)[inner] = value
+    if outer:
+        config[outer] = config.get(outer) or {}
+    (config[outer] if outer else config)[inner] = value
 
 
 def _one_eps(spec: ModelSpec) -> ModelSpec:
@@ -267,7 +277,7 @@ def shifted(spec: ModelSpec) -> set[str]:
     return {f"{path}.weight" for path, node in nodes if isinstance(node, Norm) and node.gain == "1 + weight"}
 
 
-def turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
+def _turned(spec: ModelSpec) -> tuple[Rotary | None, Rotary | None]:
     """The rotary positions of layers that see all tokens, or of any where these have none, and of those in windows."""
     found: dict[bool, Rotary] = {}
     for block in spec.blocks:
@@ -295,7 +305,8 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
     for block in spec.blocks:
         attention = block.attention
         # A window that reaches over the whole context hides nothing.
-        window = None if attention.window is not None and attention.window >= context else attention.window
+        idle = attention.window is not None and attention.window >= context and not getattr(attention, "chunked", False)
+        window = None if idle else attention.window
         attention = msgspec.structs.replace(attention, window=window, position=refitted(attention.position))
         blocks.append(block.replaced(attention=attention))
     return msgspec.structs.replace(spec, blocks=tuple(blocks), context_length=context)

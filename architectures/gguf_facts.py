@@ -10,8 +10,8 @@ from ..errors import ConfigError
 from .config import MAX_LAYERS, shown
 from .layout import Shape
 
-Value = str | int | float | bool | list[bool]
-DRAFTS = "nextn_predict_layers"
+Value = str | int | float | bool | list[bool] | list[int]
+_DRAFTS = "nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Facts:
         """block_count, less those that draft tokens: no more layers than there are tensors."""
         count, drafts = self.integer("block_count", most=min(MAX_LAYERS, max(1, len(self.shapes)))), self.drafts
         if drafts >= count:
-            raise self.fail(DRAFTS, drafts, f"fewer than block_count ({count})")
+            raise self.fail(_DRAFTS, drafts, f"fewer than block_count ({count})")
         return count - drafts
 
     @property
     def drafts(self) -> int:
         """How many layers behind the last draft tokens."""
-        return 0 if self.raw(DRAFTS) in (None, 0) else self.integer(DRAFTS)
+        return 0 if self.raw(_DRAFTS) in (None, 0) else self.integer(_DRAFTS)
 
     @property
     def vocab_size(self) -> int:

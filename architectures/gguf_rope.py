@@ -15,11 +15,12 @@ import msgspec
 from ..components import Llama3Scaling, Rotary
 from ..errors import ConfigError
 from .gguf_facts import Facts, Value, fp32, shortest
-from .rope import write_rotary
+from .rope import PART, write_rotary
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-_FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_FREQS, LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _MAX_PAIRS = 2**16
+_STILL = 1e30  # the divisor of a pair that does not turn
 
 
 def read_scaling(
@@ -35,19 +36,21 @@ def read_scaling(
     original = facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
-    for name, scaling in ((LONG, "longrope"), (SHORT, "longrope"), (_FREQS, "llama3")):
-        if name in facts.shapes and scaling not in divisors:
+    for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
+        if name in facts.shapes and not {*scalings} & {*divisors}:
             raise ConfigError(f"GGUF: llama.cpp reads no {name} of {facts.name}")
-    if LONG in facts.shapes or SHORT in facts.shapes:
+    if LONG in facts.shapes or _SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
             "long_factor": _values(facts, LONG, dim),
-            "short_factor": _values(facts, SHORT, dim),
+            "short_factor": _values(facts, _SHORT, dim),
             "original_max_position_embeddings": original,
             "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
         }
     if kind == "longrope":
         raise ConfigError(f"GGUF: rope.scaling.type is longrope, and there is no {LONG}")
+    if "proportional" in divisors:
+        return _read_proportional(_values(facts, _FREQS, dim))
     if _FREQS in facts.shapes:
         found = _values(facts, _FREQS, dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
@@ -59,6 +62,19 @@ def read_scaling(
     if kind == "none" or factor == 1.0:
         return None
     return {"rope_type": "linear", "factor": factor}
+
+
+def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
+    """Of positions some pairs of which never turn: their divisors are as good as infinite."""
+    turning = [value for value in divisors if value < _STILL / 10]
+    if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
+        raise ConfigError(f"GGUF: {_FREQS} has other divisors than one for the first pairs and {_STILL:g} for the rest")
+    if turning == divisors and turning[:1] == [1]:
+        return None
+    # The half is for the floor that transformers takes.
+    part = (len(turning) + 0.5) / len(divisors) if len(turning) < len(divisors) else 1.0
+    factor = {"factor": turning[0]} if turning else {}
+    return {"rope_type": "proportional", PART: part, **factor}
 
 
 def _scaled_scores(facts: Facts) -> dict[str, float]:
@@ -79,6 +95,9 @@ def _read_yarn(facts: Facts, factor: float, original: int) -> dict[str, Any]:
         "beta_fast": facts.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": facts.number("rope.scaling.yarn_beta_slow", 1.0),
     }
+    if facts.raw(_LOG_MULTIPLIER) is not None:  # DeepSeek's mscale_all_dim, its mscale taken as 1
+        ratio = _yarn_mscale(factor) / (1 + (_yarn_mscale(factor) - 1) * facts.number(_LOG_MULTIPLIER))
+        return {**found, "attention_factor": facts.number("rope.scaling.attn_factor", 1.0) * ratio}
     # convert_hf_to_gguf.py writes transformers' attention_factor, the whole of it, under a key that llama.cpp does not
     # read for these architectures; what it reads is a further factor.
     if facts.raw("rope.scaling.yarn_attn_factor") is not None:
@@ -130,11 +149,15 @@ def _said(position: Any) -> dict[str, Any]:
 def rope_tensors(position: Any, divisors: Collection[str] = ("llama3", "longrope")) -> dict[str, tuple[float, ...]]:
     """The tensors that positions need beside their metadata, their values in fp64; see `read_scaling`."""
     said = _said(position)
+    if "proportional" in divisors and position is not None:
+        pairs = position.dim // 2
+        turning = position.scaling.turning if said.get("rope_type") == "proportional" else pairs
+        return {_FREQS: (float(said.get("factor", 1.0)),) * turning + (_STILL,) * (pairs - turning)}
     if said.get("rope_type") not in divisors:
         return {}
     if said["rope_type"] == "llama3":
         return {_FREQS: tuple(llama3_divisors(position.scaling, position.base, position.dim // 2))}
-    return {LONG: tuple(said["long_factor"]), SHORT: tuple(said["short_factor"])}
+    return {LONG: tuple(said["long_factor"]), _SHORT: tuple(said["short_factor"])}
 
 
 def _yarn_mscale(factor: float) -> float:

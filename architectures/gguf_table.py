@@ -10,17 +10,17 @@ from typing import Any
 
 from .base import Leaf, qkv
 from .families.falcon import other_norms, two_parallel_norms
-from .gguf_architecture import WIDTH, GgufArchitecture, Made
+from .gguf_architecture import LOCAL_BASE, PATTERN, WIDTH, WINDOW, GgufArchitecture, Made
 from .gguf_facts import Facts
 from .latent import DOWN, UP
 from .layout import Layout
 from .rope import ORIGINAL, PART, RotaryKind
 
-B, T = "blocks.{layer}.", "blk.{layer}."
+_B, _T = "blocks.{layer}.", "blk.{layer}."
 
 # --- tensors ---
 
-NAMES = {
+_NAMES = {
     "attn_norm": "attention_norm",
     "attn_q": "attention.q_proj",
     "attn_k": "attention.k_proj",
@@ -34,7 +34,9 @@ NAMES = {
     "attn_q_b": "attention.q_up_proj",
     "attn_kv_a_norm": "attention.kv_norm",
     "post_attention_norm": "attention_output_norm",
+    "attn_sub_norm": "attention.mixed_norm",
     "ffn_norm": "feed_forward_norm",
+    "ffn_sub_norm": "feed_forward.inner_norm",
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
@@ -48,21 +50,21 @@ NAMES = {
 """llama.cpp's modules of a layer -> ours."""
 
 
-def of(modules: str, biased: str = "", **other: str) -> tuple[Leaf, ...]:
+def _of(modules: str, biased: str = "", **other: str) -> tuple[Leaf, ...]:
     """The tensors of modules that lie as ours do, and the biases of those that llama.cpp reads any of; `other` are
     modules that are something else here than in `NAMES`.
     """
-    names = {each: other.get(each, NAMES[each]) for each in modules.split()}
+    names = {each: other.get(each, _NAMES[each]) for each in modules.split()}
     biases = modules.split() if biased == "all" else biased.split()
     return tuple(
-        Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}")
+        Leaf(f"{_T}{there}.{suffix}", f"{_B}{here}.{suffix}")
         for there, here in names.items()
         for suffix in ("weight", "bias")
         if suffix == "weight" or there in biases
     )
 
 
-def ends(*modules: str) -> tuple[Leaf, ...]:
+def _ends(*modules: str) -> tuple[Leaf, ...]:
     """The token table, the last norm and the head, and the biases of `modules` among them."""
     names = {"token_embd": "embedding", "output_norm": "final_norm", "output": "head"}
     return tuple(
@@ -73,65 +75,87 @@ def ends(*modules: str) -> tuple[Leaf, ...]:
     )
 
 
-QKV, GATED, PLAIN, NORMS = "attn_q attn_k attn_v", "ffn_gate ffn_up ffn_down", "ffn_up ffn_down", "attn_norm ffn_norm"
-HEADS, POST = "attn_q_norm attn_k_norm", "post_attention_norm post_ffw_norm"
-SHARED = of("ffn_gate_shexp ffn_up_shexp ffn_down_shexp")
+_QKV, _GATED, _PLAIN, _NORMS = (
+    "attn_q attn_k attn_v",
+    "ffn_gate ffn_up ffn_down",
+    "ffn_up ffn_down",
+    "attn_norm ffn_norm",
+)
+_HEADS, _POST = "attn_q_norm attn_k_norm", "post_attention_norm post_ffw_norm"
+_SHARED = _of("ffn_gate_shexp ffn_up_shexp ffn_down_shexp")
 
 # llama.cpp rotates neighbouring rows of some models, transformers row i with row i + half.
-PERMUTED = tuple(
+_PERMUTED = tuple(
     Leaf(
-        f"{T}attn_{x}.{suffix}",
-        f"{B}attention.{x}_proj.{suffix}",
+        f"{_T}attn_{x}.{suffix}",
+        f"{_B}attention.{x}_proj.{suffix}",
         Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
     )
     for x, heads in (("q", "heads"), ("k", "kv_heads"))
     for suffix, rest in (("weight", " hidden"), ("bias", ""))
 )
 # All queries, then all keys, then all values, whatever the family's own order.
-FUSED = tuple(
-    Leaf(f"{T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
+_FUSED = tuple(
+    Leaf(f"{_T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
     for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
 )
-GATE_UP = Leaf(
-    T + "ffn_up.weight",
-    (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
+_GATE_UP = Leaf(
+    _T + "ffn_up.weight",
+    (_B + "feed_forward.gate_proj.weight", _B + "feed_forward.up_proj.weight"),
     Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
 )
 # A norm of every head's own: one tensor, of two dimensions.
 _BY_HEAD = tuple(
-    Leaf(f"{T}attn_{x}_norm.weight", f"{B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
+    Leaf(f"{_T}attn_{x}_norm.weight", f"{_B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
     for x, n in (("q", "heads"), ("k", "kv_heads"))
 )
 
 
-def stacked(suffix: str) -> tuple[Leaf, ...]:
+def _stacked(suffix: str) -> tuple[Leaf, ...]:
     """The weights or biases of all experts, one tensor for each of their three."""
     shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
     return tuple(
         Leaf(
-            f"{T}ffn_{name}_exps.{suffix}",
-            f"{B}feed_forward.experts.{{expert}}.{name}_proj.{suffix}",
+            f"{_T}ffn_{name}_exps.{suffix}",
+            f"{_B}feed_forward.experts.{{expert}}.{name}_proj.{suffix}",
             Layout(f"experts {shape if suffix == 'weight' else shape.split()[0]}", each="experts"),
         )
         for name, shape in shapes.items()
     )
 
 
-MIXTURE = (*of("ffn_gate_inp"), *stacked("weight"))
-_CHOICE = Leaf(T + "exp_probs_b.bias", B + "feed_forward.choice.bias")
-LATENT = (
-    *of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
-    Leaf(T + "attn_kv_a_mqa.weight", (B + "attention.kv_down_proj.weight", B + "attention.k_rope_proj.weight"), DOWN),
-    *of("attn_kv_a_norm attn_output"),
+def _fused(mixture: str) -> tuple[Leaf, ...]:
+    """The weights of all experts of a mixture, one tensor for what reads them and one for what they write."""
+    name = f"{_B}{mixture}.experts.{{expert}}."
+    names = (f"{name}gate_proj.weight", f"{name}up_proj.weight")
+    pattern = "experts (part intermediate) hidden"
+    return (
+        Leaf(_T + "ffn_gate_up_exps.weight", names, Layout(pattern, split="part", parts=("1", "1"), each="experts")),
+        Leaf(
+            _T + "ffn_down_exps.weight",
+            f"{name}down_proj.weight",
+            Layout("experts hidden intermediate", each="experts"),
+        ),
+    )
+
+
+_MIXTURE = (*_of("ffn_gate_inp"), *_stacked("weight"))
+_CHOICE = Leaf(_T + "exp_probs_b.bias", _B + "feed_forward.choice.bias")
+_LATENT = (
+    *_of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
+    Leaf(
+        _T + "attn_kv_a_mqa.weight", (_B + "attention.kv_down_proj.weight", _B + "attention.k_rope_proj.weight"), DOWN
+    ),
+    *_of("attn_kv_a_norm attn_output"),
 )
-KEYS, VALUES = B + "attention.k_up_proj.weight", B + "attention.v_up_proj.weight"
+_KEYS, _VALUES = _B + "attention.k_up_proj.weight", _B + "attention.v_up_proj.weight"
 # Keys are turned, so that queries can be multiplied by them.
 _ABSORBED = (
-    Leaf(T + "attn_k_b.weight", KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
-    Leaf(T + "attn_v_b.weight", VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
+    Leaf(_T + "attn_k_b.weight", _KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
+    Leaf(_T + "attn_v_b.weight", _VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
 )
 _FALCON_NORMS = tuple(
-    Leaf(f"{T}{there}.{suffix}", f"{B}{here}.{suffix}", when=when)
+    Leaf(f"{_T}{there}.{suffix}", f"{_B}{here}.{suffix}", when=when)
     for there, here, when in (
         ("attn_norm", "attention_norm", other_norms),
         ("attn_norm", "feed_forward_norm", two_parallel_norms),
@@ -139,18 +163,18 @@ _FALCON_NORMS = tuple(
     )
     for suffix in ("weight", "bias")
 )
-POSITIONS = Leaf("position_embd.weight", "positions.weight")
+_POSITIONS = Leaf("position_embd.weight", "positions.weight")
 
-PRE = of(f"{NORMS} attn_v attn_output {GATED}", "attn_v")
-LLAMA = (*ends(), *PRE, *PERMUTED)
-_ADJACENT = (*ends(), *of(f"{NORMS} {QKV} attn_output {GATED}"))
-_ALONE = (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV))
-_NORMED = ends("output_norm")
-_LATENT_BLOCK = (*ends(), *of(f"{NORMS} {GATED}"), *LATENT)
+_PRE = _of(f"{_NORMS} attn_v attn_output {_GATED}", "attn_v")
+_LLAMA = (*_ends(), *_PRE, *_PERMUTED)
+_ADJACENT = (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"))
+_ALONE = (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output", _QKV))
+_NORMED = _ends("output_norm")
+_LATENT_BLOCK = (*_ends(), *_of(f"{_NORMS} {_GATED}"), *_LATENT)
 
 # --- metadata ---
 
-SIZES = {
+_SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -158,17 +182,17 @@ SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _GIVEN = {WIDTH: "head_dim"}
-USUAL = {**SIZES, **RMS, **_GIVEN}
+_USUAL = {**_SIZES, **_RMS, **_GIVEN}
 
 
-def layer_norm(name: str) -> dict[str, str]:
+def _layer_norm(name: str) -> dict[str, str]:
     """The key of layer norms' eps."""
     return {"attention.layer_norm_epsilon": name}
 
 
-def experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", width: str = "") -> dict[str, str]:
+def _experts(count: str = "num_experts", chosen: str = "num_experts_per_tok", width: str = "") -> dict[str, str]:
     """The keys of a mixture's numbers, and of its experts' width where that is not a dense layer's."""
     found = {"expert_count": count, "expert_used_count": chosen}
     return {**found, "expert_feed_forward_length": width} if width else found
@@ -179,8 +203,8 @@ def _layers_without(step: int) -> Made:
     return lambda facts: [int((layer + 1) % step != 0) for layer in range(facts.layers)]
 
 
-def every(number: int) -> Any:
-    """That one layer of so many has no window, whatever the number of layers."""
+def _every(number: int | None) -> Any:
+    """That one layer of so many has no window, whatever the number of layers; None: files have to say which."""
     return lambda _: number
 
 
@@ -194,9 +218,24 @@ def _field_of(name: str, factor: str = "") -> Any:
     return made
 
 
-def whole(key: str, *default: Any) -> Made:
+def _whole(key: str, *default: Any) -> Made:
     """What makes a field of a file: a key's value."""
     return lambda facts: facts.value(key, *default)
+
+
+def _dense_first(facts: Facts) -> list[str]:
+    """Which layers have a mixture: those behind so many."""
+    first = facts.value("leading_dense_block_count", 0)
+    return ["dense" if layer < first else "sparse" for layer in range(facts.layers)]
+
+
+def _bases(facts: Facts) -> list[float]:
+    """The base of each layer's positions, 0 where a file says that it has none."""
+    base, pattern = facts.number("rope.freq_base", 10_000.0), facts.raw("attention.rope_pattern")
+    turned = [pattern is not False] * facts.layers if pattern is None or isinstance(pattern, bool) else pattern
+    if not isinstance(turned, list) or len(turned) != facts.layers:
+        raise facts.fail("attention.rope_pattern", pattern, f"{facts.layers} booleans")
+    return [base if each else 0 for each in turned]
 
 
 def _grouped(facts: Facts) -> bool:
@@ -225,8 +264,8 @@ def _is_lite(facts: Facts) -> bool:
 
 
 _LATENT_FIELDS = {
-    **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
-    **RMS,
+    **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
+    **_RMS,
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
 }
@@ -234,19 +273,19 @@ _DEEPSEEK_FIELDS = {
     **_LATENT_FIELDS,
     "attention.value_length_mla": "v_head_dim",
     "leading_dense_block_count": "first_k_dense_replace",
-    **experts("n_routed_experts"),
+    **_experts("n_routed_experts"),
     "expert_weights_scale": "routed_scaling_factor",
 }
-DEEPSEEK: dict[str, Any] = {
+_DEEPSEEK: dict[str, Any] = {
     "latent": True,
     "absent": {"expert_count": None, "expert_used_count": None, "expert_weights_scale": 1.0},
     "assumed": {
-        "num_key_value_heads": whole("attention.head_count"),
+        "num_key_value_heads": _whole("attention.head_count"),
         "qk_nope_head_dim": lambda facts: (
             facts.integer("attention.key_length_mla") - facts.integer("rope.dimension_count")
         ),
         "q_lora_rank": lambda facts: None if _is_lite(facts) else facts.value("attention.q_lora_rank", 0) or None,
-        "moe_intermediate_size": whole("expert_feed_forward_length"),
+        "moe_intermediate_size": _whole("expert_feed_forward_length"),
         "n_shared_experts": lambda facts: facts.value("expert_shared_count", 0) or 1,
     },
     "always": {
@@ -261,15 +300,29 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 _GRANITE_FIELDS = {
-    **USUAL,
+    **_USUAL,
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-GRANITE: dict[str, Any] = {"divisors": ("llama3", "longrope")}
-_GEMMA_LEAVES = (*ends()[:2], *of(f"{NORMS} {QKV} attn_output {GATED}"))
-SANDWICH = of(f"{NORMS} {POST} {QKV} attn_output {GATED}")
+_GRANITE: dict[str, Any] = {"divisors": ("llama3", "longrope")}
+_GRANITE_SWA: dict[str, Any] = {
+    **_GRANITE,
+    "always": {"attention.rope_pattern": lambda config: [base > 0 for base in config["layer_rope_theta"]]},
+    "assumed": {"layer_rope_theta": _bases},
+    "windows": _every(None),
+}
+_SINKS = (Leaf(_T + "attn_sinks.weight", _B + "attention.sinks"),)
+_SWIGLU = Leaf(
+    _T + "ffn_up_shexp.weight",
+    (_B + "feed_forward.shared.gate_proj.weight", _B + "feed_forward.shared.up_proj.weight"),
+    Layout("(part shared) hidden", split="part", parts=("1", "1")),
+)
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps"))
+_SCALING, _GROWTH = "rope_scaling", "attention.temperature_scale"
+_GEMMA_LEAVES = (*_ends()[:2], *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"))
+_SANDWICH = _of(f"{_NORMS} {_POST} {_QKV} attn_output {_GATED}")
 _PARTIAL = RotaryKind(part=PART)
 _SCALED_EXPERTS = {
     "expert_weights_scale": "routed_scaling_factor",
@@ -278,20 +331,111 @@ _SCALED_EXPERTS = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 
-_GPT2_LEAVES = (*_NORMED, POSITIONS, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all"))
+_DENSE, _BESIDE = "feed_forward.dense", "feed_forward.mixture"
+_GEMMA4_LEAVES = (
+    *_ends(),
+    Leaf("per_layer_token_embd.weight", "layer_inputs.table.weight"),
+    Leaf("per_layer_model_proj.weight", "layer_inputs.projection.weight"),
+    Leaf("per_layer_proj_norm.weight", "layer_inputs.norm.weight"),
+    *_SANDWICH,
+    *_of(_HEADS),
+    Leaf(_T + "layer_output_scale.weight", _B + "scale.weight"),
+    *(
+        Leaf(f"{_T}{there}.weight", f"{_B}{here}.weight")
+        for there, here in {
+            "inp_gate": "layer_input.gate_proj",
+            "proj": "layer_input.down_proj",
+            "post_norm": "layer_input_output_norm",
+            "pre_ffw_norm_2": f"{_BESIDE}.expert_norm",
+            "post_ffw_norm_1": "feed_forward.dense_output_norm",
+            "post_ffw_norm_2": "feed_forward.mixture_output_norm",
+        }.items()
+    ),
+    *_of(
+        f"ffn_norm {_GATED} ffn_gate_inp",
+        ffn_norm="feed_forward.dense_norm",
+        ffn_gate_inp=f"{_BESIDE}.router",
+        **{f"ffn_{name}": f"{_DENSE}.{name}_proj" for name in ("gate", "up", "down")},
+    ),
+    Leaf(_T + "ffn_gate_inp.scale", f"{_B}{_BESIDE}.router_norm.weight"),
+    Leaf(_T + "ffn_down_exps.scale", f"{_B}{_BESIDE}.expert_scale.weight"),
+    *_fused(_BESIDE),
+)
+
+
+def _sliding(facts: Facts) -> list[bool]:
+    """Which of Gemma 4's layers have a window; the others have heads of another width."""
+    pattern = facts.raw(PATTERN)
+    found = [pattern] * facts.layers if isinstance(pattern, bool) else pattern
+    if not isinstance(found, list) or len(found) != facts.layers or found[-1]:
+        raise facts.fail(PATTERN, pattern, f"{facts.layers} booleans, the last one false")
+    return found
+
+
+def _of_kind(facts: Facts, key: str, *, local: bool) -> int:
+    """A key's value, or that of its first layer with a window or without one."""
+    value = facts.raw(key)
+    if isinstance(value, list) and len(value) == facts.layers:
+        value = next(
+            (each for each, windowed in zip(value, _sliding(facts), strict=True) if windowed == local), value[0]
+        )
+    if type(value) is not int or not 0 < value < 2**31:
+        raise facts.fail(key, value, "a positive integer, or one for each layer")
+    return value
+
+
+def _heads_by_layer(facts: Facts) -> dict[str, dict[str, int]]:
+    """Gemma 4's `per_layer_config`: the heads of layers without a window."""
+    kv_heads = _of_kind(facts, "attention.head_count_kv", local=False)
+    own = {"head_dim": facts.integer(WIDTH), "num_key_value_heads": kv_heads}
+    return {str(layer): own for layer, windowed in enumerate(_sliding(facts)) if not windowed}
+
+
+def _shared_layers(facts: Facts) -> int:
+    """Gemma 4's `num_kv_shared_layers`, which in llama.cpp take the keys of the last layer before them, those with a
+    window of the last but one.
+    """
+    key, windowed = "attention.shared_kv_layers", _sliding(facts)
+    shared = facts.value(key, 0) and facts.integer(key)
+    if shared and windowed[: facts.layers - shared][-2:] != [True, False]:
+        raise facts.fail(key, shared, "0, or layers behind one with a window and one without")
+    return shared
+
+
+def _kv_heads(config: Mapping[str, Any]) -> list[int]:
+    """Each layer's, of Gemma 4's config.json."""
+    usual, by_layer = config["num_key_value_heads"], config.get("per_layer_config", {})
+    full = config["num_global_key_value_heads"] or usual
+    kinds = [full if kind == "full_attention" else usual for kind in config["layer_types"]]
+    return [by_layer.get(str(layer), {}).get("num_key_value_heads", each) for layer, each in enumerate(kinds)]
+
+
+def _widths(config: Mapping[str, Any]) -> list[int]:
+    """Each layer's feed-forward, of Gemma 4's config.json."""
+    width, shared = config["intermediate_size"], config["num_kv_shared_layers"]
+    wide = 2 * width if config["use_double_wide_mlp"] else width
+    return [width] * (config["num_hidden_layers"] - shared) + [wide] * shared
+
+
+def _every_so_many(config: Mapping[str, Any]) -> int:
+    """One of so many of Llama 4's layers has a mixture."""
+    return config["moe_layers"][0] + 1 if config["moe_layers"] else 0
+
+
+_GPT2_LEAVES = (*_NORMED, _POSITIONS, *_of(_NORMS, "all"), *_FUSED, *_of(f"attn_output {_PLAIN}", "all"))
 _GPT2_FIELDS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
     "feed_forward_length": "n_inner",
     "block_count": "n_layer",
     "attention.head_count": "n_head",
-    **layer_norm("layer_norm_epsilon"),
+    **_layer_norm("layer_norm_epsilon"),
 }
-ROWS = (
+_ROWS = (
     GgufArchitecture(
         "llama",
-        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE),
-        {**USUAL, **experts("num_local_experts")},
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE),
+        {**_USUAL, **_experts("num_local_experts")},
         "mixtral",
         told=("expert_count",),
         assumed={"sliding_window": None},
@@ -299,17 +443,17 @@ ROWS = (
     ),
     GgufArchitecture(
         "llama",
-        (*ends(), *of(f"{NORMS} {HEADS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED),
-        USUAL,
+        (*_ends(), *_of(f"{_NORMS} {_HEADS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED),
+        _USUAL,
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         divisors=("llama3", "longrope"),
-        also=("mistral", "internlm3"),
+        also=("mistral", "internlm3", "iquestcoder"),
     ),
-    GgufArchitecture("qwen2", (*_ALONE, *of(GATED)), USUAL, assumed={"use_sliding_window": False}, square=True),
+    GgufArchitecture("qwen2", (*_ALONE, *_of(_GATED)), _USUAL, assumed={"use_sliding_window": False}, square=True),
     GgufArchitecture(
         "qwen3",
-        (*_ALONE, *of(f"{HEADS} {GATED}")),
-        USUAL,
+        (*_ALONE, *_of(f"{_HEADS} {_GATED}")),
+        _USUAL,
         assumed={"use_sliding_window": False},
         biases={"attention_bias": "attn_q"},
     ),
@@ -328,34 +472,34 @@ ROWS = (
             *_NORMED,
             Leaf("token_embd_norm.weight", "embedding.norm.weight"),
             Leaf("token_embd_norm.bias", "embedding.norm.bias"),
-            *of(NORMS, "all"),
-            *FUSED,
-            *of(f"attn_output {PLAIN}", "all"),
+            *_of(_NORMS, "all"),
+            *_FUSED,
+            *_of(f"attn_output {_PLAIN}", "all"),
         ),
         {
             "embedding_length": "hidden_size",
             "block_count": "n_layer",
             "attention.head_count": "n_head",
-            **layer_norm("layer_norm_epsilon"),
+            **_layer_norm("layer_norm_epsilon"),
         },
         always={
             "context_length": lambda config: config.get("seq_length") or config["hidden_size"],
             "feed_forward_length": lambda config: 4 * config["hidden_size"],
             "attention.head_count_kv": _field_of("n_head"),
         },
-        assumed={"seq_length": whole("context_length")},
+        assumed={"seq_length": _whole("context_length")},
         rotary=None,
         square=True,
     ),
     GgufArchitecture(
         "falcon",
         # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
-        (*_NORMED, *_FALCON_NORMS, FUSED[0], *of(f"attn_output {PLAIN}")),
+        (*_NORMED, *_FALCON_NORMS, _FUSED[0], *_of(f"attn_output {_PLAIN}")),
         {
-            **{key: name for key, name in SIZES.items() if not key.endswith(("kv", "forward_length"))},
+            **{key: name for key, name in _SIZES.items() if not key.endswith(("kv", "forward_length"))},
             "attention.head_count_kv": "num_kv_heads",
             "feed_forward_length": "ffn_hidden_size",
-            **layer_norm("layer_norm_epsilon"),
+            **_layer_norm("layer_norm_epsilon"),
         },
         always={"tensor_data_layout": "jploski"},
         assumed={
@@ -369,34 +513,34 @@ ROWS = (
         },
         square=True,
     ),
-    GgufArchitecture("gemma", _GEMMA_LEAVES, USUAL, tied=True),
+    GgufArchitecture("gemma", _GEMMA_LEAVES, _USUAL, tied=True),
     GgufArchitecture(
         "gemma2",
-        (*ends()[:2], *SANDWICH),
+        (*_ends()[:2], *_SANDWICH),
         {
-            **USUAL,
+            **_USUAL,
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
         assumed={"query_pre_attn_scalar": _query_scale(46)},
-        windows=every(2),
+        windows=_every(2),
         tied=True,
     ),
     GgufArchitecture(
         "gemma3",
-        (*ends(), *SANDWICH, *of(HEADS)),
-        {**USUAL, "final_logit_softcapping": "final_logit_softcapping"},
+        (*_ends(), *_SANDWICH, *_of(_HEADS)),
+        {**_USUAL, "final_logit_softcapping": "final_logit_softcapping"},
         "gemma3_text",
-        absent={"final_logit_softcapping": None, "rope.freq_base_swa": 10_000.0},
+        absent={"final_logit_softcapping": None, LOCAL_BASE: 10_000.0},
         assumed={"query_pre_attn_scalar": _query_scale(62)},
-        windows=every(6),
+        windows=_every(6),
         unwindowed=True,
         by_kind=True,
     ),
     GgufArchitecture(
         "phi3",
-        (*ends(), *of(f"{NORMS} attn_output"), FUSED[0], GATE_UP, *of("ffn_down")),
-        {**USUAL, "rope.scaling.original_context_length": ORIGINAL},
+        (*_ends(), *_of(f"{_NORMS} attn_output"), _FUSED[0], _GATE_UP, *_of("ffn_down")),
+        {**_USUAL, "rope.scaling.original_context_length": ORIGINAL},
         absent={"rope.scaling.original_context_length": None},
         assumed={"sliding_window": None},
         rotary=_PARTIAL,
@@ -405,18 +549,18 @@ ROWS = (
     ),
     GgufArchitecture(
         "qwen3moe",
-        (*_ALONE, *of(HEADS), *MIXTURE),
-        {**USUAL, **experts(width="moe_intermediate_size")},
+        (*_ALONE, *_of(_HEADS), *_MIXTURE),
+        {**_USUAL, **_experts(width="moe_intermediate_size")},
         "qwen3_moe",
         assumed={"norm_topk_prob": True, "use_sliding_window": False},
         biases={"attention_bias": "attn_q"},
     ),
     GgufArchitecture(
         "qwen2moe",
-        (*_ALONE, *MIXTURE, *of("ffn_gate_inp_shexp"), *SHARED),
+        (*_ALONE, *_MIXTURE, *_of("ffn_gate_inp_shexp"), *_SHARED),
         {
-            **USUAL,
-            **experts(width="moe_intermediate_size"),
+            **_USUAL,
+            **_experts(width="moe_intermediate_size"),
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
         "qwen2_moe",
@@ -427,10 +571,10 @@ ROWS = (
     ),
     GgufArchitecture(
         "gptneox",
-        (*_NORMED, *of(NORMS, "all"), *FUSED, *of(f"attn_output {PLAIN}", "all")),
+        (*_NORMED, *_of(_NORMS, "all"), *_FUSED, *_of(f"attn_output {_PLAIN}", "all")),
         {
-            **{key: name for key, name in SIZES.items() if key != "attention.head_count_kv"},
-            **layer_norm("layer_norm_eps"),
+            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
+            **_layer_norm("layer_norm_eps"),
             "use_parallel_residual": "use_parallel_residual",
         },
         "gpt_neox",
@@ -441,15 +585,15 @@ ROWS = (
     ),
     GgufArchitecture(
         "starcoder2",
-        (*_NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **_GIVEN, **layer_norm("norm_epsilon")},
+        (*_NORMED, *_of(f"{_NORMS} {_QKV} attn_output {_PLAIN}", "all")),
+        {**_SIZES, **_GIVEN, **_layer_norm("norm_epsilon")},
         assumed={"use_bias": True, "sliding_window": None},
         square=True,
     ),
     GgufArchitecture(
         "stablelm",
-        (*_NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {GATED}", QKV)),
-        {**SIZES, **layer_norm("layer_norm_eps")},
+        (*_NORMED, *_of(_NORMS, "all"), *_of(f"{_QKV} attn_output {_GATED}", _QKV)),
+        {**_SIZES, **_layer_norm("layer_norm_eps")},
         # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
         assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
         biases={"use_qkv_bias": "attn_q"},
@@ -459,30 +603,30 @@ ROWS = (
     ),
     GgufArchitecture(
         "olmo2",
-        (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")),
-        USUAL,
+        (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")),
+        _USUAL,
         "olmo3",
         told=("attention.sliding_window",),
-        windows=every(4),
+        windows=_every(4),
         by_kind=True,
         tied=False,
         square=True,
     ),
     GgufArchitecture(
-        "olmo2", (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")), USUAL, tied=False, square=True
+        "olmo2", (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")), _USUAL, tied=False, square=True
     ),
     GgufArchitecture(
         "olmo",
-        (ends()[0], ends()[2], *of(f"attn_v attn_output {GATED}"), *PERMUTED),
-        {**SIZES, **_GIVEN, "attention.clamp_kqv": "clip_qkv"},
+        (_ends()[0], _ends()[2], *_of(f"attn_v attn_output {_GATED}"), *_PERMUTED),
+        {**_SIZES, **_GIVEN, "attention.clamp_kqv": "clip_qkv"},
         always={"attention.layer_norm_epsilon": 1e-5},
         absent={"attention.clamp_kqv": None},
         square=True,
     ),
     GgufArchitecture(
         "phi2",
-        (*ends("output_norm", "output"), *of(f"attn_norm {QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **layer_norm("layer_norm_eps")},
+        (*_ends("output_norm", "output"), *_of(f"attn_norm {_QKV} attn_output {_PLAIN}", "all")),
+        {**_SIZES, **_layer_norm("layer_norm_eps")},
         "phi",
         rotary=_PARTIAL,
         tied=False,
@@ -490,8 +634,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "command-r",
-        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}"), *_BY_HEAD),
-        {**SIZES, **_GIVEN, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
+        (*_ends()[:2], *_of(f"attn_norm {_QKV} attn_output {_GATED}"), *_BY_HEAD),
+        {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
         "cohere",
         assumed={"use_qk_norm": lambda facts: facts.layers >= 64},
         tied=True,
@@ -499,69 +643,69 @@ ROWS = (
     ),
     GgufArchitecture(
         "cohere2",
-        (*ends()[:2], *of(f"attn_norm {QKV} attn_output {GATED}")),
-        {**SIZES, **layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
-        windows=every(4),
+        (*_ends()[:2], *_of(f"attn_norm {_QKV} attn_output {_GATED}")),
+        {**_SIZES, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
+        windows=_every(4),
         tied=True,
         square=True,
     ),
     GgufArchitecture(
         "granite",
-        (*ends(), *of(f"{NORMS} attn_v attn_output {GATED}", f"attn_v attn_output {GATED}"), *PERMUTED),
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED),
         _GRANITE_FIELDS,
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        **GRANITE,
+        **_GRANITE,
     ),
     GgufArchitecture(
         "granitemoe",
-        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE, *SHARED),
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE, *_SHARED),
         {
             **_GRANITE_FIELDS,
-            **experts("num_local_experts"),
+            **_experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
         "granitemoeshared",
         told=("expert_shared_feed_forward_length",),
         biases={"attention_bias": "attn_q"},
-        **GRANITE,
+        **_GRANITE,
     ),
     GgufArchitecture(
         "granitemoe",
-        (*ends(), *of(f"{NORMS} attn_v attn_output", "attn_v attn_output"), *PERMUTED, *MIXTURE),
-        {**_GRANITE_FIELDS, **experts("num_local_experts")},
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE),
+        {**_GRANITE_FIELDS, **_experts("num_local_experts")},
         biases={"attention_bias": "attn_q"},
-        **GRANITE,
+        **_GRANITE,
     ),
     GgufArchitecture(
         "gpt-oss",
         (
-            *ends(),
-            *of(f"attn_norm {QKV} attn_output", f"{QKV} attn_output"),
-            Leaf(T + "attn_sinks.weight", B + "attention.sinks"),
-            *of("post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *of("ffn_gate_inp", "all"),
-            *stacked("weight"),
-            *stacked("bias"),
+            *_ends(),
+            *_of(f"attn_norm {_QKV} attn_output", f"{_QKV} attn_output"),
+            *_SINKS,
+            *_of("post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *_of("ffn_gate_inp", "all"),
+            *_stacked("weight"),
+            *_stacked("bias"),
         ),
-        {**USUAL, **experts("num_local_experts")},
+        {**_USUAL, **_experts("num_local_experts")},
         "gpt_oss",
         always={"expert_feed_forward_length": _field_of("intermediate_size")},
-        absent={"feed_forward_length": whole("expert_feed_forward_length")},
+        absent={"feed_forward_length": _whole("expert_feed_forward_length")},
         rotary=RotaryKind(usual={}),
-        windows=every(2),
+        windows=_every(2),
         tied=False,
     ),
     GgufArchitecture(
         "deepseek2",
-        (*_LATENT_BLOCK, *_ABSORBED, *MIXTURE, *SHARED),
+        (*_LATENT_BLOCK, *_ABSORBED, *_MIXTURE, *_SHARED),
         _DEEPSEEK_FIELDS,
         "deepseek_v2",
         told=("expert_count",),
-        **{**DEEPSEEK, "always": {**DEEPSEEK["always"], "expert_gating_func": 1}},
+        **{**_DEEPSEEK, "always": {**_DEEPSEEK["always"], "expert_gating_func": 1}},
     ),
     GgufArchitecture(
         "deepseek2",
-        (*_LATENT_BLOCK, *_ABSORBED, *MIXTURE, _CHOICE, *SHARED),
+        (*_LATENT_BLOCK, *_ABSORBED, *_MIXTURE, _CHOICE, *_SHARED),
         {
             **_DEEPSEEK_FIELDS,
             "expert_group_count": "n_group",
@@ -571,19 +715,19 @@ ROWS = (
         "deepseek_v3",
         also=("glm4_moe_lite", "youtu"),
         **{
-            **DEEPSEEK,
+            **_DEEPSEEK,
             "absent": {
-                **DEEPSEEK["absent"],
+                **_DEEPSEEK["absent"],
                 "expert_group_count": 1,
                 "expert_group_used_count": 1,
                 "expert_weights_norm": False,
             },
-            "always": {**DEEPSEEK["always"], "expert_gating_func": 2},
+            "always": {**_DEEPSEEK["always"], "expert_gating_func": 2},
         },
     ),
     GgufArchitecture(
         "minicpm3",
-        (*_LATENT_BLOCK, Leaf(T + "attn_kv_b.weight", (KEYS, VALUES), UP)),
+        (*_LATENT_BLOCK, Leaf(_T + "attn_kv_b.weight", (_KEYS, _VALUES), UP)),
         {**_LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
         absent={
             "attention.value_length": lambda facts: (
@@ -595,7 +739,7 @@ ROWS = (
             "attention.key_length": lambda config: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
         },
         assumed={
-            "num_key_value_heads": whole("attention.head_count"),
+            "num_key_value_heads": _whole("attention.head_count"),
             "qk_nope_head_dim": lambda facts: facts.integer(WIDTH) - facts.integer("rope.dimension_count"),
             "scale_emb": 12.0,
             "scale_depth": 1.4,
@@ -606,8 +750,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "chatglm",
-        (*ends(), *of(f"{NORMS} {QKV} attn_output", QKV), GATE_UP, *of("ffn_down")),
-        USUAL,
+        (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output", _QKV), _GATE_UP, *_of("ffn_down")),
+        _USUAL,
         "glm",
         biases={"attention_bias": "attn_q"},
         rotary=_PARTIAL,
@@ -615,25 +759,25 @@ ROWS = (
     ),
     GgufArchitecture(
         "glm4",
-        (*ends(), *of(f"{NORMS} {POST} {QKV} attn_output", QKV), GATE_UP, *of("ffn_down")),
-        USUAL,
+        (*_ends(), *_of(f"{_NORMS} {_POST} {_QKV} attn_output", _QKV), _GATE_UP, *_of("ffn_down")),
+        _USUAL,
         biases={"attention_bias": "attn_q"},
         rotary=_PARTIAL,
     ),
     GgufArchitecture(
         "exaone4",
-        (*ends(), *of(f"{POST} {QKV} {HEADS} attn_output {GATED}")),
-        USUAL,
+        (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")),
+        _USUAL,
         windows=lambda layers: 4 if layers == 64 else 0,
         divisors=("llama3",),
         square=True,
     ),
     GgufArchitecture(
         "exaone-moe",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, _CHOICE, *SHARED),
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"), *_MIXTURE, _CHOICE, *_SHARED),
         {
-            **USUAL,
-            **experts(width="moe_intermediate_size"),
+            **_USUAL,
+            **_experts(width="moe_intermediate_size"),
             **{key: name for key, name in _SCALED_EXPERTS.items() if name != "first_k_dense_replace"},
             "expert_shared_count": "num_shared_experts",
             "expert_group_count": "n_group",
@@ -646,20 +790,15 @@ ROWS = (
             "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
             "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
         },
-        assumed={
-            "mlp_layer_types": lambda facts: [
-                "dense" if layer < facts.value("leading_dense_block_count", 0) else "sparse"
-                for layer in range(facts.layers)
-            ]
-        },
-        windows=every(4),
+        assumed={"mlp_layer_types": _dense_first},
+        windows=_every(4),
         divisors=("llama3",),
         tied=False,
     ),
     GgufArchitecture(
         "nemotron",
-        (*_NORMED, *of(NORMS, "all"), *of(f"{QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **_GIVEN, **layer_norm("norm_eps")},
+        (*_NORMED, *_of(_NORMS, "all"), *_of(f"{_QKV} attn_output {_PLAIN}", "all")),
+        {**_SIZES, **_GIVEN, **_layer_norm("norm_eps")},
         biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
         rotary=_PARTIAL,
         tied=False,
@@ -667,8 +806,8 @@ ROWS = (
     ),
     GgufArchitecture(
         "olmoe",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE),
-        {**USUAL, **experts()},
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE),
+        {**_USUAL, **_experts()},
         # llama.cpp wants as many heads of keys and values as of queries.
         always={"attention.head_count_kv": _field_of("num_attention_heads")},
         assumed={"norm_topk_prob": False, "clip_qkv": None},
@@ -677,19 +816,19 @@ ROWS = (
     ),
     GgufArchitecture(
         "smollm3",
-        (*ends(), *PRE, *PERMUTED),
-        USUAL,
+        (*_ends(), *_PRE, *_PERMUTED),
+        _USUAL,
         assumed={"no_rope_layers": _layers_without(4), "use_sliding_window": False},
     ),
     GgufArchitecture(
         "mpt",
-        (*ends(), *of(NORMS), FUSED[0], *of(f"attn_output {PLAIN}")),
+        (*_ends(), *_of(_NORMS), _FUSED[0], *_of(f"attn_output {_PLAIN}")),
         {
             "context_length": "max_seq_len",
             "embedding_length": "d_model",
             "block_count": "n_layers",
             "attention.head_count": "n_heads",
-            **layer_norm("layer_norm_epsilon"),
+            **_layer_norm("layer_norm_epsilon"),
             "attention.clamp_kqv": "attn_config.clip_qkv",
         },
         absent={"attention.clamp_kqv": None},
@@ -703,10 +842,10 @@ ROWS = (
     ),
     GgufArchitecture(
         "ernie4_5-moe",
-        (*_ADJACENT, *MIXTURE, _CHOICE, *SHARED),
+        (*_ADJACENT, *_MIXTURE, _CHOICE, *_SHARED),
         {
-            **USUAL,
-            **experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
+            **_USUAL,
+            **_experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
             "expert_shared_count": "moe_num_shared_experts",
             "leading_dense_block_count": "moe_layer_start_index",
         },
@@ -718,11 +857,11 @@ ROWS = (
         },
         assumed={"moe_layer_end_index": lambda facts: facts.layers - 1, "moe_layer_interval": 1, "use_bias": False},
     ),
-    GgufArchitecture("ernie4_5", _ADJACENT, USUAL, assumed={"use_bias": False}),
+    GgufArchitecture("ernie4_5", _ADJACENT, _USUAL, assumed={"use_bias": False}),
     GgufArchitecture(
         "hunyuan-moe",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, *SHARED),
-        {**USUAL, **experts(chosen="moe_topk")},
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE, *_SHARED),
+        {**_USUAL, **_experts(chosen="moe_topk")},
         "hunyuan_v1_moe",
         always={
             "expert_feed_forward_length": _field_of("intermediate_size"),
@@ -732,13 +871,13 @@ ROWS = (
     GgufArchitecture(
         "hy_v3",
         (
-            *ends(),
-            *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"),
-            *MIXTURE,
-            Leaf(T + "exp_probs_b", B + "feed_forward.choice.bias"),
-            *SHARED,
+            *_ends(),
+            *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"),
+            *_MIXTURE,
+            Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),
+            *_SHARED,
         ),
-        {**USUAL, **experts(width="moe_intermediate_size"), "expert_weights_scale": "router_scaling_factor"},
+        {**_USUAL, **_experts(width="moe_intermediate_size"), "expert_weights_scale": "router_scaling_factor"},
         always={
             "expert_gating_func": 2,
             "expert_weights_norm": True,
@@ -757,16 +896,16 @@ ROWS = (
     GgufArchitecture(
         "afmoe",
         (
-            *ends(),
-            *of(f"{NORMS} {POST} {QKV} {HEADS} attn_output {GATED}"),
-            Leaf(T + "attn_gate.weight", B + "attention.gate_proj.weight"),
-            *MIXTURE,
+            *_ends(),
+            *_of(f"{_NORMS} {_POST} {_QKV} {_HEADS} attn_output {_GATED}"),
+            Leaf(_T + "attn_gate.weight", _B + "attention.gate_proj.weight"),
+            *_MIXTURE,
             _CHOICE,
-            *SHARED,
+            *_SHARED,
         ),
         {
-            **USUAL,
-            **experts(width="moe_intermediate_size"),
+            **_USUAL,
+            **_experts(width="moe_intermediate_size"),
             "expert_shared_count": "num_shared_experts",
             "expert_weights_scale": "route_scale",
             "leading_dense_block_count": "num_dense_layers",
@@ -774,11 +913,11 @@ ROWS = (
         absent={"expert_weights_scale": 1.0, "leading_dense_block_count": 0},
         always={"expert_gating_func": 2, "expert_weights_norm": True},
         assumed={"mup_enabled": True},
-        windows=every(4),
+        windows=_every(4),
     ),
     GgufArchitecture(
         "dbrx",
-        (*ends(), *of("attn_norm attn_output_norm attn_output"), FUSED[0], *MIXTURE),
+        (*_ends(), *_of("attn_norm attn_output_norm attn_output"), _FUSED[0], *_MIXTURE),
         {
             "context_length": "max_seq_len",
             "embedding_length": "d_model",
@@ -787,30 +926,30 @@ ROWS = (
             "attention.head_count_kv": "attn_config.kv_n_heads",
             "attention.clamp_kqv": "attn_config.clip_qkv",
             "feed_forward_length": "ffn_config.ffn_hidden_size",
-            **experts("ffn_config.moe_num_experts", "ffn_config.moe_top_k"),
+            **_experts("ffn_config.moe_num_experts", "ffn_config.moe_top_k"),
         },
         always={"attention.layer_norm_epsilon": 1e-5},
         tied=False,
         square=True,
     ),
     GgufArchitecture(
-        "hunyuan-dense", (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}")), USUAL, "hunyuan_v1_dense"
+        "hunyuan-dense", (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}")), _USUAL, "hunyuan_v1_dense"
     ),
     GgufArchitecture(
         "seed_oss",
         (
-            *ends(),
-            *of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *of(f"{QKV} attn_output {GATED}", QKV),
+            *_ends(),
+            *_of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *_of(f"{_QKV} attn_output {_GATED}", _QKV),
         ),
-        USUAL,
+        _USUAL,
         assumed={"attention_out_bias": False},
         biases={"attention_bias": "attn_q"},
     ),
     GgufArchitecture(
         "dots1",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output {GATED}"), *MIXTURE, _CHOICE, *SHARED),
-        {**USUAL, **experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS},
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"), *_MIXTURE, _CHOICE, *_SHARED),
+        {**_USUAL, **_experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS},
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False, "leading_dense_block_count": 0},
         # llama.cpp wants as many heads of keys and values as of queries.
         always={"expert_gating_func": 2, "attention.head_count_kv": _field_of("num_attention_heads")},
@@ -820,16 +959,16 @@ ROWS = (
     GgufArchitecture(
         "glm4moe",
         (
-            *ends(),
-            *of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *of(f"{QKV} {HEADS} attn_output {GATED}", QKV),
-            *MIXTURE,
+            *_ends(),
+            *_of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
+            *_of(f"{_QKV} {_HEADS} attn_output {_GATED}", _QKV),
+            *_MIXTURE,
             _CHOICE,
-            *SHARED,
+            *_SHARED,
         ),
         {
-            **USUAL,
-            **experts("n_routed_experts", width="moe_intermediate_size"),
+            **_USUAL,
+            **_experts("n_routed_experts", width="moe_intermediate_size"),
             **_SCALED_EXPERTS,
             "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
@@ -837,7 +976,7 @@ ROWS = (
         "glm4_moe",
         also=("solar_open",),
         absent={
-            "feed_forward_length": whole("expert_feed_forward_length"),
+            "feed_forward_length": _whole("expert_feed_forward_length"),
             "expert_weights_scale": 1.0,
             "expert_weights_norm": False,
             "leading_dense_block_count": 0,
@@ -851,15 +990,18 @@ ROWS = (
     ),
     GgufArchitecture(
         "minimax-m2",
-        (*ends(), *of(f"{NORMS} {QKV} {HEADS} attn_output"), *MIXTURE, _CHOICE),
-        {**USUAL, **experts("num_local_experts")},
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE, _CHOICE),
+        {**_USUAL, **_experts("num_local_experts")},
         "minimax_m2",
         always={"expert_gating_func": 2, "expert_feed_forward_length": _field_of("intermediate_size")},
         rotary=_PARTIAL,
         tied=False,
     ),
     GgufArchitecture(
-        "arcee", (*ends(), *of(f"{NORMS} attn_v attn_output {PLAIN}", "attn_v"), *PERMUTED), USUAL, divisors=("llama3",)
+        "arcee",
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_PLAIN}", "attn_v"), *_PERMUTED),
+        _USUAL,
+        divisors=("llama3",),
     ),
     GgufArchitecture(
         "starcoder",
@@ -873,10 +1015,203 @@ ROWS = (
     ),
     GgufArchitecture(
         "jais2",
-        (*_NORMED, *of(f"{NORMS} {QKV} attn_output {PLAIN}", "all")),
-        {**SIZES, **_GIVEN, **layer_norm("layer_norm_eps")},
+        (*_NORMED, *_of(f"{_NORMS} {_QKV} attn_output {_PLAIN}", "all")),
+        {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps")},
+    ),
+    GgufArchitecture(
+        "mistral3",
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}"), *_PERMUTED),
+        _USUAL,
+        "ministral3",
+        told=(_GROWTH,),
+        always={
+            _GROWTH: lambda config: config[_SCALING]["llama_4_scaling_beta"],
+            "rope.scaling.original_context_length": lambda config: config[_SCALING][ORIGINAL],
+        },
+        assumed={
+            "sliding_window": None,
+            f"{_SCALING}.llama_4_scaling_beta": lambda facts: facts.number(_GROWTH),
+            f"{_SCALING}.{ORIGINAL}": lambda facts: facts.integer(
+                "rope.scaling.original_context_length", facts.integer("context_length")
+            ),
+        },
+    ),
+    GgufArchitecture(
+        "mistral3",
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}"), *_PERMUTED),
+        _USUAL,
+        "mistral",
+        assumed={"sliding_window": None},
+    ),
+    GgufArchitecture(
+        "apertus",
+        (
+            *_ends(),
+            *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_PLAIN}", f"{_QKV} attn_output"),
+            *(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
+        ),
+        _USUAL,
+        assumed={"hidden_act": "xielu"},
+        biases={"attention_bias": "attn_q"},
+        divisors=("llama3", "longrope"),
+        numbers=_XIELU,
+        tied=False,
+    ),
+    GgufArchitecture(
+        "bitnet",
+        (*_ends()[:2], *_of(f"{_NORMS} attn_sub_norm ffn_sub_norm {_QKV} attn_output {_GATED}")),
+        _USUAL,
+        assumed={"hidden_act": "silu"},
+        tied=True,
+        square=True,
+    ),
+    GgufArchitecture(
+        "mellum",
+        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE),
+        {**_USUAL, **_experts(width="moe_intermediate_size")},
+        assumed={"norm_topk_prob": True},
+        windows=_every(4),
+        unwindowed=True,
+        by_kind=True,
+    ),
+    GgufArchitecture(
+        "granite_swa",
+        (
+            *_ends(),
+            *_of(f"{_NORMS} attn_v attn_output ffn_gate_inp", "attn_v attn_output"),
+            *_PERMUTED,
+            *_SINKS,
+            *_fused("feed_forward"),
+            _SWIGLU,
+            *_of("ffn_down_shexp"),
+        ),
+        {
+            **_GRANITE_FIELDS,
+            **_experts("num_local_experts"),
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        "granitemoe_swa",
+        told=("expert_count",),
+        absent={"expert_shared_feed_forward_length": 0},
+        biases={"attention_bias": "attn_q"},
+        **_GRANITE_SWA,
+    ),
+    GgufArchitecture(
+        "granite_swa",
+        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED, *_SINKS),
+        _GRANITE_FIELDS,
+        "granite_swa",
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        **_GRANITE_SWA,
+    ),
+    GgufArchitecture(
+        "cohere2moe",
+        (*_ends(), *_of(f"attn_norm {_QKV} attn_output {_GATED}"), *_MIXTURE, *_SHARED),
+        {
+            **{key: name for key, name in _SIZES.items() if key != "feed_forward_length"},
+            **_GIVEN,
+            **_layer_norm("layer_norm_eps"),
+            **_RMS,
+            **_experts(),
+            "logit_scale": "logit_scale",
+            "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "prefix_dense_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_shared_count": "num_shared_experts",
+        },
+        "cohere2_moe",
+        absent={
+            "attention.layer_norm_epsilon": None,
+            "attention.layer_norm_rms_epsilon": None,
+            "feed_forward_length": None,
+            "expert_weights_norm": False,
+            "expert_shared_count": 0,
+        },
+        always={
+            "expert_gating_func": lambda config: 1 if config["expert_selection_fn"] == "softmax" else 2,
+            "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
+        },
+        assumed={
+            "expert_selection_fn": lambda facts: "softmax" if facts.raw("expert_gating_func") == 1 else "sigmoid",
+            "mlp_layer_types": _dense_first,
+            "shared_expert_combination_strategy": "average",
+            "prefix_dense_sliding_window_pattern": 1,
+        },
+        windows=_every(None),
+    ),
+    GgufArchitecture(
+        "llama4",
+        (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"), *_MIXTURE, *_SHARED),
+        {
+            **_USUAL,
+            **_experts("num_local_experts", width="intermediate_size"),
+            "feed_forward_length": "intermediate_size_mlp",
+        },
+        "llama4_text",
+        always={WINDOW: 8192, "interleave_moe_layer_step": _every_so_many},
+        assumed={
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "use_qk_norm": lambda facts: facts.integer("expert_count") != 128,
+            "no_rope_layers": _layers_without(4),
+            "moe_layers": lambda facts: [
+                *range((step := facts.integer("interleave_moe_layer_step")) - 1, facts.layers, step)
+            ],
+        },
+        divisors=("llama3",),
+    ),
+    GgufArchitecture(
+        "gemma4",
+        _GEMMA4_LEAVES,
+        {
+            **{key: name for key, name in _SIZES.items() if not key.endswith(("kv", "forward_length"))},
+            **_RMS,
+            "attention.key_length_swa": "head_dim",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            **_experts(chosen="top_k_experts", width="moe_intermediate_size"),
+        },
+        "gemma4_text",
+        absent={
+            "expert_count": None,
+            "expert_used_count": None,
+            "expert_feed_forward_length": None,
+            LOCAL_BASE: 10_000.0,
+        },
+        always={
+            "attention.head_count_kv": _kv_heads,
+            "attention.shared_kv_layers": _field_of("num_kv_shared_layers"),
+            WIDTH: _field_of("global_head_dim"),
+            "attention.value_length": _field_of("global_head_dim"),
+            "attention.value_length_swa": _field_of("head_dim"),
+            "rope.dimension_count_swa": _field_of("head_dim"),
+            "feed_forward_length": _widths,
+            "final_logit_softcapping": lambda config: config["final_logit_softcapping"] or 0.0,
+        },
+        assumed={
+            "num_key_value_heads": lambda facts: _of_kind(facts, "attention.head_count_kv", local=True),
+            "num_global_key_value_heads": None,
+            "global_head_dim": _whole(WIDTH),
+            "final_logit_softcapping": lambda facts: (
+                None if facts.raw("final_logit_softcapping") == 0 else facts.number("final_logit_softcapping", 30.0)
+            ),
+            "per_layer_config": _heads_by_layer,
+            "num_kv_shared_layers": _shared_layers,
+            "intermediate_size": lambda facts: _of_kind(facts, "feed_forward_length", local=True),
+            "use_double_wide_mlp": lambda facts: isinstance(facts.raw("feed_forward_length"), list),
+            "attention_k_eq_v": lambda facts: any(
+                f"blk.{layer}.attn_k.weight" in facts.shapes and f"blk.{layer}.attn_v.weight" not in facts.shapes
+                for layer in range(facts.layers)
+            ),
+            "enable_moe_block": lambda facts: facts.value("expert_count", 0) > 0,
+            "vocab_size_per_layer_input": lambda facts: facts.vocab_size,
+        },
+        windows=_every(None),
+        by_kind=True,
+        divisors=("proportional",),
     ),
 )
 
-GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in ROWS}
+GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in _ROWS}
 """By the family that a file is read as; of one architecture those that a key tells come first."""

@@ -16,7 +16,7 @@ FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 BLOCKS = {each.name: (each.block, each.nbytes) for each in TYPES.values()}
 """Weights of a block, which lie side by side in a row, and its bytes, scales and minima among them."""
 
-KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
+_KNOWN = ("llama", "qwen2", "qwen3", "gpt2", "bloom", "falcon")
 """The architectures whose types were compared with what llama-quantize makes."""
 
 _NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -30,7 +30,7 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     """
     name = next((each.name for each in GGUF.values() if family in each.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
-    if name not in KNOWN or latent:
+    if name not in _KNOWN or latent:
         what = "latent attention" if latent else family or "a tree of no family"
         raise CannotExpress(
             f"no type of llama.cpp's is known for {what}", "nf4, int8 and int4 are counted of any tree."

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 Shape = tuple[int, ...]
-Sizes = Mapping[str, int]
+_Sizes = Mapping[str, int]
 
 
 def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
@@ -45,13 +45,13 @@ def parse(pattern: str) -> tuple[tuple[str, ...], ...]:
     return tuple(dimensions)
 
 
-def extent(axis: str, sizes: Sizes) -> int:
+def _extent(axis: str, sizes: _Sizes) -> int:
     """What an axis of a pattern says: a size by its name, a quotient of one, or a number."""
     name, _, divisor = axis.partition("/")
     return int(name) if name.isdigit() else sizes[name] // int(divisor or 1)
 
 
-def permute(array: Any, axes: Sequence[int]) -> Any:
+def _permute(array: Any, axes: Sequence[int]) -> Any:
     """The axes in another order: torch calls it permute, numpy transpose."""
     return array.permute(tuple(axes)) if hasattr(array, "permute") else array.transpose(axes)
 
@@ -93,22 +93,22 @@ class Layout:
         dimensions = [tuple(axis for axis in dimension if axis != self.each) for dimension in self._checkpoint]
         return tuple(dimension for dimension in dimensions if dimension)
 
-    def repeats(self, sizes: Sizes) -> int:
+    def repeats(self, sizes: _Sizes) -> int:
         """How many sets of shared tensors there are: the extent of `each`."""
         return 1 if self.each is None else sizes[self.each]
 
-    def _extents(self, sizes: Sizes) -> list[int]:
+    def _extents(self, sizes: _Sizes) -> list[int]:
         """The split axis' extent in each part."""
-        return [extent(part, sizes) for part in self.parts]
+        return [_extent(part, sizes) for part in self.parts]
 
-    def _axes(self, sizes: Sizes, part: int | None = None) -> dict[str, int]:
+    def _axes(self, sizes: _Sizes, part: int | None = None) -> dict[str, int]:
         """Every axis' extent: of the whole, or of one part."""
         names = [axis for dimension in self._checkpoint for axis in dimension]
         extents = self._extents(sizes)
         of_split = sum(extents) if part is None else extents[part]
-        return {axis: of_split if axis == self.split else extent(axis, sizes) for axis in names}
+        return {axis: of_split if axis == self.split else _extent(axis, sizes) for axis in names}
 
-    def checkpoint_shape(self, sizes: Sizes, shared: Sequence[Shape]) -> Shape:
+    def checkpoint_shape(self, sizes: _Sizes, shared: Sequence[Shape]) -> Shape:
         """The checkpoint tensor's shape; `shared` are the shared tensors' shapes, used where this is the identity."""
         if self.is_identity:
             (shape,) = shared
@@ -116,7 +116,7 @@ class Layout:
         axes = self._axes(sizes)
         return tuple(math.prod(axes[a] for a in dimension) for dimension in self._checkpoint)
 
-    def shared_shapes(self, sizes: Sizes) -> list[Shape]:
+    def shared_shapes(self, sizes: _Sizes) -> list[Shape]:
         """The shared tensors' shapes, for a layout that is not the identity."""
         shapes = []
         for part in range(len(self.parts)):
@@ -144,14 +144,14 @@ class Layout:
                 runs.append((axis,))
         return runs, sorted(runs, key=lambda run: target.index(run[0]))
 
-    def forward(self, tensor: Any, sizes: Sizes) -> list[Any]:
+    def forward(self, tensor: Any, sizes: _Sizes) -> list[Any]:
         """The checkpoint's tensor -> the shared tensors (views where the library can)."""
         if self.is_identity:
             return [tensor]
         source, target = self._runs
         axes = self._axes(sizes)
         extents = [math.prod(axes[a] for a in run) for run in source]
-        whole = permute(tensor.reshape(extents), [source.index(run) for run in target])
+        whole = _permute(tensor.reshape(extents), [source.index(run) for run in target])
         wholes = [whole] if self.each is None else [whole[index] for index in range(self.repeats(sizes))]
         if self.split is None:
             pieces = wholes
@@ -164,7 +164,7 @@ class Layout:
                     start += extent
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shared_shapes(sizes), strict=True)]
 
-    def inverse(self, tensors: Sequence[Any], sizes: Sizes) -> Any:
+    def inverse(self, tensors: Sequence[Any], sizes: _Sizes) -> Any:
         """The shared tensors -> the checkpoint's tensor."""
         if self.is_identity:
             (tensor,) = tensors
@@ -178,7 +178,7 @@ class Layout:
             at, width = target.index((self.split,)), len(self.parts)
             pieces = [concatenate(pieces[start : start + width], at) for start in range(0, len(pieces), width)]
         whole = pieces[0] if self.each is None else concatenate(pieces, 0)
-        whole = permute(whole, [target.index(run) for run in source])
+        whole = _permute(whole, [target.index(run) for run in source])
         return whole.reshape(self.checkpoint_shape(sizes, ()))
 
 

@@ -18,27 +18,27 @@ from .families.llama import LLAMA
 from .layout import Layout, Shape
 from .obstacles import Kinds, express
 
-BASE, EPS = 10000.0, 1e-5  # of the rotation and of RMSNorm, as run.c has them
+BASE, _EPS = 10000.0, 1e-5  # of the rotation and of RMSNorm, as run.c has them
 
-B, T = "blocks.{layer}.", "layers.{layer}."
+_B, _T = "blocks.{layer}.", "layers.{layer}."
 
 
-def paired(heads: str) -> Layout:
+def _paired(heads: str) -> Layout:
     """Rows of a head whose pairs lie side by side, for rows of which the first half pairs with the second."""
     return Layout(f"({heads} half two) hidden", f"({heads} two half) hidden")
 
 
 LEAVES: tuple[Leaf, ...] = (
     Leaf("tok_embeddings.weight", "embedding.weight"),
-    Leaf(T + "attention_norm.weight", B + "attention_norm.weight"),
-    Leaf(T + "attention.wq.weight", B + "attention.q_proj.weight", paired("heads")),
-    Leaf(T + "attention.wk.weight", B + "attention.k_proj.weight", paired("kv_heads")),
-    Leaf(T + "attention.wv.weight", B + "attention.v_proj.weight"),
-    Leaf(T + "attention.wo.weight", B + "attention.o_proj.weight"),
-    Leaf(T + "ffn_norm.weight", B + "feed_forward_norm.weight"),
-    Leaf(T + "feed_forward.w1.weight", B + "feed_forward.gate_proj.weight"),
-    Leaf(T + "feed_forward.w2.weight", B + "feed_forward.down_proj.weight"),
-    Leaf(T + "feed_forward.w3.weight", B + "feed_forward.up_proj.weight"),
+    Leaf(_T + "attention_norm.weight", _B + "attention_norm.weight"),
+    Leaf(_T + "attention.wq.weight", _B + "attention.q_proj.weight", _paired("heads")),
+    Leaf(_T + "attention.wk.weight", _B + "attention.k_proj.weight", _paired("kv_heads")),
+    Leaf(_T + "attention.wv.weight", _B + "attention.v_proj.weight"),
+    Leaf(_T + "attention.wo.weight", _B + "attention.o_proj.weight"),
+    Leaf(_T + "ffn_norm.weight", _B + "feed_forward_norm.weight"),
+    Leaf(_T + "feed_forward.w1.weight", _B + "feed_forward.gate_proj.weight"),
+    Leaf(_T + "feed_forward.w2.weight", _B + "feed_forward.down_proj.weight"),
+    Leaf(_T + "feed_forward.w3.weight", _B + "feed_forward.up_proj.weight"),
     Leaf("norm.weight", "final_norm.weight"),
     Leaf("output.weight", "head.weight"),
 )
@@ -46,20 +46,20 @@ LEAVES: tuple[Leaf, ...] = (
 TABLES = ("freqs_cos", "freqs_sin")
 """The rotation's cosines and sines at every position, [max_seq_len, head_dim / 2]: no weights."""
 
-MATRICES = tuple(T + name for name in ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight",
+_MATRICES = tuple(_T + name for name in ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight",
                                        "attention.wo.weight", "feed_forward.w1.weight", "feed_forward.w2.weight",
                                        "feed_forward.w3.weight"))  # fmt: skip
-NORMS = (T + "attention_norm.weight", T + "ffn_norm.weight", "norm.weight")
-QUANTISED = ("tok_embeddings.weight", *MATRICES, "output.weight")
+_NORMS = (_T + "attention_norm.weight", _T + "ffn_norm.weight", "norm.weight")
+QUANTISED = ("tok_embeddings.weight", *_MATRICES, "output.weight")
 """What version 2 stores as groups of signed bytes: each tensor's bytes, then its groups' scales."""
 
 _LEGACY = (
     "tok_embeddings.weight",
-    NORMS[0],
-    *MATRICES[:4],
-    NORMS[1],
-    *MATRICES[4:],
-    NORMS[2],
+    _NORMS[0],
+    *_MATRICES[:4],
+    _NORMS[1],
+    *_MATRICES[4:],
+    _NORMS[2],
     *TABLES,
     "output.weight",
 )
@@ -115,7 +115,7 @@ class Sizes:
 
     def stacked(self, version: int) -> Iterator[tuple[str, Shape, int]]:
         """The file's tensors in their order: (name template, shape of one, how many lie one after the other)."""
-        for name in (*NORMS, *QUANTISED) if version else _LEGACY:
+        for name in (*_NORMS, *QUANTISED) if version else _LEGACY:
             if name != "output.weight" or not self.shared:
                 yield name, self.shape(name), self.n_layers if "{layer}" in name else 1
 
@@ -134,7 +134,7 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
         "head_dim": sizes.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": sizes.max_seq_len,
-        "rms_norm_eps": EPS,
+        "rms_norm_eps": _EPS,
         "rope_theta": BASE,
         "tie_word_embeddings": sizes.shared,
         "attention_bias": False,
@@ -145,7 +145,7 @@ def config_of(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def sizes_of(spec: ModelSpec) -> Sizes:
+def _sizes_of(spec: ModelSpec) -> Sizes:
     """A tree's sizes as a header has them. Raises CannotExpress: they are none of such a model."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
@@ -174,7 +174,7 @@ class _Llama2c:
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree of a file with this one's sizes. Raises CannotExpress, ConfigError."""
-        return LLAMA.spec(config_of(sizes_of(spec)))
+        return LLAMA.spec(config_of(_sizes_of(spec)))
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The tensors of a file. Raises CannotExpress: one has no name."""
@@ -188,4 +188,4 @@ def expressed(spec: ModelSpec) -> tuple[Sizes, list[BoundLeaf]]:
     found = express(_Llama2c(), spec, clear=("rounding",))
     if found.found is None:
         raise found.refusal()
-    return sizes_of(spec), bind(_Llama2c.owner, LEAVES, spec)
+    return _sizes_of(spec), bind(_Llama2c.owner, LEAVES, spec)

@@ -15,8 +15,8 @@ _LITGPT = (
 )
 """Those of litgpt's GPT without biases (litgpt/model.py)."""
 
-MOST = 400
-LONGEST = 200
+_MOST = 400
+_LONGEST = 200
 """Names that are looked at, of however many, and signs of each."""
 
 
@@ -25,7 +25,7 @@ def whose(names: Sequence[str]) -> tuple[str, str] | None:
 
     "gpt2", or "llama, mistral" where several do. None where nobody that is known here does.
     """
-    some = [name[:LONGEST] for name in names[:MOST]]
+    some = [name[:_LONGEST] for name in names[:_MOST]]
     best: tuple[int, str, list[str]] = (len(some) // 2, "", [])
     for prefix in _prefixes(some):
         inner = [name.removeprefix(prefix) for name in some if name.startswith(prefix)]

@@ -23,13 +23,13 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 ARGUMENTS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")  # the sizes among `model_args`
 
-FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
+_FUSED_WEIGHT = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 
 
 def _untransposed(leaf: Leaf) -> Leaf:
     """GPT-2's leaf with its weight [out, in]."""
     if isinstance(leaf.shared, tuple):
-        return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else FUSED_WEIGHT)
+        return replace(leaf, layout=FUSED_BIAS if leaf.checkpoint.endswith("bias") else _FUSED_WEIGHT)
     return replace(leaf, layout=IDENTITY)
 
 
@@ -108,8 +108,8 @@ def expressed(spec: ModelSpec, activation: Activation) -> tuple[dict[str, Any], 
     if found.found is not None:
         return target.arguments(spec), target.bind(spec)
     if activation == "gelu" and express(_NanoGPT("gelu_new"), spec, clear=("rounding",)).found is not None:
-        raise found.refusal(TANH)
+        raise found.refusal(_TANH)
     raise found.refusal()
 
 
-TANH = "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"
+_TANH = "For a model.py with the tanh formula, as nanoGPT had it before torch.nn.GELU: --to nanogpt_tanh"

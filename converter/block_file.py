@@ -44,7 +44,9 @@ class BlockFile:
     """One new file, hashed and fsynced by `close()`, which `record` then describes; padding is zero."""
 
     def __init__(self, path: Path, header: bytes, blocks: Sequence[Block], nbytes: int | None = None) -> None:
-        """`blocks` stand in the order of the file; `nbytes` is its size, by default up to the last block's end."""
+        """`blocks` stand in the order of the file, some of them in places that the header has for them; `nbytes` is its
+        size, by default up to the last block's end.
+        """
         self.path = path
         self.blocks = {block.name: block for block in blocks}
         self._size = nbytes if nbytes is not None else max([len(header), *(block.end for block in blocks)])
@@ -54,8 +56,8 @@ class BlockFile:
         self._begun: set[str] = set()
         self._mutex = threading.Lock()
         self._hashing = threading.Lock()
-        self._hash = hashlib.sha256(header)
-        self._hashed = len(header)  # bytes from the file's start that _hash has seen
+        self._hashed = min([len(header), *(block.start for block in self._order)])  # bytes that _hash has seen
+        self._hash = hashlib.sha256(header[: self._hashed])
         self._next = 0  # the first block in the order of the file that _hash has not seen
         self._sha256: str | None = None
         try:

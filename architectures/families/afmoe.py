@@ -11,7 +11,7 @@ from .gemma2 import NORMS
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -45,12 +45,12 @@ DECODER = Decoder(
     written=write_sliding,
 )
 
-MODULES = {
+_MODULES = {
     **{name: ours for name, ours in ROUTED.items() if "experts" in name},
     T + "mlp.router.gate": B + "feed_forward.router",
     **shared("shared_experts"),
 }
-PLACES = {
+_PLACES = {
     T + "self_attn.gate_proj": B + "attention.gate_proj",
     T + "input_layernorm": B + "attention_norm",
     T + "post_attention_layernorm": B + "attention_output_norm",
@@ -58,11 +58,11 @@ PLACES = {
     T + "post_mlp_layernorm": B + "feed_forward_output_norm",
 }
 
-AFMOE = DECODER.architecture(
+_AFMOE = _DECODER.architecture(
     "afmoe",
     "AfmoeForCausalLM",
     mixed_leaves(
-        MODULES, leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **PLACES, **ENDS}), choice=T + "mlp.expert_bias"
+        _MODULES, leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_PLACES, **ENDS}), choice=T + "mlp.expert_bias"
     ),
     released="2025-12",
     config_aliases={"num_experts": ("num_local_experts",)},

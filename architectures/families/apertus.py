@@ -15,21 +15,21 @@ from ..rope import RotaryKind
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
 
 
-def activation(config: ConfigReader, name: str, default: str) -> Any:
+def _activation(config: ConfigReader, name: str, default: str) -> Any:
     """xIELU, or one that any family may have."""
     return config.choice(name, default, {"xielu": "xielu", **ACTIVATIONS})
 
 
-def written(value: Any) -> str:
+def _written(value: Any) -> str:
     """The field's value for an activation."""
     return value if value in LEARNT else name_of(value)
 
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL, vocab_size=131072, intermediate_size=14336, max_position_embeddings=65536, rms_norm_eps=1e-5
 )
-DECODER = Decoder(
-    {**FIELDS, "hidden_act": Field("activation", "xielu", activation, written), "attention_bias": BIAS},
+_DECODER = Decoder(
+    {**_FIELDS, "hidden_act": Field("activation", "xielu", _activation, _written), "attention_bias": BIAS},
     inner=FeedForward,
     head_norms="same",
     rotary=RotaryKind(
@@ -44,18 +44,18 @@ DECODER = Decoder(
         },
     ),
 )
-MLP, OURS = T + "mlp.", B + "feed_forward."
-FEED_FORWARD = {f"{MLP}{name}": f"{OURS}{name}" for name in ("up_proj", "down_proj")}
-NORMS = {T + "attention_layernorm": B + "attention_norm", T + "feedforward_layernorm": B + "feed_forward_norm"}
+_MLP, _OURS = T + "mlp.", B + "feed_forward."
+_FEED_FORWARD = {f"{_MLP}{name}": f"{_OURS}{name}" for name in ("up_proj", "down_proj")}
+_NORMS = {T + "attention_layernorm": B + "attention_norm", T + "feedforward_layernorm": B + "feed_forward_norm"}
 
-APERTUS = DECODER.architecture(
+_APERTUS = _DECODER.architecture(
     "apertus",
     "ApertusForCausalLM",
     (
-        *leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD}),
-        *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}") for name in ("alpha_p", "alpha_n")),
-        *(Leaf(f"{MLP}act_fn.{name}", f"{OURS}activation.{name}", NUMBER) for name in ("beta", "eps")),
-        *leaves_of({**NORMS, **ENDS}),
+        *leaves_of({**EMBEDDING, **ATTENTION, **_FEED_FORWARD}),
+        *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}") for name in ("alpha_p", "alpha_n")),
+        *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}", NUMBER) for name in ("beta", "eps")),
+        *leaves_of({**_NORMS, **ENDS}),
     ),
     released="2025-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},

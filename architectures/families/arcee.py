@@ -7,7 +7,7 @@ from ...components import FeedForward
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -24,7 +24,7 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-ARCEE = DECODER.architecture(
+_ARCEE = _DECODER.architecture(
     "arcee",
     "ArceeForCausalLM",
     LEAVES,

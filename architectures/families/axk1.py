@@ -16,8 +16,8 @@ from .glm4_moe import CORRECTION
 from .llama import LLAMA_DROPPED, B, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-NORM = T + "post_mlp_layernorm"
-FIELDS = with_defaults(
+_NORM = T + "post_mlp_layernorm"
+_FIELDS = with_defaults(
     deepseek_v3.DECODER.fields,
     vocab_size=163840,
     num_attention_heads=64,
@@ -26,29 +26,29 @@ FIELDS = with_defaults(
 )
 
 
-def latent(config: ConfigReader, name: str, default: Any) -> int:
+def _latent(config: ConfigReader, name: str, default: Any) -> int:
     """The rank of the queries' latent, which is always there."""
     return config.integer(name, default)
 
 
-DECODER = replace(
+_DECODER = replace(
     deepseek_v3.DECODER,
-    fields={**FIELDS, "q_lora_rank": FIELDS["q_lora_rank"]._replace(read=latent)},
+    fields={**_FIELDS, "q_lora_rank": _FIELDS["q_lora_rank"]._replace(read=_latent)},
     kv_heads=64,
     mixtures=Mixtures(**by_type(lambda config: none_or_more(config, "first_k_dense_replace", 1)), normed=True),
 )
-MODULES = {**ROUTED, **shared("shared_experts"), NORM: B + "feed_forward_output_norm"}
-HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (NORM + ".weight",)))
+_MODULES = {**ROUTED, **shared("shared_experts"), _NORM: B + "feed_forward_output_norm"}
+_HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (_NORM + ".weight",)))
 
-AXK1 = DECODER.architecture(
+_AXK1 = _DECODER.architecture(
     "axk1",
     "AXK1ForCausalLM",
-    mixed_leaves(MODULES, youtu.LEAVES, choice=CORRECTION),
+    mixed_leaves(_MODULES, youtu.LEAVES, choice=CORRECTION),
     released="2026-01",
     token_ids={"bos_token_id": 163691, "eos_token_id": 163691},
     config_aliases={"n_routed_experts": ("num_local_experts",)},
-    dropped=(*LLAMA_DROPPED, NORM + ".weight"),
-    stacked=HELD,
+    dropped=(*LLAMA_DROPPED, _NORM + ".weight"),
+    stacked=_HELD,
     irrelevant={**KNOWN, **OF_ROUTERS, **deepseek_v3.TRAINING},
     refused=deepseek_v3.DEEPSEEK_V3.refused,
 )

@@ -27,7 +27,7 @@ def is_scaled(multiplier: float) -> bool:
     return multiplier != 1
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 42384),
         "hidden_size": Field("hidden", 1024),
@@ -68,7 +68,7 @@ def fairseq(top: str) -> dict[str, str]:
     }
 
 
-BIOGPT = DECODER.architecture(
+_BIOGPT = _DECODER.architecture(
     "biogpt",
     "BioGptForCausalLM",
     leaves_of(

@@ -14,12 +14,12 @@ from ..rope import RotaryKind
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 
-def norm_of(values: dict[str, Any], size: int) -> RMSNorm:
+def _norm_of(values: dict[str, Any], size: int) -> RMSNorm:
     """A norm of a width."""
     return RMSNorm(size=size, eps=values["eps"])
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -35,14 +35,14 @@ DECODER = Decoder(
         "attention_bias": BIAS,
     },
     fixed={
-        "attention.mixed_norm": lambda values: norm_of(values, values["hidden"]),
-        "feed_forward.inner_norm": lambda values: norm_of(values, values["intermediate"]),
+        "attention.mixed_norm": lambda values: _norm_of(values, values["hidden"]),
+        "feed_forward.inner_norm": lambda values: _norm_of(values, values["intermediate"]),
     },
     rotary=RotaryKind(500_000.0),
     square=True,
 )
 
-BITNET = DECODER.architecture(
+_BITNET = _DECODER.architecture(
     "bitnet",
     "BitNetForCausalLM",
     leaves_of(

@@ -24,7 +24,7 @@ def _read_residual(config: ConfigReader, name: str, default: bool) -> str:
     return "normed" if config.boolean(name, default) else "stream"
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     fields={
         "vocab_size": Field("vocab", 250880),
         "hidden_size": Field("hidden", 64),
@@ -53,18 +53,18 @@ DECODER = Decoder(
     rotary=None,
 )
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-BLOOM = Architecture(
+_BLOOM = Architecture(
     name="bloom",
     released="2022-07",
     model_types=("bloom",),
     hf_class="BloomForCausalLM",
     hf_config="BloomConfig",
-    kinds=DECODER.kinds | {ALiBi},
+    kinds=_DECODER.kinds | {ALiBi},
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=DECODER.read,
-    write=DECODER.write,
+    read=_DECODER.read,
+    write=_DECODER.write,
     config_aliases={"n_head": ("num_attention_heads",), "n_layer": ("num_hidden_layers",), "hidden_size": ("n_embed",)},
     prefix="transformer.",
     leaves=(
@@ -72,23 +72,23 @@ BLOOM = Architecture(
             {
                 "transformer.word_embeddings": "embedding",
                 "transformer.word_embeddings_layernorm": "embedding.norm",
-                T + "input_layernorm": B + "attention_norm",
+                _T + "input_layernorm": _B + "attention_norm",
             }
         ),
-        Leaf(T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
-        Leaf(T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+        Leaf(_T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(_T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
         *leaves_of(
             {
-                T + "self_attention.dense": B + "attention.o_proj",
-                T + "post_attention_layernorm": B + "feed_forward_norm",
-                T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
-                T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                _T + "self_attention.dense": _B + "attention.o_proj",
+                _T + "post_attention_layernorm": _B + "feed_forward_norm",
+                _T + "mlp.dense_h_to_4h": _B + "feed_forward.up_proj",
+                _T + "mlp.dense_4h_to_h": _B + "feed_forward.down_proj",
                 "transformer.ln_f": "final_norm",
                 "lm_head": "head",
             }
         ),
     ),
-    dropped=(T + "self_attention.bias", T + "self_attention.masked_bias"),
+    dropped=(_T + "self_attention.bias", _T + "self_attention.masked_bias"),
     irrelevant={
         "attention_softmax_in_fp32": "transformers always does",
         "bias_dropout_fusion": "training only",

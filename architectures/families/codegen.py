@@ -20,7 +20,7 @@ _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim
 _CODEGEN_DECODER = replace(DECODER, fixed={**DECODER.fixed, "attention.fused": True}, layers=turning("keys"))
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     heads = config.integer("n_head", 16)
     if heads % _CORES:
@@ -28,7 +28,7 @@ def read(config: ConfigReader) -> ModelSpec:
     return _CODEGEN_DECODER.read(config)
 
 
-def write(spec: ModelSpec) -> dict[str, object]:
+def _write(spec: ModelSpec) -> dict[str, object]:
     """Tree -> the config.json fields that describe it."""
     heads = spec.blocks[0].attention.heads
     if heads % _CORES:
@@ -38,7 +38,7 @@ def write(spec: ModelSpec) -> dict[str, object]:
     return _CODEGEN_DECODER.write(spec)
 
 
-CODEGEN = Architecture(
+_CODEGEN = Architecture(
     name="codegen",
     released="2022-03",
     model_types=("codegen",),
@@ -46,8 +46,8 @@ CODEGEN = Architecture(
     hf_config="CodeGenConfig",
     kinds=KINDS,
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     config_aliases=ALIASES,
     prefix="transformer.",
     leaves=(

@@ -10,7 +10,7 @@ from ..layout import Layout
 from ..rope import RotaryKind
 from .llama import BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL,
     vocab_size=256000,
     hidden_size=8192,
@@ -25,7 +25,7 @@ ROTARY = RotaryKind(500_000.0, pairs="adjacent", rounding="tables")
 
 DECODER = Decoder(
     {
-        **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
+        **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "layer_norm_eps": Field("eps", 1e-5),
         "attention_bias": BIAS,
         "logit_scale": Field("head.multiplier", 0.0625),
@@ -39,7 +39,7 @@ DECODER = Decoder(
 )
 
 ATTENTION = {f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("q", "k", "v", "o")}
-LEAVES = (
+_LEAVES = (
     *leaves_of({**EMBEDDING, **ATTENTION}),
     Leaf(T + "self_attn.q_norm.weight", B + "attention.q_norm.weight", Layout("heads head_dim", "(heads head_dim)")),
     Leaf(
@@ -48,10 +48,10 @@ LEAVES = (
     *leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}),
 )
 
-COHERE = DECODER.architecture(
+_COHERE = DECODER.architecture(
     "cohere",
     "CohereForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2024-03",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,

@@ -24,7 +24,7 @@ LEAVES = leaves_of(
     {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}
 )
 
-COHERE2 = DECODER.architecture(
+_COHERE2 = DECODER.architecture(
     "cohere2",
     "Cohere2ForCausalLM",
     LEAVES,

@@ -18,27 +18,27 @@ from . import cohere, cohere2
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-ROTARY = cohere.ROTARY._replace(base=1e4)
-MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
-FIELDS = cohere2.DECODER.fields
-PATTERN = "prefix_dense_sliding_window_pattern"
+_ROTARY = cohere.ROTARY._replace(base=1e4)
+_MIXED = by_type(lambda config: none_or_more(config, "first_k_dense_replace", 0))
+_FIELDS = cohere2.DECODER.fields
+_PATTERN = "prefix_dense_sliding_window_pattern"
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and its positions: in those with a window, and in dense ones where these are all without."""
-    first, sparse = none_or_more(config, "first_k_dense_replace", 0), MIXED["sparse"](config, count)
+    first, sparse = none_or_more(config, "first_k_dense_replace", 0), _MIXED["sparse"](config, count)
     if first > count:
         raise config.fail("first_k_dense_replace", first, f"at most the {count} layers")
-    before, behind = config.integer(PATTERN, 1), config.integer("sliding_window_pattern", 4)
+    before, behind = config.integer(_PATTERN, 1), config.integer("sliding_window_pattern", 4)
     places = [(layer + 1, before) for layer in range(first)] + [(layer + 1, behind) for layer in range(count - first)]
     types = config.layer_types(["sliding_attention" if place % each else "full_attention" for place, each in places])
     window = config.optional_integer("sliding_window", 4096)
     if window is None and "sliding_attention" in types:
         raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
-    context = FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
+    context = _FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
     if (scaling := config.raw("rope_scaling")) is not None:
         raise config.fail("rope_scaling", scaling, "null: transformers looks at rope_parameters alone in this family")
-    rotary = read_rotary(config, head_dim, context, ROTARY)
+    rotary = read_rotary(config, head_dim, context, _ROTARY)
     return [
         {
             "window": window if kind == "sliding_attention" else None,
@@ -48,14 +48,14 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     ]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window and positions."""
     mixers = [(of_kind(block.attention, Attention), hasattr(block.feed_forward, "experts")) for block in spec.blocks]
     bare = any(each.window is None and each.position is None and not mixed for each, mixed in mixers)
-    return {**write_sliding(spec), PATTERN: 2 if bare else 1}
+    return {**write_sliding(spec), _PATTERN: 2 if bare else 1}
 
 
-def averaged(config: ConfigReader, name: str, default: str) -> bool:
+def _averaged(config: ConfigReader, name: str, default: str) -> bool:
     """Whether experts and shared expert are averaged."""
     found: bool = config.choice(name, default, {"average": True, "sum": False})
     return found
@@ -66,15 +66,15 @@ def _dense_size(config: ConfigReader, name: str, _default: None) -> int:
     return config.optional_integer(name) or config.integer("intermediate_size", 22528)
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
-        **FIELDS,
+        **_FIELDS,
         "head_dim": Field("head_dim", 128),
         "intermediate_size": Field("expert_size", 22528),
         "prefix_dense_intermediate_size": Field("intermediate", None, _dense_size),
         "num_shared_experts": Field("shared_experts", 0, none_or_more),
         "shared_expert_combination_strategy": Field(
-            "mixture.averaged", "average", averaged, lambda value: "average" if value else "sum"
+            "mixture.averaged", "average", _averaged, lambda value: "average" if value else "sum"
         ),
         "num_experts": Field("mixture.experts", 8),
         "num_experts_per_tok": Field("mixture.top_k", 2),
@@ -95,46 +95,46 @@ DECODER = Decoder(
         "mixture.chosen_by": "logits",
         "mixture.rounded": True,
     },
-    rotary=ROTARY,
-    layers=layers,
-    mixtures=Mixtures(**MIXED),
-    written=written,
+    rotary=_ROTARY,
+    layers=_layers,
+    mixtures=Mixtures(**_MIXED),
+    written=_written,
 )
-RMS = replace(
-    DECODER,
+_RMS = replace(
+    _DECODER,
     fields={
-        **{name: each for name, each in DECODER.fields.items() if name != "layer_norm_eps"},
+        **{name: each for name, each in _DECODER.fields.items() if name != "layer_norm_eps"},
         "rms_norm_eps": Field("eps"),
     },
     norm=RMSNorm,
-    fixed={role: value for role, value in DECODER.fixed.items() if not role.startswith("norm.")},
+    fixed={role: value for role, value in _DECODER.fixed.items() if not role.startswith("norm.")},
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree: RMSNorm where it has an eps of its own, else LayerNorm."""
     if config.raw("rms_norm_eps") is None:
-        return DECODER.read(config)
+        return _DECODER.read(config)
     config.raw("layer_norm_eps")
-    return RMS.read(config)
+    return _RMS.read(config)
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    fields = (RMS if isinstance(spec.final_norm, RMSNorm) else DECODER).write(spec)
+    fields = (_RMS if isinstance(spec.final_norm, RMSNorm) else _DECODER).write(spec)
     scaling = fields.pop("rope_scaling")
     return {**fields, **({"rope_parameters": scaling} if scaling else {})}
 
 
-COHERE2_MOE = Architecture(
+_COHERE2_MOE = Architecture(
     name="cohere2_moe",
     released="2026",
     model_types=("cohere2_moe",),
     hf_class="Cohere2MoeForCausalLM",
     hf_config="Cohere2MoeConfig",
-    kinds=DECODER.kinds | RMS.kinds,
-    read=read,
-    write=write,
+    kinds=_DECODER.kinds | _RMS.kinds,
+    read=_read,
+    write=_write,
     leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, cohere2.LEAVES),
     prefix="model.",
     token_ids={"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},

@@ -13,7 +13,7 @@ from ..base import Architecture, leaves_of
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 246534),
         "n_positions": Field("context", 256),
@@ -42,41 +42,41 @@ DECODER = Decoder(
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    spec, eps = DECODER.read(config), config.number("layer_norm_epsilon", 1e-6)
+    spec, eps = _DECODER.read(config), config.number("layer_norm_epsilon", 1e-6)
     assert spec.final_norm is not None
     return replace(spec, final_norm=replace(spec.final_norm, eps=eps))
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     eps = {} if spec.final_norm is None else {"layer_norm_epsilon": spec.final_norm.eps}
-    return {**DECODER.write(spec), **eps}
+    return {**_DECODER.write(spec), **eps}
 
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
-MODULES = {
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
+_MODULES = {
     "transformer.w": "embedding",
-    **{f"{T}multi_head_attention.W{name}": f"{B}attention.{name}_proj" for name in ("q", "k", "v")},
-    T + "multi_head_attention.dense": B + "attention.o_proj",
-    T + "ffn.0": B + "feed_forward.up_proj",
-    T + "ffn.2": B + "feed_forward.down_proj",
-    T + "layernorm1": B + "attention_norm",
-    T + "layernorm2": B + "feed_forward_norm",
+    **{f"{_T}multi_head_attention.W{name}": f"{_B}attention.{name}_proj" for name in ("q", "k", "v")},
+    _T + "multi_head_attention.dense": _B + "attention.o_proj",
+    _T + "ffn.0": _B + "feed_forward.up_proj",
+    _T + "ffn.2": _B + "feed_forward.down_proj",
+    _T + "layernorm1": _B + "attention_norm",
+    _T + "layernorm2": _B + "feed_forward_norm",
     "transformer.layernorm": "final_norm",
     "lm_head": "head",
 }
 
-CTRL = Architecture(
+_CTRL = Architecture(
     name="ctrl",
     released="2019-09",
     model_types=("ctrl",),
     hf_class="CTRLLMHeadModel",
     hf_config="CTRLConfig",
-    kinds=DECODER.kinds,
-    read=read,
-    write=write,
+    kinds=_DECODER.kinds,
+    read=_read,
+    write=_write,
     config_aliases={
         "n_embd": ("hidden_size",),
         "n_head": ("num_attention_heads",),
@@ -84,7 +84,7 @@ CTRL = Architecture(
         "n_positions": ("max_position_embeddings",),
     },
     prefix="transformer.",
-    leaves=leaves_of(MODULES),
+    leaves=leaves_of(_MODULES),
     dropped=("transformer.pos_encoding",),
     irrelevant={
         "attn_pdrop": "training only",

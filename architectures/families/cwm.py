@@ -8,7 +8,7 @@ from ..decoder import USUAL, Decoder, Field, sliding, with_defaults, write_slidi
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
 
-ROPE = {
+_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e6,
     "factor": 16.0,
@@ -17,7 +17,7 @@ ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -34,13 +34,13 @@ DECODER = Decoder(
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
     fixed={"attention.output_bias": False},
-    rotary=RotaryKind(1e6, usual=ROPE),
+    rotary=RotaryKind(1e6, usual=_ROPE),
     layers=sliding(4, 8192, first=0),
     written=write_sliding,
     whole_heads=True,
 )
 
-CWM = DECODER.architecture(
+_CWM = _DECODER.architecture(
     "cwm",
     "CwmForCausalLM",
     LEAVES,

@@ -15,18 +15,18 @@ from ..decoder import Decoder, Field, Mixtures, activation_named, name_of
 from ..layout import Layout
 from .qwen2_moe import OF_ROUTERS
 
-B, T = "blocks.{layer}.", "transformer.blocks.{layer}."
-EXPERT = B + "feed_forward.experts.{expert}."
+_B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
+_EXPERT = _B + "feed_forward.experts.{expert}."
 
 
-def untied(config: ConfigReader, name: str, default: bool) -> bool:
+def _untied(config: ConfigReader, name: str, default: bool) -> bool:
     """False, since transformers' class refuses true."""
     if config.boolean(name, default):
         raise config.fail(name, True, "false, since transformers' class refuses it")
     return False
 
 
-def normalised(config: ConfigReader, name: str, default: float) -> bool:
+def _normalised(config: ConfigReader, name: str, default: float) -> bool:
     """Whether weights are divided by a norm of theirs, which here is their sum."""
     power = config.raw(name, default)
     if power not in (None, 1):
@@ -34,34 +34,34 @@ def normalised(config: ConfigReader, name: str, default: float) -> bool:
     return power is not None
 
 
-def named(config: ConfigReader, name: str, default: str) -> Any:
+def _named(config: ConfigReader, name: str, default: str) -> Any:
     """The activation that an object names."""
     return activation_named(config.inner(name), "name", default)
 
 
-def layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """All layers are alike; what transformers has beside the fields of the table, it goes by others for."""
     config.inner("attn_config").raw("rope_theta")
     config.inner("ffn_config").raw("hidden_size")
     return ({},) * count
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 32000),
         "d_model": Field("hidden", 2048),
         "n_layers": Field("layers", 24),
         "n_heads": Field("heads", 16),
         "max_seq_len": Field("context", 2048),
-        "tie_word_embeddings": Field("tied", False, untied),
+        "tie_word_embeddings": Field("tied", False, _untied),
         "attn_config.kv_n_heads": Field("kv_heads", 1),
         "attn_config.clip_qkv": Field("attention.clip", None, ConfigReader.number),
         "ffn_config.ffn_hidden_size": Field("intermediate", 3584),
-        "ffn_config.ffn_act_fn": Field("activation", "silu", named, lambda value: {"name": name_of(value)}),
+        "ffn_config.ffn_act_fn": Field("activation", "silu", _named, lambda value: {"name": name_of(value)}),
         "ffn_config.moe_num_experts": Field("mixture.experts", 4),
         "ffn_config.moe_top_k": Field("mixture.top_k", 1),
         "ffn_config.moe_normalize_expert_weights": Field(
-            "mixture.normalise", 1.0, normalised, lambda value: 1.0 if value else None
+            "mixture.normalise", 1.0, _normalised, lambda value: 1.0 if value else None
         ),
     },
     norm=LayerNorm,
@@ -74,44 +74,44 @@ DECODER = Decoder(
         "mixture.summed": "by expert",
         "mixture.total": "norm",
     },
-    layers=layers,
+    layers=_layers,
     mixtures=Mixtures(expert={"down_turned": True}),
 )
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    fields = DECODER.write(spec)
+    fields = _DECODER.write(spec)
     return {**fields, "attn_config": {**fields["attn_config"], "rope_theta": fields["rope_theta"]}}
 
 
-ROWS = Layout("(rows head_dim) hidden", split="rows", parts=("heads", "kv_heads", "kv_heads"))
-STACKED = Layout("(experts intermediate) hidden", each="experts")
-LEAVES = (
-    *leaves_of({"transformer.wte": "embedding", T + "norm_attn_norm.norm_1": B + "attention_norm"}),
-    Leaf(T + "norm_attn_norm.attn.Wqkv.weight", qkv("weight"), ROWS),
+_ROWS = Layout("(rows head_dim) hidden", split="rows", parts=("heads", "kv_heads", "kv_heads"))
+_STACKED = Layout("(experts intermediate) hidden", each="experts")
+_LEAVES = (
+    *leaves_of({"transformer.wte": "embedding", _T + "norm_attn_norm.norm_1": _B + "attention_norm"}),
+    Leaf(_T + "norm_attn_norm.attn.Wqkv.weight", qkv("weight"), _ROWS),
     *leaves_of(
         {
-            T + "norm_attn_norm.attn.out_proj": B + "attention.o_proj",
-            T + "norm_attn_norm.norm_2": B + "feed_forward_norm",
-            T + "ffn.router.layer": B + "feed_forward.router",
+            _T + "norm_attn_norm.attn.out_proj": _B + "attention.o_proj",
+            _T + "norm_attn_norm.norm_2": _B + "feed_forward_norm",
+            _T + "ffn.router.layer": _B + "feed_forward.router",
         }
     ),
-    Leaf(T + "ffn.experts.mlp.w1", EXPERT + "gate_proj.weight", STACKED),
-    Leaf(T + "ffn.experts.mlp.v1", EXPERT + "up_proj.weight", STACKED),
+    Leaf(_T + "ffn.experts.mlp.w1", _EXPERT + "gate_proj.weight", _STACKED),
+    Leaf(_T + "ffn.experts.mlp.v1", _EXPERT + "up_proj.weight", _STACKED),
     Leaf(
-        T + "ffn.experts.mlp.w2",
-        EXPERT + "down_proj.weight",
+        _T + "ffn.experts.mlp.w2",
+        _EXPERT + "down_proj.weight",
         Layout("(experts intermediate) hidden", "hidden intermediate", each="experts"),
     ),
     *leaves_of({"transformer.norm_f": "final_norm", "lm_head": "head"}),
 )
 
-DBRX = DECODER.architecture(
+_DBRX = _DECODER.architecture(
     "dbrx",
     "DbrxForCausalLM",
-    LEAVES,
-    write=write,
+    _LEAVES,
+    write=_write,
     released="2024-03",
     config_aliases={
         "d_model": ("hidden_size",),

@@ -20,11 +20,11 @@ from .glm4_moe import DRAFTS
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
+_GROUPS = ("n_group", "topk_group", "norm_topk_prob")  # fields of DeepSeek-V3 that say something else here
 _METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """The tree; groups are there where `topk_method` says so."""
     grouped = config.choice("topk_method", "greedy", _METHODS)
     names = {"n_group": "mixture__groups", "topk_group": "mixture__top_groups"}
@@ -33,10 +33,10 @@ def read(config: ConfigReader) -> ModelSpec:
         if grouped and found[role] is None:
             raise config.fail(name, None, "a number, since topk_method is group_limited_greedy")
     several = grouped and found["mixture__groups"] != 1
-    return DECODER.read(config, **({**found, "mixture__group_best": 1} if several else {}))
+    return _DECODER.read(config, **({**found, "mixture__group_best": 1} if several else {}))
 
 
-def written(spec: ModelSpec) -> Mapping[str, Any]:
+def _written(spec: ModelSpec) -> Mapping[str, Any]:
     """The fields of groups."""
     inner = (block.feed_forward for block in spec.blocks)
     mixture = next((each for each in inner if isinstance(each, MixtureOfExperts)), None)
@@ -45,10 +45,10 @@ def written(spec: ModelSpec) -> Mapping[str, Any]:
     return {"topk_method": "group_limited_greedy", "n_group": mixture.groups, "topk_group": mixture.top_groups}
 
 
-DECODER = LatentDecoder(
+_DECODER = LatentDecoder(
     {
         **with_defaults(
-            {name: field for name, field in FIELDS.items() if name not in GROUPS},
+            {name: field for name, field in FIELDS.items() if name not in _GROUPS},
             vocab_size=102400,
             n_routed_experts=64,
             n_shared_experts=2,
@@ -66,19 +66,19 @@ DECODER = LatentDecoder(
     mixtures=Mixtures(
         **after("first_k_dense_replace", 0), expert={"fused": True, "up_bias": False, "down_bias": False}
     ),
-    written=written,
+    written=_written,
 )
 
-DEEPSEEK_V2 = Architecture(
+_DEEPSEEK_V2 = Architecture(
     name="deepseek_v2",
     model_types=("deepseek_v2",),
     hf_class="DeepseekV2ForCausalLM",
     hf_config="DeepseekV2Config",
-    kinds=DECODER.kinds,
+    kinds=_DECODER.kinds,
     released="2024-05",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=read,
-    write=DECODER.write,
+    read=_read,
+    write=_DECODER.write,
     leaves=mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES),
     config_aliases={"n_routed_experts": ("num_experts",)},
     stated={"num_experts_per_tok": 6},

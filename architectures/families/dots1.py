@@ -10,7 +10,7 @@ from .llama import BIAS, LLAMA_DROPPED
 from .qwen2 import windows_from, write_windows
 from .qwen2_moe import OF_ROUTERS, STACKED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62),
         "attention_bias": BIAS,
@@ -26,7 +26,7 @@ DECODER = Decoder(
     written=write_windows,
 )
 
-DOTS1 = DECODER.architecture(
+_DOTS1 = _DECODER.architecture(
     "dots1",
     "Dots1ForCausalLM",
     LEAVES,

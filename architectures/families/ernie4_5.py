@@ -29,7 +29,7 @@ DECODER = Decoder(
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="result"),
 )
 
-ERNIE4_5 = DECODER.architecture(
+_ERNIE4_5 = DECODER.architecture(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     LEAVES,

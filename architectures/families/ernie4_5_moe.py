@@ -16,7 +16,7 @@ from .llama import LLAMA_DROPPED, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 
-def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
     """From a first to a last layer, those whose number, from 1, an interval divides."""
     first, last = none_or_more(config, "moe_layer_start_index", 1), config.raw("moe_layer_end_index", -1)
     if type(last) is not int or last < -1:
@@ -25,7 +25,7 @@ def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
     return [first <= layer <= last and (layer + 1) % every == 0 for layer in range(layers)]
 
 
-def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+def _written(sparse: Sequence[bool]) -> Mapping[str, Any]:
     """The config fields that `sparse` reads."""
     found = [layer for layer, each in enumerate(sparse) if each]
     first, last = (found[0], found[-1]) if found else (len(sparse), len(sparse))
@@ -33,9 +33,9 @@ def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
     return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": every}
 
 
-BIAS = ernie4_5.DECODER.fields["use_bias"]
+_BIAS = ernie4_5.DECODER.fields["use_bias"]
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             ernie4_5.DECODER.fields,
@@ -46,7 +46,7 @@ DECODER = Decoder(
             num_key_value_heads=4,
             head_dim=None,
         ),
-        "use_bias": BIAS._replace(role=f"{BIAS.role} head.bias"),
+        "use_bias": _BIAS._replace(role=f"{_BIAS.role} head.bias"),
         "moe_intermediate_size": Field("expert_size", 1536),
         "moe_num_shared_experts": Field("shared_experts", 2, none_or_more),
         "moe_num_experts": Field("mixture.experts", 64),
@@ -60,26 +60,26 @@ DECODER = Decoder(
         "mixture.wide_choice": True,
     },
     rotary=ernie4_5.DECODER.rotary,
-    mixtures=Mixtures(sparse, written, expert={"fused": True, "up_bias": False, "down_bias": False}),
+    mixtures=Mixtures(_sparse, _written, expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
-CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"
-HELD = (*STACKED, Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (CORRECTION,)))
+_CORRECTION = T + "mlp.moe_statics.e_score_correction_bias"
+_HELD = (*STACKED, Stacked(T + "mlp.gate.moe_statics.e_score_correction_bias", (_CORRECTION,)))
 
-ERNIE4_5_MOE = DECODER.architecture(
+_ERNIE4_5_MOE = _DECODER.architecture(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",
     by_name(
         mixed_leaves(
-            {**ROUTED, **shared("shared_experts")}, choice=CORRECTION, layout=Layout("one experts", "(one experts)")
+            {**ROUTED, **shared("shared_experts")}, choice=_CORRECTION, layout=Layout("one experts", "(one experts)")
         ),
-        HELD,
+        _HELD,
     ),
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
     dropped=LLAMA_DROPPED,
-    stacked=HELD,
+    stacked=_HELD,
     drafts=("model.mtp_",),
     irrelevant=OF_ROUTERS,
     refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},

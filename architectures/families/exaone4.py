@@ -13,7 +13,7 @@ from ..decoder import USUAL, Decoder, sliding, turned_in_windows, with_defaults,
 from . import olmo2
 from .llama import LLAMA_DROPPED
 
-WINDOW = 4096
+_WINDOW = 4096
 
 
 def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -22,11 +22,11 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     stated = isinstance(config.raw("layer_types"), list)
     config.raw("sliding_window_pattern")
     every = 1 if stated else config.integer("sliding_window_pattern", 4)
-    if config.optional_integer("sliding_window", WINDOW) is None:
+    if config.optional_integer("sliding_window", _WINDOW) is None:
         if not stated:
             raise config.fail("layer_types", None, "a list, since there is no sliding_window")
         return sliding(1, None)(config, count, head_dim)
-    return turned_in_windows(sliding(every, WINDOW))(config, count, head_dim)
+    return turned_in_windows(sliding(every, _WINDOW))(config, count, head_dim)
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     return {**fields, "sliding_window": None} if turned and "sliding_attention" not in fields["layer_types"] else fields
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
     norms=olmo2.POST,
     head_norms="same",
@@ -44,7 +44,7 @@ DECODER = Decoder(
     written=written,
 )
 
-EXAONE4 = DECODER.architecture(
+_EXAONE4 = _DECODER.architecture(
     "exaone4",
     "Exaone4ForCausalLM",
     olmo2.LEAVES,

@@ -14,12 +14,12 @@ from .llama import LLAMA_DROPPED, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
 _STORED = T + "mlp.e_score_correction_bias"
-LEAVES = tuple(  # where transformers' own name stands
+_LEAVES = tuple(  # where transformers' own name stands
     replace(leaf, checkpoint=_STORED) if leaf.checkpoint == CORRECTION else leaf
     for leaf in mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 )
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5),
         "moe_intermediate_size": Field("expert_size", 1024),
@@ -34,10 +34,10 @@ DECODER = Decoder(
     written=exaone4.written,
 )
 
-EXAONE_MOE = DECODER.architecture(
+_EXAONE_MOE = _DECODER.architecture(
     "exaone_moe",
     "ExaoneMoeForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,

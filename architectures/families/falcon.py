@@ -20,7 +20,7 @@ from ..rope import read_rotary, write_rotary
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """The heads of keys and values and the positions, alike in all layers."""
     if config.optional_integer("head_dim") not in (None, head_dim):
         raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, hidden_size by num_attention_heads")
@@ -45,7 +45,7 @@ def _is_grouped(config: ConfigReader) -> bool:
     return config.boolean("new_decoder_architecture", config.data.get("model_type") == "RefinedWeb")
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     fields={
         "vocab_size": Field("vocab", 65024),
         "hidden_size": Field("hidden", 4544),
@@ -68,11 +68,11 @@ DECODER = Decoder(
         "feed_forward.arithmetic": "matmul_add",
     },
     rotary=None,
-    layers=layers,
+    layers=_layers,
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     parallel, norms, grouped = (
         config.boolean("parallel_attn", True),
@@ -86,17 +86,17 @@ def read(config: ConfigReader) -> ModelSpec:
     if norms == 2 and not grouped and parallel:
         raise config.fail("num_ln_in_parallel_attn", norms, "1 or null without the new decoder architecture")
     one = parallel and not (grouped and norms != 1)
-    return replace(DECODER, norms=PRE[:1] if one else PRE).read(config, block__parallel=parallel)
+    return replace(_DECODER, norms=PRE[:1] if one else PRE).read(config, block__parallel=parallel)
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     first = spec.blocks[0]
     attention = of_kind(first.attention, Attention)
     grouped = attention.kv_expansion == "projection" or attention.kv_heads not in (1, attention.heads)
     alibi = isinstance(attention.position, Biasing)
     return {
-        **DECODER.write(spec),
+        **_DECODER.write(spec),
         "num_kv_heads": attention.kv_heads,
         "new_decoder_architecture": grouped,
         "multi_query": not grouped and attention.kv_heads == 1,
@@ -117,18 +117,18 @@ def other_norms(block: Block) -> bool:
     return not two_parallel_norms(block)
 
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-FALCON = Architecture(
+_FALCON = Architecture(
     name="falcon",
     released="2023-05",
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
     hf_class="FalconForCausalLM",
     hf_config="FalconConfig",
-    kinds=DECODER.kinds | {ALiBi},
+    kinds=_DECODER.kinds | {ALiBi},
     token_ids={"bos_token_id": 11, "eos_token_id": 11},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     config_aliases={
         "hidden_size": ("n_embed",),
         "num_hidden_layers": ("n_layer",),
@@ -139,24 +139,26 @@ FALCON = Architecture(
     prefix="transformer.",
     leaves=(
         *leaves_of({"transformer.word_embeddings": "embedding"}),
-        Leaf(T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
-        Leaf(T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+        Leaf(_T + "self_attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(_T + "self_attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
         *leaves_of(
             {
-                T + "self_attention.dense": B + "attention.o_proj",
-                T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
-                T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                _T + "self_attention.dense": _B + "attention.o_proj",
+                _T + "mlp.dense_h_to_4h": _B + "feed_forward.up_proj",
+                _T + "mlp.dense_4h_to_h": _B + "feed_forward.down_proj",
             }
         ),
         # The second norm is the first that transformers makes.
         *leaves_of(
-            {T + "post_attention_layernorm": B + "feed_forward_norm", T + "input_layernorm": B + "attention_norm"},
+            {_T + "post_attention_layernorm": _B + "feed_forward_norm", _T + "input_layernorm": _B + "attention_norm"},
             other_norms,
         ),
-        *leaves_of({T + "ln_attn": B + "attention_norm", T + "ln_mlp": B + "feed_forward_norm"}, two_parallel_norms),
+        *leaves_of(
+            {_T + "ln_attn": _B + "attention_norm", _T + "ln_mlp": _B + "feed_forward_norm"}, two_parallel_norms
+        ),
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
-    dropped=(T + "self_attention.rotary_emb.inv_freq", T + "self_attention.maybe_rotary.inv_freq"),
+    dropped=(_T + "self_attention.rotary_emb.inv_freq", _T + "self_attention.maybe_rotary.inv_freq"),
     irrelevant={"apply_residual_connection_post_layernorm": "not read by transformers"},
     reference=lambda spec: ("sdpa",) if isinstance(spec.blocks[0].attention.position, Biasing) else ("sdpa", "eager"),
     reference_quirk="transformers' eager falcon adds ALiBi twice (transformers issues 29067 and 29946)",

@@ -9,7 +9,7 @@ from .llama import BIAS, LLAMA_DROPPED
 from .olmo2 import FIXED, LEAVES, POST
 from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(USUAL, vocab_size=100352, max_position_embeddings=4096),
         "attention_bias": BIAS,
@@ -24,7 +24,7 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-FLEX_OLMO = DECODER.architecture(
+_FLEX_OLMO = _DECODER.architecture(
     "flex_olmo",
     "FlexOlmoForCausalLM",
     mixed_leaves(ROUTED, LEAVES),

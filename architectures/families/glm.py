@@ -26,7 +26,7 @@ FIELDS = {
 FIXED = {"feed_forward.fused": True}
 ROTARY = RotaryKind(part=PART, whole=0.5, pairs="adjacent")
 
-DECODER = Decoder(FIELDS, fixed=FIXED, rotary=ROTARY)
+_DECODER = Decoder(FIELDS, fixed=FIXED, rotary=ROTARY)
 
 FUSED = (
     Leaf(
@@ -36,12 +36,12 @@ FUSED = (
     ),
     *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj"}),
 )
-LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED, *leaves_of({**NORMS, **ENDS}))
+_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *FUSED, *leaves_of({**NORMS, **ENDS}))
 
-GLM = DECODER.architecture(
+_GLM = _DECODER.architecture(
     "glm",
     "GlmForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2024-06",
     token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
     dropped=LLAMA_DROPPED,

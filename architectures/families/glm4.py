@@ -9,20 +9,20 @@ from . import glm
 from .gemma2 import NORMS
 from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
 
-DECODER = Decoder(glm.FIELDS, norms=NORMS, fixed=glm.FIXED, rotary=glm.ROTARY)
+_DECODER = Decoder(glm.FIELDS, norms=NORMS, fixed=glm.FIXED, rotary=glm.ROTARY)
 
-SANDWICH = {
+_SANDWICH = {
     T + "input_layernorm": B + "attention_norm",
     T + "post_attention_layernorm": B + "feed_forward_norm",
     T + "post_self_attn_layernorm": B + "attention_output_norm",
     T + "post_mlp_layernorm": B + "feed_forward_output_norm",
 }
-LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *glm.FUSED, *leaves_of({**SANDWICH, **ENDS}))
+_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *glm.FUSED, *leaves_of({**_SANDWICH, **ENDS}))
 
-GLM4 = DECODER.architecture(
+_GLM4 = _DECODER.architecture(
     "glm4",
     "Glm4ForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2025-04",
     token_ids={"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
     dropped=LLAMA_DROPPED,

@@ -30,7 +30,7 @@ ROUTER: dict[str, Any] = {
 """How DeepSeek-V3 and its followers choose experts."""
 CORRECTION = T + "mlp.gate.e_score_correction_bias"
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -58,7 +58,7 @@ LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 
 DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers behind the last, which draft tokens")
 
-GLM4_MOE = DECODER.architecture(
+_GLM4_MOE = _DECODER.architecture(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     LEAVES,

@@ -13,7 +13,7 @@ from .glm4_moe import DRAFTS, ROUTER
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, STACKED
 
-DECODER = LatentDecoder(
+_DECODER = LatentDecoder(
     with_defaults(
         FIELDS,
         vocab_size=154880,
@@ -39,7 +39,7 @@ DECODER = LatentDecoder(
     mixtures=Mixtures(**by_type(lambda config: config.layers("first_k_dense_replace", 1))),
 )
 
-GLM4_MOE_LITE = DECODER.architecture(
+_GLM4_MOE_LITE = _DECODER.architecture(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     LEAVES,

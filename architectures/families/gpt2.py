@@ -24,7 +24,7 @@ def conv1d(outputs: str, inputs: str) -> Layout:
     return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
 
 
-def scales(config: ConfigReader, layers: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _scales(config: ConfigReader, layers: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's factor of scores."""
     scale = head_dim**-0.5 if config.boolean("scale_attn_weights", True) else 1.0
     by_layer = config.boolean("scale_attn_by_inverse_layer_idx", False)
@@ -45,7 +45,7 @@ def _read_upcast(config: ConfigReader, name: str, default: bool) -> str:
     return "float32" if config.boolean(name, default) else "input"
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     fields={
         "vocab_size": Field("vocab", 50257),
         "n_positions": Field("context", 1024),
@@ -72,26 +72,28 @@ DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=scales,
+    layers=_scales,
     written=_write_scales,
 )
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-GPT2 = DECODER.architecture(
+GPT2 = _DECODER.architecture(
     "gpt2",
     "GPT2LMHeadModel",
     (
-        *leaves_of({"transformer.wte": "embedding", "transformer.wpe": "positions", T + "ln_1": B + "attention_norm"}),
-        Leaf(T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
-        Leaf(T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-        Leaf(T + "attn.c_proj.weight", B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
-        Leaf(T + "attn.c_proj.bias", B + "attention.o_proj.bias"),
-        *leaves_of({T + "ln_2": B + "feed_forward_norm"}),
-        Leaf(T + "mlp.c_fc.weight", B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
-        Leaf(T + "mlp.c_fc.bias", B + "feed_forward.up_proj.bias"),
-        Leaf(T + "mlp.c_proj.weight", B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
-        Leaf(T + "mlp.c_proj.bias", B + "feed_forward.down_proj.bias"),
+        *leaves_of(
+            {"transformer.wte": "embedding", "transformer.wpe": "positions", _T + "ln_1": _B + "attention_norm"}
+        ),
+        Leaf(_T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
+        Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
+        Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
+        Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
+        *leaves_of({_T + "ln_2": _B + "feed_forward_norm"}),
+        Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
+        Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
+        Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
+        Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
     released="2019-02",
@@ -107,10 +109,10 @@ GPT2 = DECODER.architecture(
     prefix="transformer.",
     aliases=tuple(
         (f"{norm}.{old}", f"{norm}.{new}")
-        for norm in (T + "ln_1", T + "ln_2", "transformer.ln_f")
+        for norm in (_T + "ln_1", _T + "ln_2", "transformer.ln_f")
         for old, new in (("gamma", "weight"), ("beta", "bias"))
     ),
-    dropped=(T + "attn.bias", T + "attn.masked_bias"),
+    dropped=(_T + "attn.bias", _T + "attn.masked_bias"),
     irrelevant={
         "attn_pdrop": "training only",
         "embd_pdrop": "training only",

@@ -15,7 +15,7 @@ from ..obstacles import of_kind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """The heads of keys and values, and the factor of scores."""
     heads = config.integer("n_head", 12)
     kv_heads = 1 if config.boolean("multi_query", True) else heads
@@ -25,13 +25,13 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     return [{"kv_heads": kv_heads, "scale": scale}] * count
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of what `layers` reads."""
     first = of_kind(spec.blocks[0].attention, Attention)
     return {"multi_query": first.kv_heads == 1, "scale_attn_weights": first.scale != 1.0 or first.head_dim == 1}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50257),
         "n_positions": Field("context", 1024),
@@ -54,25 +54,27 @@ DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=layers,
-    written=written,
+    layers=_layers,
+    written=_written,
 )
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-GPT_BIGCODE = DECODER.architecture(
+_GPT_BIGCODE = _DECODER.architecture(
     "gpt_bigcode",
     "GPTBigCodeForCausalLM",
     (
-        *leaves_of({"transformer.wte": "embedding", "transformer.wpe": "positions", T + "ln_1": B + "attention_norm"}),
-        Leaf(T + "attn.c_attn.weight", qkv("weight"), GROUPED_WEIGHT),
-        Leaf(T + "attn.c_attn.bias", qkv("bias"), GROUPED_BIAS),
+        *leaves_of(
+            {"transformer.wte": "embedding", "transformer.wpe": "positions", _T + "ln_1": _B + "attention_norm"}
+        ),
+        Leaf(_T + "attn.c_attn.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(_T + "attn.c_attn.bias", qkv("bias"), GROUPED_BIAS),
         *leaves_of(
             {
-                T + "attn.c_proj": B + "attention.o_proj",
-                T + "ln_2": B + "feed_forward_norm",
-                T + "mlp.c_fc": B + "feed_forward.up_proj",
-                T + "mlp.c_proj": B + "feed_forward.down_proj",
+                _T + "attn.c_proj": _B + "attention.o_proj",
+                _T + "ln_2": _B + "feed_forward_norm",
+                _T + "mlp.c_fc": _B + "feed_forward.up_proj",
+                _T + "mlp.c_proj": _B + "feed_forward.down_proj",
                 "transformer.ln_f": "final_norm",
                 "lm_head": "head",
             }
@@ -87,7 +89,7 @@ GPT_BIGCODE = DECODER.architecture(
         "n_positions": ("max_position_embeddings",),
     },
     prefix="transformer.",
-    dropped=(T + "attn.bias", T + "attn.masked_bias", "transformer.bias"),
+    dropped=(_T + "attn.bias", _T + "attn.masked_bias", "transformer.bias"),
     irrelevant={
         "attention_softmax_in_fp32": "transformers always does",
         "attn_pdrop": "training only",

@@ -13,14 +13,14 @@ from ..base import leaves_of
 from ..config import SUMMARIES, ConfigReader
 from ..decoder import Decoder, Field
 
-_GLOBAL, LOCAL = "global", "local"
+_GLOBAL, _LOCAL = "global", "local"
 
 
-def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Of the layers that are local."""
     groups = config.raw("attention_types")
     found: list[Any] = []
-    for group in [[[_GLOBAL, LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
+    for group in [[[_GLOBAL, _LOCAL], 12]] if groups is None else groups if isinstance(groups, list) else [groups]:
         if (
             not isinstance(group, list)
             or len(group) != 2
@@ -29,27 +29,27 @@ def windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mappin
         ):
             raise config.fail("attention_types", groups, 'a list of pairs, as [[["global", "local"], 12]]')
         found += group[0] * min(group[1], count)
-    if len(found) != count or any(kind not in (_GLOBAL, LOCAL) for kind in found):
-        raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {LOCAL}")
+    if len(found) != count or any(kind not in (_GLOBAL, _LOCAL) for kind in found):
+        raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {_LOCAL}")
     if config.raw("attention_layers", found) != found:
         raise config.fail("attention_layers", config.raw("attention_layers"), "what attention_types says")
     width = config.integer("window_size", 256)
-    return [{"window": width if kind == LOCAL else None} for kind in found]
+    return [{"window": width if kind == _LOCAL else None} for kind in found]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of the windows."""
     found = [block.attention.window for block in spec.blocks]
-    kinds = [_GLOBAL if window is None else LOCAL for window in found]
+    kinds = [_GLOBAL if window is None else _LOCAL for window in found]
     pairs, last = divmod(len(kinds), 2)
-    alternate = not last and kinds == [_GLOBAL, LOCAL] * pairs
+    alternate = not last and kinds == [_GLOBAL, _LOCAL] * pairs
     return {
-        "attention_types": [[[_GLOBAL, LOCAL], pairs]] if alternate else [[kinds, 1]],
+        "attention_types": [[[_GLOBAL, _LOCAL], pairs]] if alternate else [[kinds, 1]],
         "window_size": next((window for window in found if window is not None), 256),
     }
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50257),
         "max_position_embeddings": Field("context", 2048),
@@ -74,33 +74,33 @@ DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    layers=windows,
-    written=written,
+    layers=_windows,
+    written=_written,
 )
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
-MODULES = {
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
+_MODULES = {
     "transformer.wte": "embedding",
     "transformer.wpe": "positions",
-    T + "ln_1": B + "attention_norm",
-    **{f"{T}attn.attention.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")},
-    T + "attn.attention.out_proj": B + "attention.o_proj",
-    T + "ln_2": B + "feed_forward_norm",
-    T + "mlp.c_fc": B + "feed_forward.up_proj",
-    T + "mlp.c_proj": B + "feed_forward.down_proj",
+    _T + "ln_1": _B + "attention_norm",
+    **{f"{_T}attn.attention.{name}_proj": f"{_B}attention.{name}_proj" for name in ("k", "v", "q")},
+    _T + "attn.attention.out_proj": _B + "attention.o_proj",
+    _T + "ln_2": _B + "feed_forward_norm",
+    _T + "mlp.c_fc": _B + "feed_forward.up_proj",
+    _T + "mlp.c_proj": _B + "feed_forward.down_proj",
     "transformer.ln_f": "final_norm",
     "lm_head": "head",
 }
 
-GPT_NEO = DECODER.architecture(
+_GPT_NEO = _DECODER.architecture(
     "gpt_neo",
     "GPTNeoForCausalLM",
-    leaves_of(MODULES),
+    leaves_of(_MODULES),
     released="2021-03",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     config_aliases={"num_layers": ("num_hidden_layers",), "num_heads": ("num_attention_heads",)},
     prefix="transformer.",
-    dropped=tuple(T + "attn.attention." + name for name in ("bias", "masked_bias")),
+    dropped=tuple(_T + "attn.attention." + name for name in ("bias", "masked_bias")),
     irrelevant={
         "embed_dropout": "training only",
         "resid_dropout": "training only",

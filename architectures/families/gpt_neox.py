@@ -10,7 +10,7 @@ from ..decoder import Decoder, Field
 from ..rope import RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50432),
         "hidden_size": Field("hidden", 6144),
@@ -32,38 +32,38 @@ DECODER = Decoder(
     square=True,
 )
 
-B, T = "blocks.{layer}.", "gpt_neox.layers.{layer}."
-HEAD = "embed_out.weight"
-LEAVES = (
+_B, _T = "blocks.{layer}.", "gpt_neox.layers.{layer}."
+_HEAD = "embed_out.weight"
+_LEAVES = (
     *by_name(
         (
             *leaves_of(
                 {
                     "gpt_neox.embed_in": "embedding",
-                    T + "input_layernorm": B + "attention_norm",
-                    T + "post_attention_layernorm": B + "feed_forward_norm",
-                    T + "attention.dense": B + "attention.o_proj",
-                    T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
-                    T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                    _T + "input_layernorm": _B + "attention_norm",
+                    _T + "post_attention_layernorm": _B + "feed_forward_norm",
+                    _T + "attention.dense": _B + "attention.o_proj",
+                    _T + "mlp.dense_h_to_4h": _B + "feed_forward.up_proj",
+                    _T + "mlp.dense_4h_to_h": _B + "feed_forward.down_proj",
                     "gpt_neox.final_layer_norm": "final_norm",
                 }
             ),
-            Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
-            Leaf(T + "attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
+            Leaf(_T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+            Leaf(_T + "attention.query_key_value.bias", qkv("bias"), GROUPED_BIAS),
         )
     ),
-    Leaf(HEAD, "head.weight"),
+    Leaf(_HEAD, "head.weight"),
 )
 
-GPT_NEOX = DECODER.architecture(
+_GPT_NEOX = _DECODER.architecture(
     "gpt_neox",
     "GPTNeoXForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2022-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 2},
     prefix="gpt_neox.",
-    dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
-    aliases=(("lm_head.weight", HEAD),),
-    head=HEAD,
+    dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    aliases=(("lm_head.weight", _HEAD),),
+    head=_HEAD,
     irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it always is"},
 )

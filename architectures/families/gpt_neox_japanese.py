@@ -17,12 +17,12 @@ from ..rope import RotaryKind
 from .bloom import GROUPED_WEIGHT
 
 
-def layers(_config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(_config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """The last one has a bias."""
     return [{"output_bias": layer == count - 1} for layer in range(count)]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The width of the feed-forward, which a config says by a factor."""
     width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
     if width % spec.hidden_size:
@@ -30,7 +30,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     return {"intermediate_multiple_size": width // spec.hidden_size}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 32000),
         "hidden_size": Field("hidden", 2560),
@@ -53,52 +53,52 @@ DECODER = Decoder(
     },
     rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
     square=True,
-    layers=layers,
-    written=written,
+    layers=_layers,
+    written=_written,
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     times = config.integer("intermediate_multiple_size", 4, most=4096)
-    return DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
+    return _DECODER.read(config, intermediate=times * config.integer("hidden_size", 2560))
 
 
-B, T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
+_B, _T = "blocks.{layer}.", "gpt_neox_japanese.layers.{layer}."
 
-GPT_NEOX_JAPANESE = Architecture(
+_GPT_NEOX_JAPANESE = Architecture(
     name="gpt_neox_japanese",
     released="2022-09",
     model_types=("gpt_neox_japanese",),
     hf_class="GPTNeoXJapaneseForCausalLM",
     hf_config="GPTNeoXJapaneseConfig",
-    kinds=DECODER.kinds,
+    kinds=_DECODER.kinds,
     token_ids={"bos_token_id": 31996, "eos_token_id": 31999},
-    read=read,
-    write=DECODER.write,
+    read=_read,
+    write=_DECODER.write,
     prefix="gpt_neox_japanese.",
     head="embed_out.weight",
     leaves=(
         *leaves_of(
             {
                 "gpt_neox_japanese.embed_in": "embedding",
-                T + "input_layernorm": B + "attention_norm",
-                T + "post_attention_layernorm": B + "feed_forward_norm",
+                _T + "input_layernorm": _B + "attention_norm",
+                _T + "post_attention_layernorm": _B + "feed_forward_norm",
             }
         ),
-        Leaf(T + "attention.dense_bias", B + "attention.o_proj.bias"),
-        Leaf(T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
-        Leaf(T + "attention.dense.weight", B + "attention.o_proj.weight"),
+        Leaf(_T + "attention.dense_bias", _B + "attention.o_proj.bias"),
+        Leaf(_T + "attention.query_key_value.weight", qkv("weight"), GROUPED_WEIGHT),
+        Leaf(_T + "attention.dense.weight", _B + "attention.o_proj.weight"),
         *leaves_of(
             {
-                T + "mlp.dense_h_to_4h": B + "feed_forward.up_proj",
-                T + "mlp.dense_4h_to_h": B + "feed_forward.down_proj",
+                _T + "mlp.dense_h_to_4h": _B + "feed_forward.up_proj",
+                _T + "mlp.dense_4h_to_h": _B + "feed_forward.down_proj",
                 "gpt_neox_japanese.final_layer_norm": "final_norm",
                 "embed_out": "head",
             }
         ),
     ),
-    dropped=tuple(T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     irrelevant={"is_decoder": "it always is", "use_parallel_residual": "not read by transformers"},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for gpt_neox_japanese",

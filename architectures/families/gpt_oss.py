@@ -14,7 +14,7 @@ from ..rope import RotaryKind
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 from .qwen2_moe import OF_ROUTERS
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL,
     vocab_size=201088,
     hidden_size=2880,
@@ -35,9 +35,9 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
-        **{name: field for name, field in FIELDS.items() if name != "hidden_act"},
+        **{name: field for name, field in _FIELDS.items() if name != "hidden_act"},
         "attention_bias": BIAS._replace(default=True),
         "swiglu_limit": Field("feed_forward.limit", 7.0),
         "num_local_experts": Field("mixture.experts", 128),
@@ -62,38 +62,38 @@ DECODER = Decoder(
     written=write_sliding,
 )
 
-MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
+_MLP, _EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
 
-def both(suffix: str) -> tuple[str, str]:
+def _both(suffix: str) -> tuple[str, str]:
     """The shared names of an expert's gate and up."""
-    return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
+    return f"{_EXPERT}gate_proj.{suffix}", f"{_EXPERT}up_proj.{suffix}"
 
 
 _TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
-LEAVES = (
+_LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "self_attn.sinks", B + "attention.sinks"),
     *leaves_of({**ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
     Leaf(
-        MLP + "gate_up_proj",
-        both("weight"),
+        _MLP + "gate_up_proj",
+        _both("weight"),
         Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **_TURNS),
     ),
-    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **_TURNS)),
+    Leaf(_MLP + "gate_up_proj_bias", _both("bias"), Layout("experts (intermediate part)", **_TURNS)),
     Leaf(
-        MLP + "down_proj",
-        EXPERT + "down_proj.weight",
+        _MLP + "down_proj",
+        _EXPERT + "down_proj.weight",
         Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
     ),
-    Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
+    Leaf(_MLP + "down_proj_bias", _EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
     *leaves_of({**NORMS, **ENDS}),
 )
 
-GPT_OSS = DECODER.architecture(
+_GPT_OSS = _DECODER.architecture(
     "gpt_oss",
     "GptOssForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2025-08",
     config_aliases={"num_local_experts": ("num_experts",)},
     dropped=LLAMA_DROPPED,

@@ -28,12 +28,12 @@ def turning(rounding: Literal["input", "keys"]) -> Layers:
     return layers
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config field of the positions."""
     return {"rotary_dim": of_kind(spec.blocks[0].attention.position, Rotary).dim}
 
 
-FIELDS = {
+_FIELDS = {
     "vocab_size": Field("vocab", 50400),
     "n_positions": Field("context", 2048),
     "n_embd": Field("hidden", 4096),
@@ -50,7 +50,7 @@ ALIASES = {
     "n_layer": ("num_hidden_layers",),
     "n_positions": ("max_position_embeddings",),
 }
-FIXED = {
+_FIXED = {
     "block.parallel": True,
     "attention.scaling": "divide",
     "attention.kernel": "eager",
@@ -61,14 +61,14 @@ FIXED = {
 }
 KINDS: Kinds = frozenset({LayerNorm, Attention, FeedForward, Rotary})
 DECODER = Decoder(
-    FIELDS,
+    _FIELDS,
     norm=LayerNorm,
     inner=FeedForward,
     norms=PRE[:1],
-    fixed=FIXED,
+    fixed=_FIXED,
     rotary=None,
     layers=turning("input"),
-    written=written,
+    written=_written,
 )
 
 B, T = "blocks.{layer}.", "transformer.h.{layer}."
@@ -81,7 +81,7 @@ REST = {
     "transformer.ln_f": "final_norm",
     "lm_head": "head",
 }
-QKV = {f"{T}attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
+_QKV = {f"{T}attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
 
 GPTJ_DROPPED = tuple(T + "attn." + name for name in ("bias", "masked_bias", "embed_positions", "causal_mask"))
 GPTJ_IRRELEVANT = {
@@ -95,7 +95,7 @@ GPTJ_IRRELEVANT = {
     "task_specific_params": "generation",
 }
 
-GPTJ = Architecture(
+_GPTJ = Architecture(
     name="gptj",
     released="2021-06",
     model_types=("gptj",),
@@ -107,7 +107,7 @@ GPTJ = Architecture(
     write=DECODER.write,
     config_aliases=ALIASES,
     prefix="transformer.",
-    leaves=leaves_of({**EMBEDDING, **QKV, **REST}),
+    leaves=leaves_of({**EMBEDDING, **_QKV, **REST}),
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
     reference=lambda _: ("eager",),

@@ -8,7 +8,7 @@ from ..decoder import USUAL, Decoder, Field
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
 
-def inverse(config: ConfigReader, name: str, default: float) -> float:
+def _inverse(config: ConfigReader, name: str, default: float) -> float:
     """What logits are multiplied by, of what they are divided by."""
     return 1 / config.number(name, default)
 
@@ -21,12 +21,12 @@ DECODER = Decoder(
         "embedding_multiplier": Field("embedding.multiplier", 1.0),
         "attention_multiplier": Field("attention.scale", 1.0),
         "residual_multiplier": Field("branch.multiplier", 1.0),
-        "logits_scaling": Field("head.multiplier", 1.0, inverse, lambda factor: float(f"{1 / factor:.14g}")),
+        "logits_scaling": Field("head.multiplier", 1.0, _inverse, lambda factor: float(f"{1 / factor:.14g}")),
     },
     fixed={"head.scaling": "divide"},
 )
 
-GRANITE = DECODER.architecture(
+_GRANITE = DECODER.architecture(
     "granite",
     "GraniteForCausalLM",
     LEAVES,

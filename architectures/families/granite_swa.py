@@ -19,7 +19,7 @@ from ..rope import read_rotary
 from . import granite
 from .llama import LEAVES, LLAMA_DROPPED, B, T
 
-BASES = "layer_rope_theta"
+_BASES = "layer_rope_theta"
 SINKS = {"attention.sinks": True, "attention.sunk": "behind it"}
 SUNK = (Leaf(T + "self_attn.sinks", B + "attention.sinks"),)
 
@@ -28,13 +28,13 @@ def layers(context: int) -> Layers:
     """Each layer's window, and its positions by its base, none where that is 0; `context` is the config class's."""
 
     def found(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
-        windows, bases = sliding(4, 128, first=0)(config, count, head_dim), config.raw(BASES)
+        windows, bases = sliding(4, 128, first=0)(config, count, head_dim), config.raw(_BASES)
         if bases is None:
             return windows
         if not isinstance(bases, list) or len(bases) != count or any(type(each) not in (int, float) for each in bases):
-            raise config.fail(BASES, bases, f"{count} numbers, 0 where a layer has no positions")
+            raise config.fail(_BASES, bases, f"{count} numbers, 0 where a layer has no positions")
         if not all(0 <= each < math.inf for each in bases):
-            raise config.fail(BASES, bases, "finite numbers from 0")
+            raise config.fail(_BASES, bases, "finite numbers from 0")
         rotary = read_rotary(config, head_dim, config.integer("max_position_embeddings", context))
         turned = [msgspec.structs.replace(rotary, base=float(base)) if base else None for base in bases]
         return [{**each, "position": position} for each, position in zip(windows, turned, strict=True)]
@@ -45,10 +45,10 @@ def layers(context: int) -> Layers:
 def written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of each layer's window and base."""
     positions = [of_kind(block.attention, Attention).position for block in spec.blocks]
-    return {**write_sliding(spec), BASES: [0 if each is None else of_kind(each, Rotary).base for each in positions]}
+    return {**write_sliding(spec), _BASES: [0 if each is None else of_kind(each, Rotary).base for each in positions]}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     with_defaults(
         granite.DECODER.fields,
         vocab_size=100352,
@@ -66,7 +66,7 @@ DECODER = Decoder(
     written=written,
 )
 
-GRANITE_SWA = DECODER.architecture(
+_GRANITE_SWA = _DECODER.architecture(
     "granite_swa",
     "GraniteSWAForCausalLM",
     (*LEAVES, *SUNK),

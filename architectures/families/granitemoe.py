@@ -20,27 +20,27 @@ FIELDS = {
 }
 FIXED: dict[str, Any] = {**granite.DECODER.fixed, "mixture.chosen_by": "logits", "mixture.rounded": True}
 
-DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
+_DECODER = Decoder(FIELDS, fixed=FIXED, mixtures=Mixtures())
 
-MOE, EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
-INPUT, _OUTPUT, ROUTER = MOE + "input_linear.weight", MOE + "output_linear.weight", MOE + "router.layer.weight"
-MIXTURE = (
-    Leaf(_OUTPUT, EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+_MOE, _EXPERT = T + "block_sparse_moe.", B + "feed_forward.experts.{expert}."
+_INPUT, _OUTPUT, _ROUTER = _MOE + "input_linear.weight", _MOE + "output_linear.weight", _MOE + "router.layer.weight"
+_MIXTURE = (
+    Leaf(_OUTPUT, _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
     Leaf(
-        INPUT,
-        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        _INPUT,
+        (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
         Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
     ),
-    Leaf(ROUTER, B + "feed_forward.router.weight"),
+    Leaf(_ROUTER, B + "feed_forward.router.weight"),
 )
 STACKED = (
-    Stacked(MOE + "experts.gate_up_proj", (INPUT,)),
-    Stacked(MOE + "experts.down_proj", (_OUTPUT,)),
-    Stacked(MOE + "router.weight", (ROUTER,)),
+    Stacked(_MOE + "experts.gate_up_proj", (_INPUT,)),
+    Stacked(_MOE + "experts.down_proj", (_OUTPUT,)),
+    Stacked(_MOE + "router.weight", (_ROUTER,)),
 )
-LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
+LEAVES = by_name((*leaves_of({**EMBEDDING, **ATTENTION}), *_MIXTURE, *leaves_of({**NORMS, **ENDS})), STACKED)
 
-GRANITEMOE = DECODER.architecture(
+GRANITEMOE = _DECODER.architecture(
     "granitemoe",
     "GraniteMoeForCausalLM",
     LEAVES,

@@ -10,20 +10,20 @@ from . import granite_swa, granitemoe, granitemoeshared
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS
 
-DECODER = replace(
+_DECODER = replace(
     granitemoeshared.DECODER,
     fixed={**granitemoeshared.DECODER.fixed, **granite_swa.SINKS},
     layers=granite_swa.layers(2048),
     written=granite_swa.written,
 )
 
-LEAVES = granitemoeshared.GRANITEMOESHARED.leaves
-HELD = {each.checkpoint[0]: each.parameter for each in granitemoe.STACKED}
+_LEAVES = granitemoeshared.GRANITEMOESHARED.leaves
+_HELD = {each.checkpoint[0]: each.parameter for each in granitemoe.STACKED}
 
-GRANITEMOE_SWA = DECODER.architecture(
+_GRANITEMOE_SWA = _DECODER.architecture(
     "granitemoe_swa",
     "GraniteMoeSWAForCausalLM",
-    (*(replace(leaf, checkpoint=HELD.get(leaf.checkpoint, leaf.checkpoint)) for leaf in LEAVES), *granite_swa.SUNK),
+    (*(replace(leaf, checkpoint=_HELD.get(leaf.checkpoint, leaf.checkpoint)) for leaf in _LEAVES), *granite_swa.SUNK),
     released="2026",
     token_ids=granitemoe.GRANITEMOE.token_ids,
     dropped=LLAMA_DROPPED,

@@ -16,7 +16,7 @@ DECODER = Decoder(
     fixed=FIXED,
     mixtures=Mixtures(shared={"fused": True}),
 )
-SHARED = B + "feed_forward.shared."
+_SHARED = B + "feed_forward.shared."
 
 GRANITEMOESHARED = DECODER.architecture(
     "granitemoeshared",
@@ -26,10 +26,10 @@ GRANITEMOESHARED = DECODER.architecture(
             *LEAVES,
             Leaf(
                 T + "shared_mlp.input_linear.weight",
-                (SHARED + "gate_proj.weight", SHARED + "up_proj.weight"),
+                (_SHARED + "gate_proj.weight", _SHARED + "up_proj.weight"),
                 Layout("(part shared) hidden", split="part", parts=("1", "1")),
             ),
-            Leaf(T + "shared_mlp.output_linear.weight", SHARED + "down_proj.weight"),
+            Leaf(T + "shared_mlp.output_linear.weight", _SHARED + "down_proj.weight"),
         ),
         STACKED,
     ),

@@ -9,7 +9,7 @@ from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -31,7 +31,7 @@ DECODER = Decoder(
     square=True,
 )
 
-HELIUM = DECODER.architecture(
+_HELIUM = _DECODER.architecture(
     "helium",
     "HeliumForCausalLM",
     LEAVES,

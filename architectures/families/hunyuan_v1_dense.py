@@ -11,16 +11,16 @@ from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED
 FIELDS = {**with_defaults(USUAL, vocab_size=290943, rms_norm_eps=1e-5), "attention_bias": BIAS}
 ROTARY = RotaryKind(alpha=True)
 FIXED = {"attention.norm_order": "after"}
-DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
+_DECODER = Decoder(FIELDS, head_norms="same", fixed=FIXED, rotary=ROTARY)
 
-HEADS = {
+_HEADS = {
     **{name: ours for name, ours in ATTENTION.items() if not name.endswith("_norm")},
     T + "self_attn.query_layernorm": B + "attention.q_norm",
     T + "self_attn.key_layernorm": B + "attention.k_norm",
 }
-LEAVES = leaves_of({**EMBEDDING, **HEADS, **FEED_FORWARD, **NORMS, **ENDS})
+LEAVES = leaves_of({**EMBEDDING, **_HEADS, **FEED_FORWARD, **NORMS, **ENDS})
 
-HUNYUAN_V1_DENSE = DECODER.architecture(
+_HUNYUAN_V1_DENSE = _DECODER.architecture(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     LEAVES,

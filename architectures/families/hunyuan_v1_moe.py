@@ -12,7 +12,7 @@ from .llama import LLAMA_DROPPED, B, T
 from .qwen2_moe import NAMES, OF_ROUTERS, STACKED, mixed_leaves, shared
 
 
-def alike(config: ConfigReader, name: str, default: int) -> int:
+def _alike(config: ConfigReader, name: str, default: int) -> int:
     """A number of experts, or a list of one number for every layer."""
     value = config.raw(name, default)
     layers = config.layers("num_hidden_layers", 32)
@@ -22,17 +22,17 @@ def alike(config: ConfigReader, name: str, default: int) -> int:
     return number
 
 
-MODULES = {
+_MODULES = {
     T + "mlp.gate.wg": B + "feed_forward.router",
     **{f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES},
     **shared("shared_mlp"),
 }
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **dense.FIELDS,
         "intermediate_size": Field("intermediate expert_size shared_size", 11008),
-        "num_experts": Field("mixture.experts", 1, alike),
-        "moe_topk": Field("mixture.top_k", 1, alike),
+        "num_experts": Field("mixture.experts", 1, _alike),
+        "moe_topk": Field("mixture.top_k", 1, _alike),
     },
     head_norms="same",
     fixed={**dense.FIXED, "mixture.routed_in": "float32", "mixture.wide_router": True},
@@ -40,10 +40,10 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-HUNYUAN_V1_MOE = DECODER.architecture(
+_HUNYUAN_V1_MOE = _DECODER.architecture(
     "hunyuan_v1_moe",
     "HunYuanMoEV1ForCausalLM",
-    mixed_leaves(MODULES, dense.LEAVES),
+    mixed_leaves(_MODULES, dense.LEAVES),
     released="2025-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     config_aliases={"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},

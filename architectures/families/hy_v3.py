@@ -12,7 +12,7 @@ from .glm4_moe import ROUTER
 from .llama import BIAS, LLAMA_DROPPED, B, T
 from .qwen2_moe import OF_ROUTERS, STACKED, mixed_leaves, shared
 
-MODULES = {
+_MODULES = {
     T + "mlp.router.gate": B + "feed_forward.router",
     **{
         f"{T}mlp.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{name}"
@@ -20,7 +20,7 @@ MODULES = {
     },
     **shared("shared_mlp"),
 }
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -47,7 +47,7 @@ DECODER = Decoder(
     mixtures=Mixtures(**by_type(lambda _: 1), expert={"fused": True, "up_bias": False, "down_bias": False}),
 )
 
-RENAMED = (
+_RENAMED = (
     Stacked(T + "mlp.gate.weight", (T + "mlp.router.gate.weight",)),
     Stacked(T + "mlp.e_score_correction_bias", (T + "mlp.expert_bias",)),
     *(
@@ -57,14 +57,14 @@ RENAMED = (
 )
 """What transformers' modules call otherwise than files do."""
 
-HY_V3 = DECODER.architecture(
+_HY_V3 = _DECODER.architecture(
     "hy_v3",
     "HYV3ForCausalLM",
-    mixed_leaves(MODULES, choice=T + "mlp.expert_bias"),
+    mixed_leaves(_MODULES, choice=T + "mlp.expert_bias"),
     released="2026-03",
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=(*STACKED, *RENAMED),
+    stacked=(*STACKED, *_RENAMED),
     drafts=BEHIND,
     irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

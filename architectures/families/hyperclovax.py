@@ -10,7 +10,7 @@ from . import granite
 from .gemma2 import NORMS
 from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **granite.DECODER.fields,
         "attention_multiplier": Field("attention.scale", None, ConfigReader.optional_number),
@@ -20,17 +20,17 @@ DECODER = Decoder(
     norms=lambda values: NORMS if values["output_norms"] else PRE,
     whole_heads=True,
 )
-SANDWICH = {
+_SANDWICH = {
     T + "input_layernorm": B + "attention_norm",
     T + "post_attention_layernorm": B + "feed_forward_norm",
     T + "post_norm1": B + "attention_output_norm",
     T + "post_norm2": B + "feed_forward_output_norm",
 }
 
-HYPERCLOVAX = DECODER.architecture(
+_HYPERCLOVAX = _DECODER.architecture(
     "hyperclovax",
     "HyperCLOVAXForCausalLM",
-    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **SANDWICH, **ENDS}),
+    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_SANDWICH, **ENDS}),
     released="2025-07",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,

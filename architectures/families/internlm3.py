@@ -10,7 +10,7 @@ from ..obstacles import of_kind
 from .llama import LEAVES, LLAMA_DROPPED
 
 
-def written(spec: ModelSpec) -> dict[str, bool]:
+def _written(spec: ModelSpec) -> dict[str, bool]:
     """Nothing more, of a tree that transformers reads.
 
     Raises:
@@ -21,7 +21,7 @@ def written(spec: ModelSpec) -> dict[str, bool]:
     return {}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -37,10 +37,10 @@ DECODER = Decoder(
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
     whole_heads=True,
-    written=written,
+    written=_written,
 )
 
-INTERNLM3 = DECODER.architecture(
+_INTERNLM3 = _DECODER.architecture(
     "internlm3",
     "LlamaForCausalLM",
     LEAVES,

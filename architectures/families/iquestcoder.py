@@ -6,7 +6,7 @@ Source: transformers models/iquestcoder/configuration_iquestcoder.py; the model 
 from ..decoder import Decoder, with_defaults
 from . import llama
 
-DECODER = Decoder(
+_DECODER = Decoder(
     with_defaults(
         llama.DECODER.fields,
         vocab_size=76800,
@@ -22,7 +22,7 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-IQUESTCODER = DECODER.architecture(
+_IQUESTCODER = _DECODER.architecture(
     "iquestcoder",
     "LlamaForCausalLM",
     llama.LEAVES,

@@ -7,7 +7,7 @@ from ...components import FeedForward, LayerNorm
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL,
     vocab_size=150272,
     hidden_size=3328,
@@ -16,9 +16,9 @@ FIELDS = with_defaults(
     hidden_act="relu2",
     max_position_embeddings=8192,
 )
-DECODER = Decoder(
+_DECODER = Decoder(
     {
-        **{"layer_norm_eps" if name == "rms_norm_eps" else name: field for name, field in FIELDS.items()},
+        **{"layer_norm_eps" if name == "rms_norm_eps" else name: field for name, field in _FIELDS.items()},
         "layer_norm_eps": Field("eps", 1e-5),
         "attention_bias": Field("attention.qkv_bias attention.output_bias", True),
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", True),
@@ -28,7 +28,7 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-JAIS2 = DECODER.architecture(
+_JAIS2 = _DECODER.architecture(
     "jais2",
     "Jais2ForCausalLM",
     LEAVES,

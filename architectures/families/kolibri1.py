@@ -17,17 +17,17 @@ from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, B, T
 from .llama import NORMS as BEFORE
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared
 
-WINDOW = 513
+_WINDOW = 513
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and which layers have no positions: those without one."""
-    if config.optional_integer("sliding_window", WINDOW) is None:
+    if config.optional_integer("sliding_window", _WINDOW) is None:
         raise config.fail("sliding_window", None, "a number: transformers makes masks of windows for all models")
-    return turned_in_windows(sliding(5, WINDOW))(config, count, head_dim)
+    return turned_in_windows(sliding(5, _WINDOW))(config, count, head_dim)
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             {name: each for name, each in USUAL.items() if name != "intermediate_size"},
@@ -54,30 +54,30 @@ DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_choice": True,
     },
-    layers=layers,
+    layers=_layers,
     mixtures=Mixtures(),
     written=write_sliding,
 )
-BIAS = T + "moe.router.expert_bias"
-BEHIND = {T + "post_attn_norm": B + "attention_output_norm", T + "post_ffn_norm": B + "feed_forward_output_norm"}
-HELD = (
+_BIAS = T + "moe.router.expert_bias"
+_BEHIND = {T + "post_attn_norm": B + "attention_output_norm", T + "post_ffn_norm": B + "feed_forward_output_norm"}
+_HELD = (
     *STACKED,
-    Stacked(CORRECTION, (BIAS,)),
+    Stacked(CORRECTION, (_BIAS,)),
     Stacked(T + "post_self_attn_layernorm.weight", (T + "post_attn_norm.weight",)),
     Stacked(T + "post_mlp_layernorm.weight", (T + "post_ffn_norm.weight",)),
 )
 
-KOLIBRI1 = DECODER.architecture(
+_KOLIBRI1 = _DECODER.architecture(
     "kolibri1",
     "Kolibri1ForCausalLM",
     mixed_leaves(
         {**ROUTED, **shared("shared_experts")},
-        leaves_of({**EMBEDDING, **ATTENTION, **BEFORE, **BEHIND, **ENDS}),
-        choice=BIAS,
+        leaves_of({**EMBEDDING, **ATTENTION, **BEFORE, **_BEHIND, **ENDS}),
+        choice=_BIAS,
     ),
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=HELD,
+    stacked=_HELD,
     irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which there are none"},
 )

@@ -19,10 +19,10 @@ from ..rope import RotaryKind
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 from .qwen2_moe import OF_ROUTERS
 
-CHUNK, GROWTH, LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
+_CHUNK, _GROWTH, _LENGTH = "attention_chunk_size", "attn_scale", "floor_scale"
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's chunk, its positions with norms behind them, or what its queries grow by."""
     every, turned = config.integer("no_rope_layer_interval", 4), config.raw("no_rope_layers")
     turned = turned or [int((layer + 1) % every != 0) for layer in range(count)]
@@ -31,12 +31,12 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     types = config.layer_types(
         ["chunked_attention" if each else "full_attention" for each in turned], "chunked_attention"
     )
-    chunk = config.optional_integer(CHUNK, 8192)
+    chunk = config.optional_integer(_CHUNK, 8192)
     if chunk is None:
-        raise config.fail(CHUNK, chunk, "a number: transformers makes masks of chunks for all models")
+        raise config.fail(_CHUNK, chunk, "a number: transformers makes masks of chunks for all models")
     norm = RMSNorm(size=head_dim, eps=config.number("rms_norm_eps", 1e-5), gain="none")
     normed = config.boolean("use_qk_norm", True)
-    growth, length = config.number(GROWTH, 0.1), config.integer(LENGTH, 8192)
+    growth, length = config.number(_GROWTH, 0.1), config.integer(_LENGTH, 8192)
     grows = Temperature(growth=growth, original_context=length, offset=1, counts="tokens")
     norms = {"q_norm": norm, "k_norm": norm, "norm_order": "after"} if normed else {}
     bare = {"position": None, **({"temperature": grows} if config.boolean("attn_temperature_tuning", True) else {})}
@@ -44,14 +44,14 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     return [{**sight[kind], **(norms if each else bare)} for each, kind in zip(turned, types, strict=True)]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of what differs by layer."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
     warm = next((each.temperature for each in mixers if each.temperature is not None), None)
-    found = {} if warm is None else {GROWTH: warm.growth, LENGTH: warm.original_context}
+    found = {} if warm is None else {_GROWTH: warm.growth, _LENGTH: warm.original_context}
     return {
         **found,
-        CHUNK: next((each.window for each in mixers if each.window is not None), 8192),
+        _CHUNK: next((each.window for each in mixers if each.window is not None), 8192),
         "layer_types": ["full_attention" if each.window is None else "chunked_attention" for each in mixers],
         "no_rope_layers": [int(each.position is not None) for each in mixers],
         "use_qk_norm": any(each.q_norm is not None for each in mixers),
@@ -59,7 +59,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def sparse(config: ConfigReader, count: int) -> Sequence[bool]:
+def _sparse(config: ConfigReader, count: int) -> Sequence[bool]:
     """The layers of `moe_layers`, or every so many."""
     step, listed = config.integer("interleave_moe_layer_step", 1), config.raw("moe_layers")
     listed = list(range(step - 1, count, step)) if listed is None else listed
@@ -68,7 +68,7 @@ def sparse(config: ConfigReader, count: int) -> Sequence[bool]:
     return [layer in listed for layer in range(count)]
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -97,23 +97,23 @@ DECODER = Decoder(
         "mixture.summed": "over all",
     },
     rotary=RotaryKind(500_000.0, pairs="adjacent", rounding="complex"),
-    layers=layers,
+    layers=_layers,
     mixtures=Mixtures(
-        sparse,
+        _sparse,
         lambda sparse: {"moe_layers": [layer for layer, each in enumerate(sparse) if each]},
         expert={"fused": True, "arithmetic": "conv1d"},
     ),
-    written=written,
+    written=_written,
 )
 
-FF, OURS = T + "feed_forward.", B + "feed_forward."
-EXPERT, NAMES = OURS + "experts.{expert}.", ("gate_proj", "up_proj", "down_proj")
-LEAVES = (
+_FF, _OURS = T + "feed_forward.", B + "feed_forward."
+_EXPERT, _NAMES = _OURS + "experts.{expert}.", ("gate_proj", "up_proj", "down_proj")
+_LEAVES = (
     *leaves_of({**EMBEDDING, **{name: ours for name, ours in ATTENTION.items() if "_norm" not in name}}),
-    *leaves_of({FF + name: OURS + name for name in NAMES}),
+    *leaves_of({_FF + name: _OURS + name for name in _NAMES}),
     Leaf(
-        FF + "experts.gate_up_proj",
-        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        _FF + "experts.gate_up_proj",
+        (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
         Layout(
             "experts hidden (part intermediate)",
             "(part intermediate) hidden",
@@ -123,22 +123,22 @@ LEAVES = (
         ),
     ),
     Leaf(
-        FF + "experts.down_proj",
-        EXPERT + "down_proj.weight",
+        _FF + "experts.down_proj",
+        _EXPERT + "down_proj.weight",
         Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
     ),
-    *leaves_of({FF + "router": OURS + "router"}),
-    *leaves_of({f"{FF}shared_expert.{name}": f"{OURS}shared.{name}" for name in NAMES}),
+    *leaves_of({_FF + "router": _OURS + "router"}),
+    *leaves_of({f"{_FF}shared_expert.{name}": f"{_OURS}shared.{name}" for name in _NAMES}),
     *leaves_of({**NORMS, **ENDS}),
 )
 
-LLAMA4_TEXT = DECODER.architecture(
+_LLAMA4_TEXT = _DECODER.architecture(
     "llama4_text",
     "Llama4ForCausalLM",
-    LEAVES,
+    _LEAVES,
     model_types=("llama4_text", "llama4"),
     hf_config="Llama4TextConfig",
-    kinds=DECODER.kinds | {Temperature},
+    kinds=_DECODER.kinds | {Temperature},
     released="2025-04",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     part="text_config",

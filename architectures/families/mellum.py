@@ -13,7 +13,7 @@ from ..rope import RotaryKind
 from .llama import BIAS, LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
 
-FIELDS = {
+_FIELDS = {
     **with_defaults(
         USUAL,
         vocab_size=98304,
@@ -30,27 +30,27 @@ FIELDS = {
     "num_experts_per_tok": Field("mixture.top_k", 8),
     "norm_topk_prob": Field("mixture.normalise", True),
 }
-KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
+_KINDS = {"full_attention": RotaryKind(theta=""), "sliding_attention": RotaryKind(theta="", scaled=False)}
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window and positions, which without any parameters turn by another base where a layer sees all."""
     said = config.raw("rope_parameters") is not None
-    kinds = KINDS if said else {**KINDS, "full_attention": RotaryKind(500_000.0, theta="")}
-    return turned_by_kind(sliding(1, 1024), kinds, FIELDS["max_position_embeddings"])(config, count, head_dim)
+    kinds = _KINDS if said else {**_KINDS, "full_attention": RotaryKind(500_000.0, theta="")}
+    return turned_by_kind(sliding(1, 1024), kinds, _FIELDS["max_position_embeddings"])(config, count, head_dim)
 
 
-DECODER = Decoder(
-    FIELDS,
+_DECODER = Decoder(
+    _FIELDS,
     head_norms="same",
     fixed=ROUTER,
     rotary=None,
-    layers=layers,
+    layers=_layers,
     mixtures=Mixtures(**by_type(lambda _: 0)),
-    written=write_by_kind(KINDS),
+    written=write_by_kind(_KINDS),
 )
 
-MELLUM = DECODER.architecture(
+_MELLUM = _DECODER.architecture(
     "mellum",
     "MellumForCausalLM",
     mixed_leaves(ROUTED),

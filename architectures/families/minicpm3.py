@@ -17,7 +17,7 @@ from .llama import LLAMA_DROPPED
 from .youtu import FIELDS, LEAVES
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """The tree; what is null is made of the sizes."""
     layers, hidden = config.layers("num_hidden_layers", 62), config.integer("hidden_size", 2560)
     value_dim = config.optional_integer("v_head_dim")
@@ -27,7 +27,7 @@ def read(config: ConfigReader) -> ModelSpec:
         raise config.fail("hidden_size", hidden, "at least num_attention_heads, since v_head_dim is null")
     depth, base = config.raw("scale_depth", 1.4), config.optional_integer("dim_model_base", 256)
     depth = math.sqrt(layers) if depth is None else config.number("scale_depth", 1.4)
-    return DECODER.read(
+    return _DECODER.read(
         config,
         attention__value_dim=value_dim,
         branch__multiplier=depth / math.sqrt(layers),
@@ -35,7 +35,7 @@ def read(config: ConfigReader) -> ModelSpec:
     )
 
 
-def written(spec: ModelSpec) -> Mapping[str, Any]:
+def _written(spec: ModelSpec) -> Mapping[str, Any]:
     """The fields of the multipliers, and of the values' width."""
     root, multiplier = math.sqrt(len(spec.blocks)), spec.blocks[0].sublayers[0].multiplier
     tried = (float(f"{multiplier * root:.{digits}g}") for digits in range(1, 18))
@@ -46,7 +46,7 @@ def written(spec: ModelSpec) -> Mapping[str, Any]:
     }
 
 
-DECODER = LatentDecoder(
+_DECODER = LatentDecoder(
     {
         **with_defaults(
             {name: field for name, field in FIELDS.items() if name != "v_head_dim"},
@@ -70,19 +70,19 @@ DECODER = LatentDecoder(
     kv_heads=40,
     whole_heads=True,
     interleaved=False,
-    written=written,
+    written=_written,
 )
 
-MINICPM3 = Architecture(
+_MINICPM3 = Architecture(
     name="minicpm3",
     model_types=("minicpm3",),
     hf_class="MiniCPM3ForCausalLM",
     hf_config="MiniCPM3Config",
-    kinds=DECODER.kinds,
+    kinds=_DECODER.kinds,
     released="2024-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
-    read=read,
-    write=DECODER.write,
+    read=_read,
+    write=_DECODER.write,
     leaves=LEAVES,
     prefix="model.",
     dropped=LLAMA_DROPPED,

@@ -12,7 +12,7 @@ from .llama import ATTENTION, LLAMA_DROPPED, B, T
 from .mixtral import MOE
 from .qwen2_moe import OF_ROUTERS
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -33,19 +33,19 @@ DECODER = Decoder(
     rotary=RotaryKind(5e6, part=PART, dims="rotary_dim"),
     mixtures=Mixtures(),
 )
-CORRECTION = MOE + "e_score_correction_bias"
-HELD = (*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (CORRECTION,)))
-NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
+_CORRECTION = MOE + "e_score_correction_bias"
+_HELD = (*mixtral.STACKED, Stacked(T + "mlp.e_score_correction_bias", (_CORRECTION,)))
+_NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
 
-MINIMAX_M2 = DECODER.architecture(
+_MINIMAX_M2 = _DECODER.architecture(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
-    by_name((*mixtral.LEAVES, *leaves_of(NORMS), Leaf(CORRECTION, B + "feed_forward.choice.bias")), HELD),
+    by_name((*mixtral.LEAVES, *leaves_of(_NORMS), Leaf(_CORRECTION, B + "feed_forward.choice.bias")), _HELD),
     released="2025-10",
     token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
     config_aliases={"num_local_experts": ("num_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=HELD,
+    stacked=_HELD,
     irrelevant={
         **OF_ROUTERS,
         "router_jitter_noise": "training only",

@@ -7,13 +7,13 @@ from ..decoder import Decoder, sliding, write_sliding
 from . import mistral
 from .llama import LEAVES, LLAMA_DROPPED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {name: each for name, each in mistral.FIELDS.items() if name != "sliding_window"},
     layers=sliding(0),
     written=write_sliding,
 )
 
-MINISTRAL = DECODER.architecture(
+_MINISTRAL = _DECODER.architecture(
     "ministral",
     "MinistralForCausalLM",
     LEAVES,

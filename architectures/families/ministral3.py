@@ -15,8 +15,8 @@ from ..rope import ORIGINAL, RotaryKind
 from . import mistral
 from .llama import LEAVES, LLAMA_DROPPED
 
-GROWTH = "llama_4_scaling_beta"
-YARN = {
+_GROWTH = "llama_4_scaling_beta"
+_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
@@ -28,7 +28,7 @@ YARN = {
 }
 
 
-def layers(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
     """What queries grow by, in all layers."""
     found = [config.inner(name) for name in ("rope_scaling", "rope_parameters")]
     rope = config.inner("rope_scaling" if found[0].data else "rope_parameters")
@@ -38,14 +38,14 @@ def layers(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str
     else:
         kind = rope.raw("rope_type", rope.raw("type", "default"))
         known = kind in ("yarn", "llama3", "longrope")
-        length = config.raw(ORIGINAL, FIELDS["max_position_embeddings"].value(config, "max_position_embeddings"))
+        length = config.raw(ORIGINAL, _FIELDS["max_position_embeddings"].value(config, "max_position_embeddings"))
         grows = Temperature(
-            growth=rope.number(GROWTH), original_context=rope.integer(ORIGINAL, length if known else None)
+            growth=rope.number(_GROWTH), original_context=rope.integer(ORIGINAL, length if known else None)
         )
     return [{"temperature": grows}] * count
 
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     mistral.FIELDS,
     vocab_size=131072,
     num_hidden_layers=34,
@@ -54,23 +54,23 @@ FIELDS = with_defaults(
     rms_norm_eps=1e-5,
     sliding_window=None,
 )
-DECODER = Decoder(FIELDS, rotary=RotaryKind(usual=YARN), layers=layers)
+_DECODER = Decoder(_FIELDS, rotary=RotaryKind(usual=_YARN), layers=_layers)
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    fields = DECODER.write(spec)
+    fields = _DECODER.write(spec)
     grows = of_kind(of_kind(spec.blocks[0].attention, Attention).temperature, Temperature)
     length = {ORIGINAL: grows.original_context}
-    return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], GROWTH: grows.growth}}
+    return {**fields, "rope_scaling": {**length, **fields["rope_scaling"], _GROWTH: grows.growth}}
 
 
-MINISTRAL3 = DECODER.architecture(
+_MINISTRAL3 = _DECODER.architecture(
     "ministral3",
     "Ministral3ForCausalLM",
     LEAVES,
-    write=write,
-    kinds=DECODER.kinds | {Temperature},
+    write=_write,
+    kinds=_DECODER.kinds | {Temperature},
     released="2025-12",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
     dropped=LLAMA_DROPPED,

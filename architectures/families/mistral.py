@@ -12,9 +12,9 @@ FIELDS = {
     **with_defaults(USUAL, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
     "sliding_window": Field("attention.window", 4096, ConfigReader.optional_integer),
 }
-DECODER = Decoder(FIELDS)
+_DECODER = Decoder(FIELDS)
 
-MISTRAL = DECODER.architecture(
+_MISTRAL = _DECODER.architecture(
     "mistral",
     "MistralForCausalLM",
     LEAVES,

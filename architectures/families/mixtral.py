@@ -11,7 +11,7 @@ from ..rope import RotaryKind
 from . import mistral
 from .llama import LLAMA_DROPPED, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(mistral.FIELDS, rms_norm_eps=1e-5, sliding_window=None),
         "num_local_experts": Field("mixture.experts", 8),
@@ -20,16 +20,16 @@ DECODER = Decoder(
     rotary=RotaryKind(1e6),
     mixtures=Mixtures(),
 )
-MOE, EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
+MOE, _EXPERT = T + "block_sparse_moe.", T + "block_sparse_moe.experts.{expert}."
 
 # In the order in which transformers writes them: its modules' names sorted, each parameter of all experts taken apart.
 LEAVES: tuple[Leaf, ...] = (
     Leaf("lm_head.weight", "head.weight"),
     Leaf("model.embed_tokens.weight", "embedding.weight"),
     Leaf(T + "input_layernorm.weight", B + "attention_norm.weight"),
-    Leaf(EXPERT + "w2.weight", B + "feed_forward.experts.{expert}.down_proj.weight"),
-    Leaf(EXPERT + "w1.weight", B + "feed_forward.experts.{expert}.gate_proj.weight"),
-    Leaf(EXPERT + "w3.weight", B + "feed_forward.experts.{expert}.up_proj.weight"),
+    Leaf(_EXPERT + "w2.weight", B + "feed_forward.experts.{expert}.down_proj.weight"),
+    Leaf(_EXPERT + "w1.weight", B + "feed_forward.experts.{expert}.gate_proj.weight"),
+    Leaf(_EXPERT + "w3.weight", B + "feed_forward.experts.{expert}.up_proj.weight"),
     Leaf(MOE + "gate.weight", B + "feed_forward.router.weight"),
     Leaf(T + "post_attention_layernorm.weight", B + "feed_forward_norm.weight"),
     *(
@@ -41,11 +41,11 @@ LEAVES: tuple[Leaf, ...] = (
 
 STACKED = (
     Stacked(T + "mlp.gate.weight", (MOE + "gate.weight",)),
-    Stacked(T + "mlp.experts.gate_up_proj", (EXPERT + "w1.weight", EXPERT + "w3.weight")),
-    Stacked(T + "mlp.experts.down_proj", (EXPERT + "w2.weight",)),
+    Stacked(T + "mlp.experts.gate_up_proj", (_EXPERT + "w1.weight", _EXPERT + "w3.weight")),
+    Stacked(T + "mlp.experts.down_proj", (_EXPERT + "w2.weight",)),
 )
 
-MIXTRAL = DECODER.architecture(
+_MIXTRAL = _DECODER.architecture(
     "mixtral",
     "MixtralForCausalLM",
     LEAVES,

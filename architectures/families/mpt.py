@@ -15,7 +15,7 @@ from ..decoder import Decoder, Field
 from ..layout import Layout
 from ..obstacles import of_kind
 
-FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
+_FUSED = Layout("(part heads head_dim) hidden", split="part", parts=("1", "1", "1"))
 _ONLY = "transformers computes what this says otherwise"
 _INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "alibi": ((True, None), _ONLY),
@@ -26,7 +26,7 @@ _INNER_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """What `attn_config` says of all layers."""
     inner = config.inner("attn_config")
     inner.refuse({**COMMON_REFUSED, **_INNER_REFUSED})
@@ -35,14 +35,14 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
     return [{"scale": 1 / math.sqrt(head_dim) if scale is None else scale, "clip": clip}] * count
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """`attn_config`."""
     first = of_kind(spec.blocks[0].attention, Attention)
     usual = math.isclose(first.scale, first.head_dim**-0.5, rel_tol=1e-12)
     return {"attn_config": {"clip_qkv": first.clip, "softmax_scale": None if usual else first.scale}}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "d_model": Field("hidden", 2048),
         "n_heads": Field("heads", 16),
@@ -63,21 +63,21 @@ DECODER = Decoder(
         "attention.fused_rows": "by part",
     },
     rotary=None,
-    layers=layers,
-    written=written,
+    layers=_layers,
+    written=_written,
 )
 
-B, T = "blocks.{layer}.", "transformer.blocks.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.blocks.{layer}."
 
-MPT = Architecture(
+_MPT = Architecture(
     name="mpt",
     released="2023-05",
     model_types=("mpt",),
     hf_class="MptForCausalLM",
     hf_config="MptConfig",
-    kinds=DECODER.kinds | {ALiBi},
-    read=DECODER.read,
-    write=DECODER.write,
+    kinds=_DECODER.kinds | {ALiBi},
+    read=_DECODER.read,
+    write=_DECODER.write,
     config_aliases={
         "d_model": ("hidden_size",),
         "n_heads": ("num_attention_heads",),
@@ -85,14 +85,14 @@ MPT = Architecture(
     },
     prefix="transformer.",
     leaves=(
-        *leaves_of({"transformer.wte": "embedding", T + "norm_1": B + "attention_norm"}),
-        Leaf(T + "attn.Wqkv.weight", qkv("weight"), FUSED),
+        *leaves_of({"transformer.wte": "embedding", _T + "norm_1": _B + "attention_norm"}),
+        Leaf(_T + "attn.Wqkv.weight", qkv("weight"), _FUSED),
         *leaves_of(
             {
-                T + "attn.out_proj": B + "attention.o_proj",
-                T + "norm_2": B + "feed_forward_norm",
-                T + "ffn.up_proj": B + "feed_forward.up_proj",
-                T + "ffn.down_proj": B + "feed_forward.down_proj",
+                _T + "attn.out_proj": _B + "attention.o_proj",
+                _T + "norm_2": _B + "feed_forward_norm",
+                _T + "ffn.up_proj": _B + "feed_forward.up_proj",
+                _T + "ffn.down_proj": _B + "feed_forward.down_proj",
                 "transformer.norm_f": "final_norm",
                 "lm_head": "head",
             }

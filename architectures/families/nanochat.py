@@ -11,7 +11,7 @@ from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import RotaryKind
 from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -36,12 +36,12 @@ DECODER = Decoder(
     },
     rotary=RotaryKind(direction="backward"),
 )
-FEED_FORWARD = {T + "mlp.fc1": B + "feed_forward.up_proj", T + "mlp.fc2": B + "feed_forward.down_proj"}
+_FEED_FORWARD = {T + "mlp.fc1": B + "feed_forward.up_proj", T + "mlp.fc2": B + "feed_forward.down_proj"}
 
-NANOCHAT = DECODER.architecture(
+_NANOCHAT = _DECODER.architecture(
     "nanochat",
     "NanoChatForCausalLM",
-    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, "lm_head": "head"}),
+    leaves_of({**EMBEDDING, **ATTENTION, **_FEED_FORWARD, "lm_head": "head"}),
     released="2025-10",
     token_ids={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
     dropped=LLAMA_DROPPED,

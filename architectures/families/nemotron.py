@@ -9,7 +9,7 @@ from ..decoder import USUAL, Decoder, Field, with_defaults
 from ..rope import PART, RotaryKind
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL,
     vocab_size=256000,
     hidden_size=6144,
@@ -18,9 +18,9 @@ FIELDS = with_defaults(
     hidden_act="relu2",
     max_position_embeddings=4096,
 )
-DECODER = Decoder(
+_DECODER = Decoder(
     {
-        **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
+        **{name: field for name, field in _FIELDS.items() if name != "rms_norm_eps"},
         "norm_eps": Field("eps", 1e-5),
         "attention_bias": BIAS,
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
@@ -31,7 +31,7 @@ DECODER = Decoder(
     rotary=RotaryKind(part=PART, whole=0.5),
 )
 
-NEMOTRON = DECODER.architecture(
+_NEMOTRON = _DECODER.architecture(
     "nemotron",
     "NemotronForCausalLM",
     LEAVES,

@@ -11,7 +11,7 @@ from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
 FIELDS = {**with_defaults(USUAL, vocab_size=50304), "attention_bias": BIAS}
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **{name: field for name, field in FIELDS.items() if name != "rms_norm_eps"},
         "clip_qkv": Field("attention.clip", None, ConfigReader.optional_number),
@@ -21,7 +21,7 @@ DECODER = Decoder(
     rotary=RotaryKind(rounding="result"),
 )
 
-OLMO = DECODER.architecture(
+_OLMO = _DECODER.architecture(
     "olmo",
     "OlmoForCausalLM",
     LEAVES,

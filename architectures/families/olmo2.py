@@ -11,17 +11,17 @@ from . import olmo
 from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 FIELDS = {**with_defaults(olmo.FIELDS, rms_norm_eps=1e-5)}
-NORMS = {
+_NORMS = {
     T + "post_attention_layernorm": B + "attention_output_norm",
     T + "post_feedforward_layernorm": B + "feed_forward_output_norm",
 }
-LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
+LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_NORMS, **ENDS})
 POST = ("attention_output_norm", "feed_forward_output_norm")
 FIXED = {"norm.cast": "after_weight"}
 
-DECODER = Decoder(FIELDS, norms=POST, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))
+_DECODER = Decoder(FIELDS, norms=POST, head_norms="whole", fixed=FIXED, rotary=RotaryKind(rounding="result"))
 
-OLMO2 = DECODER.architecture(
+_OLMO2 = _DECODER.architecture(
     "olmo2",
     "Olmo2ForCausalLM",
     LEAVES,

@@ -8,21 +8,21 @@ from ..rope import RotaryKind
 from . import olmo2
 from .llama import LLAMA_DROPPED
 
-KINDS = {
+_KINDS = {
     "full_attention": RotaryKind(5e5, rounding="result"),
     "sliding_attention": RotaryKind(5e5, theta="", scaled=False, rounding="result"),
 }
-DECODER = Decoder(
+_DECODER = Decoder(
     olmo2.FIELDS,
     norms=olmo2.POST,
     head_norms="whole",
     fixed=olmo2.FIXED,
     rotary=None,
-    layers=turned_by_kind(sliding(4), KINDS, olmo2.FIELDS["max_position_embeddings"]),
-    written=write_by_kind(KINDS),
+    layers=turned_by_kind(sliding(4), _KINDS, olmo2.FIELDS["max_position_embeddings"]),
+    written=write_by_kind(_KINDS),
 )
 
-OLMO3 = DECODER.architecture(
+_OLMO3 = _DECODER.architecture(
     "olmo3",
     "Olmo3ForCausalLM",
     olmo2.LEAVES,

@@ -9,7 +9,7 @@ from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from .llama import BIAS, LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -33,7 +33,7 @@ DECODER = Decoder(
     square=True,
 )
 
-OLMOE = DECODER.architecture(
+_OLMOE = _DECODER.architecture(
     "olmoe",
     "OlmoeForCausalLM",
     mixed_leaves(ROUTED),

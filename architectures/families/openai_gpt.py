@@ -16,7 +16,7 @@ from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
 from .opt import POST
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
-NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
+_NAMES = {ours: name for name, ours in reversed(list(_ACT_FNS.items()))}
 
 
 def _read_activation(config: ConfigReader, name: str, default: str) -> Any:
@@ -24,15 +24,15 @@ def _read_activation(config: ConfigReader, name: str, default: str) -> Any:
     return config.choice(name, default, _ACT_FNS)
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The name of the activation."""
     function = getattr(spec.blocks[0].feed_forward, "activation", None)
-    if function not in NAMES:
+    if function not in _NAMES:
         raise CannotExpress(f"openai-gpt has no name for the activation {function!r}")
-    return {"afn": NAMES[function]}
+    return {"afn": _NAMES[function]}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 40478),
         "n_positions": Field("context", 512),
@@ -62,26 +62,26 @@ DECODER = Decoder(
     },
     rotary=None,
     learned=True,
-    written=written,
+    written=_written,
 )
 
-B, T = "blocks.{layer}.", "transformer.h.{layer}."
+_B, _T = "blocks.{layer}.", "transformer.h.{layer}."
 
-OPENAI_GPT = DECODER.architecture(
+_OPENAI_GPT = _DECODER.architecture(
     "openai-gpt",
     "OpenAIGPTLMHeadModel",
     (
         *leaves_of({"transformer.tokens_embed": "embedding", "transformer.positions_embed": "positions"}),
-        Leaf(T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
-        Leaf(T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-        Leaf(T + "attn.c_proj.weight", B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
-        Leaf(T + "attn.c_proj.bias", B + "attention.o_proj.bias"),
-        *leaves_of({T + "ln_1": B + "attention_sum_norm"}),
-        Leaf(T + "mlp.c_fc.weight", B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
-        Leaf(T + "mlp.c_fc.bias", B + "feed_forward.up_proj.bias"),
-        Leaf(T + "mlp.c_proj.weight", B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
-        Leaf(T + "mlp.c_proj.bias", B + "feed_forward.down_proj.bias"),
-        *leaves_of({T + "ln_2": B + "feed_forward_sum_norm", "lm_head": "head"}),
+        Leaf(_T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
+        Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
+        Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
+        Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
+        *leaves_of({_T + "ln_1": _B + "attention_sum_norm"}),
+        Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
+        Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
+        Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
+        Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
+        *leaves_of({_T + "ln_2": _B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
     released="2018-06",
     hf_config="OpenAIGPTConfig",
@@ -92,7 +92,7 @@ OPENAI_GPT = DECODER.architecture(
         "n_positions": ("max_position_embeddings",),
     },
     prefix="transformer.",
-    dropped=(T + "attn.bias",),
+    dropped=(_T + "attn.bias",),
     irrelevant={
         "attn_pdrop": "training only",
         "embd_pdrop": "training only",

@@ -22,7 +22,7 @@ def _read_width(config: ConfigReader, name: str, default: int | None) -> int | N
     return None if width == config.integer("hidden_size", 768) else width
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50272),
         "hidden_size": Field("hidden", 768),
@@ -52,38 +52,38 @@ DECODER = Decoder(
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     before = config.boolean("do_layer_norm_before", True)
     removed = config.boolean("_remove_final_layer_norm", False)
-    return replace(DECODER, norms=PRE if before else POST).read(config, final_norm=before and not removed)
+    return replace(_DECODER, norms=PRE if before else POST).read(config, final_norm=before and not removed)
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     before = spec.blocks[0].sublayers[0].norm is not None
     return {
-        **DECODER.write(spec),
+        **_DECODER.write(spec),
         "do_layer_norm_before": before,
         "_remove_final_layer_norm": before and spec.final_norm is None,
     }
 
 
-B, T = "blocks.{layer}.", "model.decoder.layers.{layer}."
-HEADS = {f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v", "q")}
-HEADS |= {T + "self_attn.out_proj": B + "attention.o_proj"}
-_INNER = {T + "fc1": B + "feed_forward.up_proj", T + "fc2": B + "feed_forward.down_proj"}
+_B, _T = "blocks.{layer}.", "model.decoder.layers.{layer}."
+_HEADS = {f"{_T}self_attn.{name}_proj": f"{_B}attention.{name}_proj" for name in ("k", "v", "q")}
+_HEADS |= {_T + "self_attn.out_proj": _B + "attention.o_proj"}
+_INNER = {_T + "fc1": _B + "feed_forward.up_proj", _T + "fc2": _B + "feed_forward.down_proj"}
 
-OPT = Architecture(
+_OPT = Architecture(
     name="opt",
     released="2022-05",
     model_types=("opt",),
     hf_class="OPTForCausalLM",
     hf_config="OPTConfig",
-    kinds=DECODER.kinds,
+    kinds=_DECODER.kinds,
     token_ids={"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     prefix="model.",
     leaves=(
         *leaves_of(
@@ -93,18 +93,18 @@ OPT = Architecture(
                 "model.decoder.project_out": "head.projection",
                 "model.decoder.project_in": "embedding.projection",
                 "model.decoder.final_layer_norm": "final_norm",
-                **HEADS,
-                T + "self_attn_layer_norm": B + "attention_norm",
+                **_HEADS,
+                _T + "self_attn_layer_norm": _B + "attention_norm",
             }
         ),
         *leaves_of(
             {
-                T + "self_attn_layer_norm": B + "attention_sum_norm",
+                _T + "self_attn_layer_norm": _B + "attention_sum_norm",
                 **_INNER,
-                T + "final_layer_norm": B + "feed_forward_norm",
+                _T + "final_layer_norm": _B + "feed_forward_norm",
             }
         ),
-        *leaves_of({T + "final_layer_norm": B + "feed_forward_sum_norm", "lm_head": "head"}),
+        *leaves_of({_T + "final_layer_norm": _B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
     irrelevant={
         "activation_dropout": "training only",

@@ -11,7 +11,7 @@ from ..rope import PART, RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .llama import EMBEDDING, LLAMA_DROPPED, NORMS, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 262144),
         "hidden_size": Field("hidden", 4096),
@@ -37,7 +37,7 @@ DECODER = Decoder(
     rotary=RotaryKind(part=PART, whole=0.5),
 )
 
-PERSIMMON = DECODER.architecture(
+_PERSIMMON = _DECODER.architecture(
     "persimmon",
     "PersimmonForCausalLM",
     (

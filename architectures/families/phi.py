@@ -10,7 +10,7 @@ from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind
 from .llama import EMBEDDING, LLAMA_DROPPED, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 51200),
         "hidden_size": Field("hidden", 2048),
@@ -41,7 +41,7 @@ DECODER = Decoder(
     square=True,
 )
 
-MODULES = {
+_MODULES = {
     **EMBEDDING,
     **{f"{T}self_attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("q", "k", "v")},
     T + "self_attn.dense": B + "attention.o_proj",
@@ -54,10 +54,10 @@ MODULES = {
     "lm_head": "head",
 }
 
-PHI = DECODER.architecture(
+_PHI = _DECODER.architecture(
     "phi",
     "PhiForCausalLM",
-    leaves_of(MODULES),
+    leaves_of(_MODULES),
     released="2023-06",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,

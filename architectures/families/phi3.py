@@ -15,17 +15,17 @@ from ..obstacles import of_kind
 from ..rope import ORIGINAL, PART, RotaryKind
 from .llama import EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 
-QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
-GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
+_QKV = Layout("(slot head_dim) hidden", split="slot", parts=("heads", "kv_heads", "kv_heads"))
+_GATE_UP = Layout("(part intermediate) hidden", split="part", parts=("1", "1"))
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config field that the config class believes rather than the one in the rope parameters."""
     scaling = of_kind(spec.blocks[0].attention.position, Rotary).scaling
     return {ORIGINAL: scaling.original_context} if isinstance(scaling, LongRopeScaling) else {}
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -44,10 +44,10 @@ DECODER = Decoder(
         renewed=True,
         types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
     ),
-    written=written,
+    written=_written,
 )
 
-PHI3 = Architecture(
+_PHI3 = Architecture(
     name="phi3",
     released="2024-04",
     model_types=("phi3",),
@@ -55,15 +55,15 @@ PHI3 = Architecture(
     hf_config="Phi3Config",
     kinds=frozenset({RMSNorm, Attention, GatedFeedForward, Rotary, LongRopeScaling}),
     token_ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-    read=DECODER.read,
-    write=DECODER.write,
+    read=_DECODER.read,
+    write=_DECODER.write,
     leaves=(
         *leaves_of({**EMBEDDING, T + "self_attn.o_proj": B + "attention.o_proj"}),
-        Leaf(T + "self_attn.qkv_proj.weight", qkv("weight"), QKV),
+        Leaf(T + "self_attn.qkv_proj.weight", qkv("weight"), _QKV),
         Leaf(
             T + "mlp.gate_up_proj.weight",
             (B + "feed_forward.gate_proj.weight", B + "feed_forward.up_proj.weight"),
-            GATE_UP,
+            _GATE_UP,
         ),
         *leaves_of({T + "mlp.down_proj": B + "feed_forward.down_proj", **NORMS, **ENDS}),
     ),

@@ -2,8 +2,8 @@
 experts by a softmax of its own (SparseMixer).
 
 Source: transformers models/phimoe/{configuration,modeling}_phimoe.py, which takes two experts whatever is said, and
-turns longer texts than the original context by the short factors still, where the model's own code takes the long ones,
-as is done here.
+turns longer texts than the original context by the short factors still, where the model's own code takes the long ones:
+a tree has the short ones for both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from .llama import BIAS, LLAMA_DROPPED, B, T
 from .mixtral import MOE
 from .qwen2_moe import OF_ROUTERS
 
-ROTARY = RotaryKind(1e6, entire=True, renewed=True, types={"default": "default", "longrope": "longrope"})
-FACTORS = ("short_mscale", "long_mscale")
+_ROTARY = RotaryKind(1e6, entire=True, renewed=True, types={"default": "default", "longrope": "longrope"})
+_FACTORS = ("short_mscale", "long_mscale")
 
 
-def two(config: ConfigReader, name: str, default: int) -> int:
+def _two(config: ConfigReader, name: str, default: int) -> int:
     """The number of experts a token, which is no other."""
     found = config.raw(name, default)
     if found != 2:
@@ -34,22 +34,23 @@ def two(config: ConfigReader, name: str, default: int) -> int:
     return 2
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """The positions of all layers, whose tables are multiplied by a factor of their own."""
-    context = DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
-    rotary = read_rotary(config, head_dim, context, ROTARY)
+    context = _DECODER.fields["max_position_embeddings"].value(config, "max_position_embeddings")
+    rotary = read_rotary(config, head_dim, context, _ROTARY)
     which = "rope_scaling" if config.inner("rope_scaling").data else "rope_parameters"
     rope = config.inner(which)
     if isinstance(rotary.scaling, LongRopeScaling):
-        short, long = (rope.number(name) for name in FACTORS)
+        short, long = (rope.number(name) for name in _FACTORS)
         if short != long:
-            raise rope.fail(FACTORS[1], long, f"{FACTORS[0]} ({short:g}): positions have one factor here")
-        scaling = msgspec.structs.replace(rotary.scaling, attention_factor=short)
+            raise rope.fail(_FACTORS[1], long, f"{_FACTORS[0]} ({short:g}): positions have one factor here")
+        divisors = rotary.scaling.short_factor
+        scaling = msgspec.structs.replace(rotary.scaling, long_factor=divisors, attention_factor=short)
         rotary = msgspec.structs.replace(rotary, scaling=scaling)
     return [{"position": rotary}] * count
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -63,45 +64,45 @@ DECODER = Decoder(
         "lm_head_bias": Field("head.bias", False),
         "sliding_window": Field("attention.window", None, ConfigReader.optional_integer),
         "num_local_experts": Field("mixture.experts", 16),
-        "num_experts_per_tok": Field("mixture.top_k", 2, two),
+        "num_experts_per_tok": Field("mixture.top_k", 2, _two),
         "router_jitter_noise": Field("mixture.jitter", 0.01),
     },
     norm=LayerNorm,
     fixed={"mixture.normalise": False, "mixture.scored_in": "input"},
-    rotary=ROTARY,
-    layers=layers,
+    rotary=_ROTARY,
+    layers=_layers,
     mixtures=Mixtures(),
 )
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
-    fields = DECODER.write(spec)
+    fields = _DECODER.write(spec)
     scaling = of_kind(of_kind(spec.blocks[0].attention, Attention).position, Rotary).scaling
     if not isinstance(scaling, LongRopeScaling):
         return fields
-    more = dict.fromkeys(FACTORS, scaling.attention_factor)
+    more = dict.fromkeys(_FACTORS, scaling.attention_factor)
     return {**fields, ORIGINAL: scaling.original_context, "rope_scaling": {**fields["rope_scaling"], **more}}
 
 
-PROJECTIONS = (f"self_attn.{name}_proj.bias" for name in "qkvo")
-BIASES = {
-    **{T + name: B + name.replace("self_attn", "attention") for name in PROJECTIONS},
+_PROJECTIONS = (f"self_attn.{name}_proj.bias" for name in "qkvo")
+_BIASES = {
+    **{T + name: B + name.replace("self_attn", "attention") for name in _PROJECTIONS},
     T + "input_layernorm.bias": B + "attention_norm.bias",
     T + "post_attention_layernorm.bias": B + "feed_forward_norm.bias",
     "model.norm.bias": "final_norm.bias",
     "lm_head.bias": "head.bias",
 }
-HELD = (Stacked(T + "mlp.router.weight", (MOE + "gate.weight",)), *mixtral.STACKED[1:])
+_HELD = (Stacked(T + "mlp.router.weight", (MOE + "gate.weight",)), *mixtral.STACKED[1:])
 
-PHIMOE = DECODER.architecture(
+_PHIMOE = _DECODER.architecture(
     "phimoe",
     "PhimoeForCausalLM",
-    by_name((*mixtral.LEAVES, *(Leaf(theirs, ours) for theirs, ours in BIASES.items())), HELD),
-    write=write,
+    by_name((*mixtral.LEAVES, *(Leaf(theirs, ours) for theirs, ours in _BIASES.items())), _HELD),
+    write=_write,
     released="2024-08",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,
-    stacked=HELD,
+    stacked=_HELD,
     irrelevant={**OF_ROUTERS, "input_jitter_noise": "training only"},
 )

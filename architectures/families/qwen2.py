@@ -60,9 +60,9 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
-DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
+_DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
 
-QWEN2 = DECODER.architecture(
+_QWEN2 = _DECODER.architecture(
     "qwen2",
     "Qwen2ForCausalLM",
     LEAVES,

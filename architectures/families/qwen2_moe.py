@@ -63,7 +63,7 @@ def written(sparse: Sequence[bool]) -> Mapping[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, each in enumerate(sparse) if not each]}
 
 
-def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's: from `layer_types`, or of every other layer below `max_window_layers`, where switched on."""
     on, below = config.boolean("use_sliding_window", False), config.raw("max_window_layers", 28)
     off = not on and config.raw("sliding_window") == 0  # as transformers writes it
@@ -78,14 +78,14 @@ def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mappi
     return [{"window": window if kind == "sliding_attention" else None} for kind in types]
 
 
-def write_windows(spec: ModelSpec) -> dict[str, Any]:
+def _write_windows(spec: ModelSpec) -> dict[str, Any]:
     """The config fields that `windows` reads."""
     return {**qwen2.write_windows(spec), "max_window_layers": len(spec.blocks)}
 
 
 ROUTER: dict[str, Any] = {"mixture.rounded": True}
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(FIELDS, num_key_value_heads=16),
         "qkv_bias": Field("attention.qkv_bias", True),
@@ -96,12 +96,12 @@ DECODER = Decoder(
         "norm_topk_prob": Field("mixture.normalise", False),
     },
     fixed={**ROUTER, "mixture.shared_gate": True},
-    layers=windows,
+    layers=_windows,
     mixtures=Mixtures(sparse, written),
-    written=write_windows,
+    written=_write_windows,
 )
 
-QWEN2_MOE = DECODER.architecture(
+_QWEN2_MOE = _DECODER.architecture(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     mixed_leaves({**ROUTED, **shared("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}),

@@ -7,11 +7,11 @@ from ..decoder import Decoder, with_defaults
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 from .qwen2 import FIELDS, windows, write_windows
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {**with_defaults(FIELDS, head_dim=128), "attention_bias": BIAS},
     head_norms="same",
     layers=windows,
     written=write_windows,
 )
 
-QWEN3 = DECODER.architecture("qwen3", "Qwen3ForCausalLM", LEAVES, released="2025-04", dropped=LLAMA_DROPPED)
+_QWEN3 = _DECODER.architecture("qwen3", "Qwen3ForCausalLM", LEAVES, released="2025-04", dropped=LLAMA_DROPPED)

@@ -10,17 +10,17 @@ from .llama import BIAS, LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, ROUTED, ROUTER, STACKED, mixed_leaves, sparse, written
 
 
-def window(config: ConfigReader, name: str, default: int) -> int | None:
+def _window(config: ConfigReader, name: str, default: int) -> int | None:
     """That of all layers, where it is switched on."""
     width = config.optional_integer(name, default)
     return width if config.boolean("use_sliding_window", False) else None
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(qwen2_moe.FIELDS, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4),
         "attention_bias": BIAS,
-        "sliding_window": Field("attention.window", 4096, window),
+        "sliding_window": Field("attention.window", 4096, _window),
         "moe_intermediate_size": Field("expert_size", 768),
         "num_experts": Field("mixture.experts", 128),
         "num_experts_per_tok": Field("mixture.top_k", 8),
@@ -32,7 +32,7 @@ DECODER = Decoder(
     written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 
-QWEN3_MOE = DECODER.architecture(
+_QWEN3_MOE = _DECODER.architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     mixed_leaves(ROUTED),

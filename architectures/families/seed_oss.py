@@ -6,7 +6,7 @@ Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 from ..decoder import USUAL, Decoder, Field, with_defaults
 from .llama import LEAVES, LLAMA_DROPPED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -24,7 +24,7 @@ DECODER = Decoder(
     }
 )
 
-SEED_OSS = DECODER.architecture(
+_SEED_OSS = _DECODER.architecture(
     "seed_oss",
     "SeedOssForCausalLM",
     LEAVES,

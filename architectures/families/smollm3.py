@@ -14,7 +14,7 @@ from ..rope import RotaryKind
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
 
-def layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Which layers have positions, and the windows of those that have one."""
     every = config.integer("no_rope_layer_interval", 4)
     turned = config.raw("no_rope_layers")
@@ -34,7 +34,7 @@ def layers(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mapping
     ]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
+def _written(spec: ModelSpec) -> dict[str, Any]:
     """The config fields of what differs by layer."""
     mixers = [of_kind(block.attention, Attention) for block in spec.blocks]
     window = next((each.window for each in mixers if each.window is not None), None)
@@ -46,7 +46,7 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(
             USUAL,
@@ -62,11 +62,11 @@ DECODER = Decoder(
         "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
     },
     rotary=RotaryKind(2e6),
-    layers=layers,
-    written=written,
+    layers=_layers,
+    written=_written,
 )
 
-SMOLLM3 = DECODER.architecture(
+_SMOLLM3 = _DECODER.architecture(
     "smollm3",
     "SmolLM3ForCausalLM",
     LEAVES,

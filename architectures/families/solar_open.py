@@ -9,7 +9,7 @@ from .glm4_moe import GROUPED, LEAVES, ROUTER
 from .llama import LLAMA_DROPPED
 from .qwen2_moe import OF_ROUTERS, STACKED
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     USUAL,
     vocab_size=196608,
     num_hidden_layers=48,
@@ -20,9 +20,9 @@ FIELDS = with_defaults(
     rms_norm_eps=1e-5,
 )
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
-        **{name: field for name, field in FIELDS.items() if name != "intermediate_size"},
+        **{name: field for name, field in _FIELDS.items() if name != "intermediate_size"},
         "attention_bias": Field("attention.qkv_bias", False),
         "moe_intermediate_size": Field("expert_size", 1280),
         "n_shared_experts": Field("shared_experts", 1),
@@ -34,7 +34,7 @@ DECODER = Decoder(
     mixtures=Mixtures(),
 )
 
-SOLAR_OPEN = DECODER.architecture(
+_SOLAR_OPEN = _DECODER.architecture(
     "solar_open",
     "SolarOpenForCausalLM",
     LEAVES,

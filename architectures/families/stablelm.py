@@ -9,7 +9,7 @@ from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind
 from .llama import LEAVES, LLAMA_DROPPED
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 50304),
         "hidden_size": Field("hidden", 2560),
@@ -33,7 +33,7 @@ DECODER = Decoder(
 )
 
 
-STABLELM = DECODER.architecture(
+_STABLELM = _DECODER.architecture(
     "stablelm",
     "StableLmForCausalLM",
     LEAVES,

@@ -9,7 +9,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Field
 from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 49152),
         "hidden_size": Field("hidden", 3072),
@@ -28,13 +28,13 @@ DECODER = Decoder(
     norm=LayerNorm,
     inner=FeedForward,
 )
-FEED_FORWARD = {T + "mlp.c_fc": B + "feed_forward.up_proj", T + "mlp.c_proj": B + "feed_forward.down_proj"}
-LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})
+_FEED_FORWARD = {T + "mlp.c_fc": B + "feed_forward.up_proj", T + "mlp.c_proj": B + "feed_forward.down_proj"}
+_LEAVES = leaves_of({**EMBEDDING, **ATTENTION, **_FEED_FORWARD, **NORMS, **ENDS})
 
-STARCODER2 = DECODER.architecture(
+_STARCODER2 = _DECODER.architecture(
     "starcoder2",
     "Starcoder2ForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2024-02",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     dropped=LLAMA_DROPPED,

@@ -11,7 +11,7 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Field
 from .biogpt import fairseq, is_scaled, root_of
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         "vocab_size": Field("vocab", 256008),
         "max_position_embeddings": Field("context", 2048),
@@ -43,22 +43,22 @@ DECODER = Decoder(
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     padding = config.data.get("pad_token_id", 1)  # which says nothing else
-    if type(padding) is int and padding >= DECODER.fixed["positions.offset"]:
+    if type(padding) is int and padding >= _DECODER.fixed["positions.offset"]:
         raise config.fail("pad_token_id", padding, "0 or 1: the positions of the row with this number are zeros")
-    return DECODER.read(config)
+    return _DECODER.read(config)
 
 
-XGLM = DECODER.architecture(
+_XGLM = _DECODER.architecture(
     "xglm",
     "XGLMForCausalLM",
     leaves_of(
         {"model.embed_tokens": "embedding", **fairseq("model."), "model.layer_norm": "final_norm", "lm_head": "head"}
     ),
     released="2021-12",
-    read=read,
+    read=_read,
     token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
     config_aliases={
         "attention_heads": ("num_attention_heads",),

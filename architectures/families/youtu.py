@@ -11,7 +11,7 @@ from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
 FIELDS = {**{name: field for name, field in USUAL.items() if name not in HEADS}, **LATENT}
 
-DECODER = LatentDecoder(
+_DECODER = LatentDecoder(
     with_defaults(
         FIELDS,
         vocab_size=128256,
@@ -26,7 +26,7 @@ DECODER = LatentDecoder(
 
 LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
 
-YOUTU = DECODER.architecture(
+_YOUTU = _DECODER.architecture(
     "youtu",
     "YoutuForCausalLM",
     LEAVES,

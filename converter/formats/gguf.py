@@ -89,6 +89,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     except CannotExpress as error:  # biases on some projections and not on others
         raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
+    for key in found.kind.numbers:
+        kept |= {each.name: each for each in found.header.numbers(key, len(found.spec.blocks))}
     quantised = Counter(tensor.type.name for tensor in kept.values() if tensor.type.block > 1)
     unread = sorted(set(quantised) - READABLE)
     if unread:

@@ -79,19 +79,37 @@ class Header:
     """A checked header.
 
     metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
-    tensors: in the order of their bytes. buffer: the file; of a file elsewhere its beginning, with the whole header.
+    tensors: in the order of their bytes. ends: where the value of each key ends.
+    buffer: the file; of a file elsewhere its beginning, with the whole header.
     elsewhere: how bytes `start` to `end` of a file elsewhere are had, a few at a time; None where it is all here.
     """
 
     where: str
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    ends: dict[str, int]
     buffer: _Buffer
     elsewhere: Callable[[int, int], bytes] | None = None
 
     def read(self, start: int, end: int) -> bytes:
         """Bytes `start` to `end` (exclusive) of the file."""
         return self.buffer[start:end] if self.elsewhere is None else self.elsewhere(start, end)
+
+    def numbers(self, key: str, count: int) -> list[GgufTensor]:
+        """The `count` fp32 values at `key`, or the one that stands for all, as tensors of the key's name and a number.
+        Raises CheckpointError: there is something else.
+        """
+        value = self.metadata.get(key)
+        values = value if isinstance(value, list) else [value]
+        start = self.ends.get(key, 0) - 4 * len(values)
+        try:
+            found = struct.pack(f"<{len(values)}f", *values) == self.read(start, start + 4 * len(values))
+        except (struct.error, OverflowError):
+            found = False
+        if not found or len(values) not in (1, count):
+            raise CheckpointError(f"{self.where}: {key} is not {count} numbers of fp32, one for each layer")
+        places = [start + 4 * (number % len(values)) for number in range(count)]
+        return [GgufTensor(f"{key}.{number}", TYPES[0], (1,), at, at + 4) for number, at in enumerate(places)]
 
     def values(self, key: str, most: int) -> list[Any] | None:
         """The array at `key`, None where there is none; more than `most` values are refused before they are read."""
@@ -146,12 +164,12 @@ def parse_header(
     if keys > min(MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
         raise CheckpointError(f"{where} claims {keys} metadata keys and {tensors} tensors, in {size} bytes")
     cursor = _Cursor(where, buffer, size, _START.size)
-    metadata = _metadata(cursor, keys)
+    metadata, ends = _metadata(cursor, keys)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
-    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere)
+    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), ends, buffer, elsewhere)
 
 
 class _Cursor:
@@ -210,8 +228,10 @@ class _Cursor:
         self.read_text(length, what)
 
 
-def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
+def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The values by key, and where each ends."""
     found: dict[str, Any] = {}
+    ends: dict[str, int] = {}
     for _ in range(keys):
         key = cursor.string("a metadata key", _MAX_NAME)
         if key in found:
@@ -227,7 +247,8 @@ def _metadata(cursor: _Cursor, keys: int) -> dict[str, Any]:
             (found[key],) = _numbers(cursor.where, cursor.buffer, kind, 1, at)
         else:
             raise CheckpointError(f"{cursor.where}: {what} has the unknown type {kind}")
-    return found
+        ends[key] = cursor.at
+    return found, ends
 
 
 def _array(cursor: _Cursor, what: str) -> list[Any] | Array:

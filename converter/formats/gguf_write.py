@@ -69,6 +69,7 @@ def plan(request: Request) -> Plan:
     }
     known = request.source.notes
     known += [note for note in (*notes, *vocab.notes) if note not in known]
+    metadata |= dict.fromkeys(tree.architecture.numbers, [0.0] * len(request.source.spec.blocks))
     return Plan((_lay_out(f"{name}-{stored}.gguf", metadata, tree.extras, tensors, factors),), {}, request.companions)
 
 
@@ -151,6 +152,9 @@ def _lay_out(
     tensors: Sequence[tuple[BoundLeaf, str]],
     factors: Collection[str],
 ) -> Shard:
+    """A tensor named by a key and a number is that value of the key's list."""
+    inside = [leaf for leaf, _ in tensors if leaf.checkpoint.rpartition(".")[0] in metadata]
+    tensors = [(leaf, kind) for leaf, kind in tensors if leaf not in inside]
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
     sizes = [len(values) for values in data.values()]
     for leaf, kind in tensors:
@@ -161,6 +165,7 @@ def _lay_out(
     entries += [(leaf.checkpoint, leaf.shape, kind) for leaf, kind in tensors]
     parts = [b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(metadata))]
     parts += [_string(key) + _value(value) for key, value in metadata.items()]
+    ends = dict(zip(metadata, [*accumulate(map(len, parts))][1:], strict=True))
     for (tensor, shape, kind), place in zip(entries, places, strict=False):
         # GGUF counts dimensions from the one that lies closest.
         sized = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
@@ -174,6 +179,10 @@ def _lay_out(
         if kind == "Q8_0":
             coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]]))
         outputs.append(Output(leaf, kind, start + place, nbytes, *coders))
+    for leaf in inside:
+        key, _, number = leaf.checkpoint.rpartition(".")
+        values: Any = metadata[key]
+        outputs.append(Output(leaf, "F32", ends[key] - 4 * (len(values) - int(number)), 4))
     return Shard(name, header, tuple(outputs), start + places[-1])
 
 

@@ -236,14 +236,20 @@ def drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) 
 
 def part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
     """One expert of a split: its rows of what reads, its columns of what writes, the latter times `count`. The output
-    bias is every expert's: weighted with 1/count each, they sum to it.
+    bias is every expert's, as an activation's own numbers are: weighted with 1/count each, they sum to it.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
     tensors["down_proj.weight"] = weighed(f"{path}.down_proj.weight", cut, count)
     if expert.down_bias:
         tensors["down_proj.bias"] = Moved(f"{path}.down_proj.bias")
+    tensors |= {name: Moved(f"{path}.{name}") for name in _numbers(expert)}
     return {f"{path}.experts.{index}.{name}": how for name, how in tensors.items()}
+
+
+def _numbers(expert: Dense) -> list[str]:
+    """The tensors of an activation's own numbers, which units do not share out."""
+    return [name for name, weight in expert.weights().items() if weight.role == "inner"]
 
 
 def weighed(name: str, cut: slice, factor: float) -> Computed:
@@ -301,9 +307,15 @@ def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
 
 
 def all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
-    """Whether a layer's router takes all experts for every token, each with the weight 1/E."""
+    """Whether a layer's router takes all experts for every token, each with the weight 1/E, and one activation."""
     mixture: Any = spec.blocks[layer].feed_forward
-    return mixture.top_k == mixture.experts and asked.weights.zero(f"blocks.{layer}.feed_forward.router.weight")
+    path = f"blocks.{layer}.feed_forward"
+    pairs = ((name, i) for name in _numbers(mixture.expert) for i in range(1, mixture.experts))
+    return (
+        mixture.top_k == mixture.experts
+        and asked.weights.zero(f"{path}.router.weight")
+        and all(asked.weights.same(f"{path}.experts.0.{name}", f"{path}.experts.{i}.{name}") for name, i in pairs)
+    )
 
 
 def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
@@ -312,7 +324,9 @@ def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
     for name in mixture.expert.shapes():
         names = tuple(f"{path}.experts.{i}.{name}" for i in range(mixture.experts))
         how: Tensor = Moved(names, lambda *arrays: np.concatenate(arrays))
-        if name == "down_proj.weight":
+        if name in _numbers(mixture.expert):
+            how = Moved(names[0])
+        elif name == "down_proj.weight":
             how = joined(names, mixture.experts)
         elif name == "down_proj.bias" and len(names) > 1:
             how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))  # type: ignore[misc]

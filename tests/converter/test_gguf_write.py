@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 import transformers
 from helpers.covering import covered, few
-from helpers.families import VARIANTS, Variant, save_hf, spec_of
+from helpers.families import VARIANTS, YARN_ROPE, Variant, save_hf, spec_of
 
 import gptkit
 from gptkit.architectures.gguf import expressed, gguf_architecture
@@ -58,6 +59,25 @@ OTHER: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 6},
     "afmoe": {"mup_enabled": True},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
+    "gemma4_text": {"vocab_size_per_layer_input": 97},
+    "gemma4_text-shared": {"vocab_size_per_layer_input": 97},
+    "gemma4_text-keys": {"attention_bias": False},
+    "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192},
+    "llama4_text-three": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    "bitnet": {"hidden_act": "silu", "tie_word_embeddings": True},
+    "mellum-windowed": {
+        "rope_parameters": {
+            "full_attention": {**YARN_ROPE, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
+        }
+    },
+    "granite_swa-bases": {"layer_rope_theta": [0, 1e4, 1e4, 0, 1e4]},
+    "granitemoe_swa-bases": {"layer_rope_theta": [0, 1e4, 1e4, 0, 1e4]},
+    "cohere2_moe-s": {
+        "attention_bias": False,
+        "shared_expert_combination_strategy": "average",
+        "prefix_dense_sliding_window_pattern": 1,
+    },
     "exaone4": {
         "num_hidden_layers": 64,
         "layer_types": [f"{'sliding' if layer % 4 != 3 else 'full'}_attention" for layer in range(64)],
@@ -74,10 +94,12 @@ BIASED = """falcon-40b falcon-mha gemma-legacy gemma2-no-caps
     gemma3_text-v5 qwen3_moe-n olmoe-c gpt_oss-b dots1-w ernie4_5_moe-b hunyuan_v1_moe-l youtu-plain youtu-yarn
     minicpm3-nulls deepseek_v2-grouped deepseek_v3-plain arcee-biased cohere-normed cohere2-biased ernie4_5-biased
     gpt_neox-serial hunyuan_v1_dense-alpha jais2-tied olmo-biased olmo2-biased olmo3-biased seed_oss-plain
-    smollm3-windowed starcoder2-plain qwen3-windowed hy_v3-b afmoe-mup"""
+    smollm3-windowed starcoder2-plain qwen3-windowed hy_v3-b afmoe-mup bitnet-biased cohere2_moe-s gemma4_text-keys
+    llama4_text-dense mellum-by-kind"""
 SCALED = """gpt2-by-layer gpt2-unscaled gpt2-upcast gpt2-upcast-unscaled gpt_bigcode-mha mpt-clipped gemma2
     gemma2-layer-types gemma3_text gemma3_text-scaled gemma3_text-composite"""
-WINDOWED = "mistral mixtral-windowed phi3 qwen2 qwen2-layer-types qwen2_moe-n starcoder2 exaone4"
+WINDOWED = """ministral3-windowed llama4_text llama4_text-three llama4_text-composite
+    mistral mixtral-windowed phi3 qwen2 qwen2-layer-types qwen2_moe-n starcoder2 exaone4"""
 REFUSED = {
     **dict.fromkeys(BIASED.split(), "bias"),
     **dict.fromkeys(SCALED.split(), "scale"),
@@ -86,6 +108,12 @@ REFUSED = {
     **dict.fromkeys(("minimax_m2-w", "stablelm-parallel"), "tied"),
     **dict.fromkeys(("falcon-rw", "falcon-alibi-parallel", "falcon-RefinedWebModel-rw"), "ALiBi"),
     **dict.fromkeys(("minicpm3", "minicpm3-longrope", "glm4_moe_lite"), "eps"),
+    **dict.fromkeys(("granite_swa-bases", "granitemoe_swa-bases", "mellum-windowed"), "base"),
+    **dict.fromkeys(("gemma4_text", "gemma4_text-shared", "gemma4_text-composite"), "vocab_size"),
+    "gemma4_text-layers": "activation",
+    "apertus-plain": "activation",
+    "bitnet": "head",
+    "cohere2_moe-n": "position",
     "gpt2-other-names": "quick_gelu",
     "dbrx-plain": "activation",
     "afmoe": "multiplier",
@@ -106,7 +134,7 @@ REFUSED = {
     "glm4_moe_lite-types": "pairs",
 }
 """What llama.cpp computes otherwise or not at all, and the word that says so."""
-FAMILIES = {family: row.name for row in GGUF.values() for family in row.written}
+FAMILIES = {family: row.name for row in reversed(GGUF.values()) for family in row.written}
 WRITTEN = [each for each in (*VARIANTS, *COMPUTED) if each.name not in REFUSED and each.family in FAMILIES]
 GELUS = (
     *("BloomGelu", "FastGELUActivation", "GELU", "GELUActivation", "GELUTanh", "NewGELUActivation"),
@@ -159,11 +187,11 @@ def llama_cpp_tensors(model: transformers.PreTrainedModel, variant: Variant) -> 
     return found
 
 
-PERMUTED = ("llama", "granite", "smollm3", "arcee", "olmo")
+PERMUTED = ("llama", "mistral3", "granite", "smollm3", "arcee", "olmo")
 ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
-OF_EXPERTS = ("experts", "kv_lora_rank", "moe", "dbrx")
+OTHERWISE = ("experts", "kv_lora_rank", "moe", "dbrx", "apertus", "bitnet", "gemma4", "granite_swa")
 RENAMED = [
-    each for each in WRITTEN if not any(part in field for part in OF_EXPERTS for field in (*each.config, each.family))
+    each for each in WRITTEN if not any(part in field for part in OTHERWISE for field in (*each.config, each.family))
 ]
 """Those whose tensors the converter takes one by one, each as it is, permuted, transposed or with 1 added."""
 
@@ -203,10 +231,12 @@ def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) ->
             array, other = array + np.float32(1), other + np.float32(1)
         np.testing.assert_array_equal(array, other, err_msg=name)
     name = open_header(path).metadata["general.architecture"]
-    arch = next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
-    known = {gguf.TENSOR_NAMES[each].format(bid="{layer}") for each in gguf.MODEL_TENSORS[arch]}
+    # The package may be older than the architecture, and then has at least the tensor's name.
+    arch = next((arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name), None)
+    known = {gguf.TENSOR_NAMES[each].format(bid="{layer}") for each in gguf.MODEL_TENSORS.get(arch, gguf.TENSOR_NAMES)}
     known |= {gguf.TENSOR_NAMES[each] for each in (gguf.MODEL_TENSOR.ROPE_FACTORS_LONG, gguf.MODEL_TENSOR.ROPE_FREQS)}
-    stems = (output.leaf.checkpoint.rpartition(".")[0] for output in shard.outputs)
+    names = (output.leaf.checkpoint for output in shard.outputs)
+    stems = (re.sub(r"\.(weight|bias|scale)$", "", each) for each in names if not each.startswith("xielu."))
     assert not {re.sub(r"^blk\.\d+\.", "blk.{layer}.", each) for each in stems} - known
 
 
@@ -285,6 +315,30 @@ def test_llama3s_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
     (tensor,) = (tensor for tensor in written(tmp_path / "hf").tensors if tensor.name == "rope_freqs.weight")
     plain = CONFIGS["llama-3"]["rope_theta"] ** (-torch.arange(0, 8, 2) / 8)
     np.testing.assert_allclose(plain / torch.tensor(tensor.data), model.model.rotary_emb.inv_freq, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 1])
+def test_numbers_of_an_activation_are_lists_of_the_metadata(tmp_path: Path, count: int) -> None:
+    """Of each layer, or one that stands for all; anything else there is refused."""
+    model = save_hf(CONFIGS["apertus"], tmp_path / "hf")
+    fields = written(tmp_path / "hf").fields
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [getattr(layer.mlp.act_fn, name).item() for layer in model.model.layers]
+        assert fields[f"xielu.{name}"].contents() == values
+    key, path = "xielu.beta", tmp_path / "None.gguf"
+    data = path.read_bytes()
+    at = data.index(key.encode()) + len(key)
+    assert data[at : at + 16] == struct.pack("<IIQ", 9, 6, 3)
+    other = struct.pack("<IIQ3f", 9, 6, 3, 0.5, 0.25, 2.0) if count == 3 else struct.pack("<If", 6, 0.5)
+    # What the list was longer, the model's name is now.
+    spare = 28 - len(other)
+    name = struct.pack("<Q", 2 + spare) + b"hf" + b"x" * spare
+    path.write_bytes(data[:at].replace(struct.pack("<Q", 2) + b"hf", name, 1) + other + data[at + 28 :])
+    found = [open_checkpoint(path).tensor(f"blocks.{layer}.feed_forward.activation.beta")[0] for layer in range(3)]
+    assert [float(each[0]) for each in found] == ([0.5, 0.25, 2.0] if count == 3 else [0.5] * 3)
+    path.write_bytes(data.replace(struct.pack("<IIQ", 9, 6, 3), struct.pack("<IIQ", 9, 5, 3)))
+    with pytest.raises(CheckpointError, match="one for each layer"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])

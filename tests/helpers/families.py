@@ -115,7 +115,7 @@ LLAMA4 = {
     "attention_chunk_size": 16,
     "floor_scale": 10,
 }
-PHIMOE_ROPE = {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"], "short_mscale": 1.243, "long_mscale": 1.243}
+PHIMOE_ROPE = {**LONG_ROPE, "short_mscale": 1.243, "long_mscale": 1.243}
 GRANITE_SWA = {
     **GROUPED_LLAMA,
     "model_type": "granite_swa",

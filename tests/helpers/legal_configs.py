@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from gptkit.architectures import ARCHITECTURES
-from gptkit.architectures.decoder import ACTIVATIONS
+from gptkit.architectures.decoder import ACTIVATIONS, Decoder
 from helpers.families import VOCAB, hf_config
 
 Config = dict[str, Any]
@@ -465,7 +465,8 @@ def mixture(chosen: random.Random) -> Config:
 
 def by_role(chosen: random.Random, family: str) -> Config:
     """A config drawn from the fields that a family reads, by what each of them says; not all of it need be legal."""
-    decoder = import_module(f"gptkit.architectures.families.{family}").DECODER
+    file = import_module(f"gptkit.architectures.families.{family}")
+    decoder = next(each for each in vars(file).values() if isinstance(each, Decoder))
     fields = decoder.fields
     kv_heads, group, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice((1, 1, 2, 3)), chosen.choice(EVEN)
     heads = kv_heads * group

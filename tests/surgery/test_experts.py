@@ -45,7 +45,7 @@ def test_copies_there_and_back(name: str, stored: torch.dtype, tmp_path: Path) -
 
 
 @few(1)
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "falcon-7b", "apertus"])
 @pytest.mark.parametrize("value", ["moe:4x4:split", "moe:3x3:split"])
 def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
