@@ -45,3 +45,27 @@ def ablate(
         table = run(plan, out, data=data or (), resume=resume, force=force, **where, **hooks)
     answer(json, table.as_json, lambda: ablation_report(table), quiet)
     drawn.write(lambda: ablation_page(table), silent)
+
+
+@command(
+    "gptkit ablate sizes ablation --data play.txt",
+    "gptkit fit-scaling ablation --flops 1e13 --html law.html",
+    name="fit-scaling",
+)
+def fit_scaling(
+    runs: list[Path] = argument("RUNS…", "Folders that gptkit ablate wrote, of several sizes and budgets."),
+    *,
+    flops: list[float] | None = option("--flops C", "Tell the best parameters and tokens of such a budget: 1e18."),
+    draws: int = option("N", "Fit so many times to runs drawn again, for intervals.", default=100, min=0),
+    seed: int = option("N", "The seed of what is drawn.", default=0, min=0),
+    drawn: Pictures,
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Fit a scaling law to runs of several sizes, and tell the best of a budget."""
+    from ..report.scaling import scaling_page, scaling_report
+    from ..training.scaling import fit_scaling as run
+
+    found = run(runs, flops=flops or (), drawn=draws, seed=seed)
+    answer(json, found.as_json, lambda: scaling_report(found), quiet)
+    drawn.write(lambda: scaling_page(found), quiet or json)
