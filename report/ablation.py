@@ -16,7 +16,7 @@ from .charts import DASHES
 from .pages import PALETTE, Figure, Key, Lines, Page, Section, Table, counted, figure, safe
 from .sheets import Layout, Row, Sheet, decimal, drawing, whole_bytes
 
-HEADINGS = ("loss", "±", "less base", "95 of 100", "parameters", "FLOPs", "cache a token", "tokens/s")
+_HEADINGS = ("loss", "±", "less base", "95 of 100", "KL", "parameters", "FLOPs", "cache a token", "tokens/s")
 
 
 def run_line(name: str, tokens: int, result: Result) -> str:
@@ -36,13 +36,15 @@ def _interval(found: Difference | None) -> str:
     return f"{_signed(found.low)} to {_signed(found.high)}"
 
 
-def cells(row: Variant) -> tuple[str, ...]:
-    """A variant's figures, below `HEADINGS`."""
+def _cells(row: Variant) -> tuple[str, ...]:
+    """A variant's figures, below `_HEADINGS`."""
+    kl = [each.kl for each in row.runs if each.kl is not None]
     return (
         "–" if row.loss is None else f"{row.loss:.4f}",
         "–" if row.spread is None else f"{row.spread:.4f}",
         "" if row.difference is None else _signed(row.difference.mean),
         "" if row.difference is None else _interval(row.difference),
+        f"{statistics.mean(kl):.4f}" if kl else "",
         f"{row.costs.parameters:,}",
         decimal(row.flops, ""),
         whole_bytes(row.costs.cache_bytes()),
@@ -50,30 +52,35 @@ def cells(row: Variant) -> tuple[str, ...]:
     )
 
 
-def names(rows: Sequence[Variant]) -> list[str]:
+def _names(rows: Sequence[Variant]) -> list[str]:
     """What rows are called: with their tokens, where a variant has several budgets."""
     several = len({row.name for row in rows}) < len(rows)
     return [f"{row.name}, {row.tokens:,} tokens" if several else row.name for row in rows]
 
 
-def _sheet(table: Ablation) -> Sheet:
+def sheet(table: Ablation) -> Sheet:
+    """The table; a column in which there is nothing is left out."""
+    found = [_cells(row) for row in table.rows]
+    kept = [n for n in range(len(_HEADINGS)) if any(row[n] for row in found)]
     rows = (
-        Row(name, cells(row), "bold" if row.difference is not None and row.difference.tells else None)
-        for name, row in zip(names(table.rows), table.rows, strict=True)
+        Row(name, tuple(row[n] for n in kept), "bold" if each.difference and each.difference.tells else None)
+        for name, each, row in zip(_names(table.rows), table.rows, found, strict=True)
     )
-    return Sheet("", HEADINGS, tuple(rows))
+    return Sheet("", tuple(_HEADINGS[n] for n in kept), tuple(rows))
 
 
 def told(table: Ablation) -> list[str]:
     """What the figures are, in sentences."""
     budgets = sorted({row.tokens for row in table.rows})
     tokens = f"{budgets[0]:,}" if len(budgets) == 1 else f"{budgets[0]:,} to {budgets[-1]:,}"
-    done = "healed" if table.how == "heal" else "trained from random weights"
+    how = "trained from random weights"
+    if table.how == "heal":
+        how = "healed by the base's predictions, from which KL is told; the base went on learning the text"
     lines = [
-        f"Each {done} on {tokens} tokens, {table.context:,} a window; {counted(table.seeds, 'seed')}.",
-        "Loss is held out, in nats a token; ± is the largest less the smallest over seeds. What is less than the base's"
-        " is paired: the same seed, the same order of windows, the same first values wherever two trees have the same"
-        " parameter. The interval is Student's; it does not know that several variants were looked at.",
+        f"Each {how}: {tokens} tokens, {table.context:,} a window; {counted(table.seeds, 'seed')}.",
+        "Loss is held out, in nats a token; ± is the largest less the smallest over seeds. Differences from the base"
+        " are of the same seed: the same windows in the same order, and the same first values wherever two trees have"
+        " the same parameter. Their interval is Student's; it does not know that several variants were looked at.",
     ]
     return lines + ([f"{counted(table.left, 'run')} not ended."] if table.left else [])
 
@@ -84,7 +91,7 @@ def ablation_report(page: Layout, table: Ablation) -> RenderResult:
     yield Text(page.clean(table.name), style="bold")
     yield from page.wrapped(" ".join(table.description.split()), 0, further=0)
     yield ""
-    yield _sheet(table)
+    yield sheet(table)
     yield ""
     for line in told(table):
         yield from page.wrapped(line, 0, "dim", further=0)
@@ -92,17 +99,17 @@ def ablation_report(page: Layout, table: Ablation) -> RenderResult:
 
 def ablation_page(table: Ablation) -> Page:
     """The page of an ablation."""
-    sheet = _sheet(table).as_table()
+    plain = sheet(table).as_table()
     lit = frozenset(n for n, row in enumerate(table.rows) if row.difference is not None and row.difference.tells)
-    sheet = Table("Variants", sheet.columns, sheet.rows, lit, bold="those whose interval is on one side of 0")
+    shown = Table("Variants", plain.columns, plain.rows, lit, bold="those whose interval is on one side of 0")
     comments = tuple(f"{row.name}: {row.comment}" for row in table.rows if row.comment)
-    blocks: list[Any] = [Lines(tuple(told(table))), sheet, *([Lines(comments, listed=True)] if comments else [])]
+    blocks = (Lines(tuple(told(table))), shown, *([Lines(comments, listed=True)] if comments else []))
     drawn = [_curves(table), *([_differences(table)] if any(row.difference for row in table.rows) else [])]
     return Page(
         title=table.name,
         subtitle=" ".join(table.description.split()),
         facts=(("seeds", f"{table.seeds}"), ("context", f"{table.context:,}"), ("gptkit", __version__)),
-        sections=(Section("What each gives and takes", tuple(blocks)), Section("On the way", tuple(drawn))),
+        sections=(Section("What each gives and takes", blocks), Section("On the way", tuple(drawn))),
     )
 
 
@@ -110,7 +117,7 @@ def _curves(table: Ablation) -> Figure:
     """What was evaluated on the way against tokens: a line a variant, the mean of its seeds, with their spread."""
     what = "KL from the base" if table.how == "heal" else "held-out loss"
     traces, keys, cells_ = list[dict[str, Any]](), list[Key](), list[tuple[str, ...]]()
-    for number, (name, row) in enumerate(zip(names(table.rows), table.rows, strict=True)):
+    for number, (name, row) in enumerate(zip(_names(table.rows), table.rows, strict=True)):
         if table.how == "heal" and row.name == "base":
             continue
         colour, dash = f"c{number % PALETTE}", DASHES[number // PALETTE % len(DASHES)]
@@ -142,7 +149,7 @@ def _curves(table: Ablation) -> Figure:
 
 def _differences(table: Ablation) -> Figure:
     """Each variant's loss less the base's, with its interval."""
-    found = [(name, row.difference) for name, row in zip(names(table.rows), table.rows, strict=True) if row.difference]
+    found = [(name, row.difference) for name, row in zip(_names(table.rows), table.rows, strict=True) if row.difference]
     errors = {
         "type": "data", "symmetric": False, "color": "var(--c1)", "thickness": 2,
         "array": [(each.high or each.mean) - each.mean for _, each in found],

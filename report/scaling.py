@@ -52,8 +52,8 @@ def told(found: Scaling) -> list[str]:
         f"Fitted to {counted(len(found.points), 'run')} of {fewest:,} to {most:,} parameters on {least:,} to"
         f" {longest:,} tokens; it is told up to {FARTHEST} times beyond. What it predicts is off by"
         f" {100 * found.error:.2g} % in the median.",
-        f"N are all parameters, D the tokens; a budget is 6·N·D FLOPs. Intervals hold 95 of 100 of {found.drawn} fits to"
-        " runs drawn with replacement.",
+        "N are all parameters, D the tokens; a budget is 6·N·D FLOPs. Intervals hold 95 of 100 of"
+        f" {found.drawn} fits to runs drawn with replacement.",
     ]
 
 
