@@ -15,10 +15,10 @@ from gptkit.training.ablate import Ablation, ablate
 PAGE = """# What each step to LLaMA gives
 
 A GPT-2 of {parameters:,} parameters, and what each of the steps that tutorials take towards LLaMA makes of it, each
-alone and all together, on tiny Shakespeare: {tokens:,} tokens a run, {context} a window, {seeds} seeds, the same windows
-in the same order for all. Loss is held out, in nats a token of a vocabulary of 512; ± is the largest less the smallest
-over seeds. *less base* is the mean of the differences from the base of the same seed, with the interval in which it lies
-in 95 of 100 (Student's). Bold are those whose interval is on one side of 0.
+alone and all together, on tiny Shakespeare: {tokens:,} tokens a run, {context} a window, {seeds} seeds, the same
+windows in the same order for all. Loss is held out, in nats a token of a vocabulary of 512; ± is the largest less the
+smallest over seeds. *less base* is the mean of the differences from the base of the same seed, with the interval in
+which it lies in 95 of 100 (Student's). Bold are those whose interval is on one side of 0.
 
 {table}
 

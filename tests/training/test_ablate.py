@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import time
@@ -20,6 +21,8 @@ from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
 from gptkit.training.ablate import Ablation, Result, ablate, edited, paired, read_plan, shipped, student
 from gptkit.training.train import size_of
+
+ROOT = Path(gptkit.__file__).parent
 
 HOW = 'tokens = 1024\nseeds = 2\ncontext = 32\nbatch = 256\nrate = 3e-3\nevery = 2\nbase = "{folder}/tree.json"\n'
 VARIANTS = """
@@ -117,7 +120,7 @@ def test_a_budget_of_flops_and_of_parameters(tmp_path: Path) -> None:
 
 
 def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: Path) -> None:
-    play = Path(gptkit.__file__).parent / "samples" / "play.txt"
+    play = ROOT / "samples" / "play.txt"
     text = '[[variant]]\nname = "MQA"\nswap = ["attention=mqa"]\n'
     path = plan(tmp_path, text, how='"heal"', base='"sample:gpt2"', seeds="1", held_out="0.02")
     table = ablate(path, tmp_path / "out", data=[play])
@@ -227,4 +230,11 @@ def test_the_command_tells_the_table(tmp_path: Path) -> None:
     assert "Difference from the base" in page and "Held-out loss" in page
     data = json.loads(call(*words, "--resume", "--json").stdout)
     assert [row["name"] for row in data["rows"]] == ["base", "MHA", "no positions", "both"]
+    _, _, section = (ROOT / "docs/reference/json.md").read_text().partition("## ablate\n")
+    told_of = set(re.findall(r"`([\w.\[\]]+)`", section.partition("\n## ")[0])) - {"params"}
+    keys = {"mean", "low", "high", "seed", "loss", "kl", "seconds", "pace", "curve"}  # of what was named before them
+    row = data["rows"][1]
+    assert keys <= told_of and keys == (row["difference"].keys() | row["runs"][0].keys()) - {"seeds"}
+    there = {*data, "rows[]", "rows[].runs[]", *(f"rows[].{key}" for key in row)}
+    assert told_of - keys <= there
     assert call(*words).exit_code == 2
