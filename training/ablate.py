@@ -614,7 +614,8 @@ def student(freedom: int) -> float:
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def read_ablation(folder: str | Path) -> dict[str, Any]:

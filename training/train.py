@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +405,7 @@ def _about(
     }
 
 
+@cache
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """FLOPs a second that a device can do in matrix products, and how that is known."""
     if device.type == "cuda":

@@ -120,9 +120,10 @@ def test_a_budget_of_flops_and_of_parameters(tmp_path: Path) -> None:
 
 
 def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: Path) -> None:
-    play = ROOT / "samples" / "play.txt"
+    play = tmp_path / "play.txt"
+    play.write_text((ROOT / "samples" / "play.txt").read_text()[:12_000])
     text = '[[variant]]\nname = "MQA"\nswap = ["attention=mqa"]\n'
-    path = plan(tmp_path, text, how='"heal"', base='"sample:gpt2"', seeds="1", held_out="0.02")
+    path = plan(tmp_path, text, how='"heal"', base='"sample:gpt2"', seeds="1", tokens="512")
     table = ablate(path, tmp_path / "out", data=[play])
     base, changed = table.rows
     assert base.runs[0].kl is None and changed.runs[0].kl is not None and 0 < changed.runs[0].kl < 1
@@ -216,8 +217,8 @@ def test_differences_are_of_the_same_seed() -> None:
     assert found is not None and found.seeds == 3 and found.tells
     assert found.mean == pytest.approx(-0.5) and found.low == pytest.approx(-0.5 - 4.303 * 0.1 / math.sqrt(3))
     assert paired(runs(1.0), runs(2.0)).low is None and paired((), runs(1.0)) is None  # type: ignore[union-attr]
-    assert student(2) == 4.303 and student(10) == pytest.approx(2.2281, abs=2e-3)
-    assert student(30) == pytest.approx(2.0423, abs=1e-3) and student(10**6) == pytest.approx(1.95996, abs=1e-4)
+    assert student(2) == 4.303 and student(10) == pytest.approx(2.2281, abs=5e-4)
+    assert student(30) == pytest.approx(2.0423, abs=1e-4) and student(10**6) == pytest.approx(1.95996, abs=1e-4)
 
 
 def test_the_command_tells_the_table(tmp_path: Path) -> None:
