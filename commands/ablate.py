@@ -48,8 +48,8 @@ def ablate(
 
 
 @command(
-    "gptkit ablate sizes ablation --data play.txt",
-    "gptkit fit-scaling ablation --flops 1e13 --html law.html",
+    "gptkit fit-scaling ablation --flops 5e12",
+    "gptkit fit-scaling small large --flops 1e18 --html law.html",
     name="fit-scaling",
 )
 def fit_scaling(

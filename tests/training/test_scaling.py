@@ -39,7 +39,7 @@ def test_a_law_with_noise_is_within_its_intervals() -> None:
         assert low < high and low <= getattr(LAW, name) <= high, name
     (best,) = found.optima
     for value, name in zip(LAW.best(1e20), ("parameters", "tokens"), strict=True):
-        assert getattr(best, name) == pytest.approx(value, rel=0.02)
+        assert getattr(best, name) == pytest.approx(value, rel=0.1)
         assert best.intervals[name][0] <= getattr(best, name) <= best.intervals[name][1]
     assert json.loads(json.dumps(found.as_json()))["law"]["alpha"] == found.law.alpha
 
