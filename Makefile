@@ -120,7 +120,8 @@ healing: $(STAMP)
 
 # About twenty minutes of one core; what stopped goes on where it was (build/ablation).
 ablation: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md \
+		--picture docs/pictures/ablation.svg
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

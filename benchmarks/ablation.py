@@ -1,6 +1,6 @@
 """docs/ablation.md: what each step from GPT-2 to LLaMA gives at a million parameters, each alone and all together.
 
-    python benchmarks/ablation.py --text tinyshakespeare.txt [--runs build/ablation] [--out docs/ablation.md]
+    python benchmarks/ablation.py --text tinyshakespeare.txt [--runs build/ablation] [--out FILE.md] [--picture FILE]
 
 The runs are resumed where they stopped, and none that has ended is run again.
 """
@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from gptkit.report.ablation import ablation_page, run_line, sheet, told
-from gptkit.report.pages import write_page
+from gptkit.report.pictures import write
 from gptkit.training.ablate import Ablation, ablate
 
 PAGE = """# What each step to LLaMA gives
@@ -21,6 +21,8 @@ smallest over seeds. *less base* is the mean of the differences from the base of
 which it lies in 95 of 100 (Student's). Bold are those whose interval is on one side of 0.
 
 {table}
+
+![The held-out loss of each variant by tokens trained on](pictures/ablation.svg)
 
 {comments}
 
@@ -56,13 +58,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("build/ablation"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--picture", type=Path, help="an .svg of the curves")
     given = parser.parse_args()
     given.runs.parent.mkdir(exist_ok=True)
     table = ablate(
         "gpt2-to-llama", given.runs, data=[given.text], resume=True,
         ended=lambda *each: print(run_line(*each), flush=True),
     )  # fmt: skip
-    write_page(ablation_page(table), given.runs.with_suffix(".html"))
+    write(ablation_page(table), given.runs.with_suffix(".html"), None, given.picture)
     text = page(table)
     print(text, *told(table), sep="\n")
     if given.out is not None:

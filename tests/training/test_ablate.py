@@ -19,7 +19,8 @@ import gptkit
 from gptkit.components import to_json
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
-from gptkit.training.ablate import Ablation, Result, ablate, edited, paired, read_plan, shipped, student
+from gptkit.training.ablate import Ablation, Result, ablate, paired, student
+from gptkit.training.plan import edited, arms_of, read_plan, shipped
 from gptkit.training.train import size_of
 
 ROOT = Path(gptkit.__file__).parent
@@ -135,10 +136,8 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
 @pytest.mark.parametrize("name", shipped())
 def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
     """Its trees are what it says, each computes, and where parameters are to be equal they nearly are."""
-    from gptkit.training.ablate import _variants
-
     asked = read_plan(name)
-    found = _variants(asked, offline=True, allow_pickle=False)
+    found = arms_of(asked, offline=True, allow_pickle=False)
     assert asked.description and len({json.dumps(to_json(each.spec)) for each in found}) == len(found)
     for each in found:
         assert load_random(each.spec, "float32") is not None
