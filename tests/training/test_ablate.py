@@ -20,7 +20,7 @@ from gptkit.components import to_json
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
 from gptkit.training.ablate import Ablation, Result, ablate, paired, student
-from gptkit.training.plan import edited, arms_of, read_plan, shipped
+from gptkit.training.plan import arms_of, edited, read_plan, shipped
 from gptkit.training.train import size_of
 
 ROOT = Path(gptkit.__file__).parent
