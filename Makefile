@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing bench bench-convert bench-surgery bench-params bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing ablation bench bench-convert bench-surgery bench-params bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -26,6 +26,7 @@ help:
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       docs/healing.md: what six swaps cost, and what training gives back, with controls"
+	@echo "make ablation      docs/ablation.md: what each step from GPT-2 to LLaMA gives (TEXT=tinyshakespeare.txt)"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make bench-params  gptkit params against accelerate estimate-memory, as whole processes"
@@ -116,6 +117,11 @@ swaps: $(STAMP)
 
 healing: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing.py --out docs/healing.md
+
+# About twenty minutes of one core; what stopped goes on where it was (build/ablation).
+ablation: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md \
+		--picture docs/pictures/ablation.svg
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

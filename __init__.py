@@ -17,6 +17,8 @@ never waits for torch.
     tokenize(files, out)         texts as a folder of tokens, for training
     train(model, data, out)      a tree from random weights, or a checkpoint further
     heal(changed, teacher, data, out)  a changed model trained to answer as its original, beside a control
+    ablate(plan, out)            variants of a model, each trained or healed under the same budget
+    fit_scaling(runs)            the law that losses follow over sizes and tokens, and the best run of a budget
     evaluate(model, data)        perplexity, bits a byte and accuracy on texts, by position, beside another model
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
     progress(what)               a line that tells how far one of these is, in a notebook too
@@ -44,17 +46,21 @@ if TYPE_CHECKING:
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
     from .surgery.swap import swap as swap
+    from .training.ablate import ablate as ablate
     from .training.data import tokenize as tokenize
     from .training.evaluate import evaluate as evaluate
     from .training.heal import heal as heal
+    from .training.scaling import fit_scaling as fit_scaling
     from .training.train import train as train
 
 _HOMES = {
+    "ablate": ".training.ablate",
     "audit": ".parity.audit",
     "compare": ".analysis.compare",
     "convert": ".converter.convert",
     "diff": ".parity.diff",
     "evaluate": ".training.evaluate",
+    "fit_scaling": ".training.scaling",
     "generate": ".modules.text",
     "heal": ".training.heal",
     "load": ".modules.load",

@@ -7,6 +7,7 @@ import io
 import sys
 
 from .commands import (
+    ablate,
     audit,
     compare,
     convert,
@@ -28,7 +29,7 @@ from .process import answer_signals
 
 COMMANDS = (
     *(params, compare, diff, audit, show, recommend, convert, swap, verify, generate),
-    *(tokenize, train, heal, evaluate, demo),
+    *(tokenize, train, heal, ablate, evaluate, demo),
 )
 """The modules, each of which adds its commands to `app` when it is imported."""
 

@@ -1,13 +1,15 @@
 """gptkit train beside a plain loop, as nanoGPT's train.py is one: tokens a second, and loss on the same held-out text.
 
-    python benchmarks/train.py --text tinyshakespeare.txt [--nanogpt FOLDER] [--tokens N] [--seeds N]
+    python benchmarks/train.py --text tinyshakespeare.txt [--nanogpt FOLDER | --same] [--tokens N] [--seeds N]
 
 Both train GPT-2 of the same size (exact GELU, learned positions, tied head) on the same tokens with the same rates,
 decay and clipping, and are evaluated on the same windows. The plain one is written here; with --nanogpt its model is
-that of nanoGPT's own model.py in FOLDER, with AdamW as its `configure_optimizers` makes it. Runs alternate, and which
-goes first does too. Seconds are the processor's, so that other programs do not count (with OMP_NUM_THREADS=1, for
-threads wait actively): those of steps, their batches counted in, without evaluations. Fails where gptkit is slower by
-more than noise in the median of the ratios, or its mean loss is above the other's by more than their spread.
+that of nanoGPT's own model.py in FOLDER, with AdamW as its `configure_optimizers` makes it. First values and windows
+are each one's own, which alone makes losses of two runs differ by their spread; with --same the plain one begins with
+gptkit's values and reads its windows, so that what is left is the loops' own. Runs alternate, and which goes first does
+too. Seconds are the processor's, so that other programs do not count (with OMP_NUM_THREADS=1, for threads wait
+actively): those of steps, their batches counted in, without evaluations. Fails where gptkit is slower by more than
+noise in the median of the ratios, or its mean loss is above the other's by more than their spread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptkit.architectures import architecture_of
+from gptkit.modules.decoder import Decoder
 from gptkit.modules.load import load_random
+from gptkit.training.ablate import Result, paired
 from gptkit.training.data import Stretch, TokenFile, Windows, tokenize
 from gptkit.training.loop import Settings, fit
 from gptkit.training.optimiser import rate_at
@@ -95,18 +99,38 @@ def nanogpt(folder: Path) -> Callable[[], Any]:
     return lambda: module.GPT(config)
 
 
-def other(make: Callable[[], Any], training: Stretch, held: Windows, steps: int, windows: int, seed: int) -> Any:
+def alike(seed: int) -> Plain:
+    """The plain model with the values that gptkit's begins with."""
+    given, model = dict(random_model(seed).named_parameters()), Plain()
+    with torch.no_grad():
+        model.tokens.weight.copy_(given["embedding.weight"])
+        model.places.weight.copy_(given["positions.weight"])
+        for number, layer in enumerate(model.layers):
+            at = {name.split(".", 2)[-1]: each for name, each in given.items() if name.startswith(f"blocks.{number}.")}
+            layer.qkv.weight.copy_(torch.cat([at[f"attention.{part}_proj.weight"] for part in "qkv"]))
+            layer.out.weight.copy_(at["attention.o_proj.weight"])
+            layer.up.weight.copy_(at["feed_forward.up_proj.weight"])
+            layer.down.weight.copy_(at["feed_forward.down_proj.weight"])
+    return model
+
+
+def other(
+    make: Callable[[], Any], training: Stretch, held: Windows, steps: int, windows: int, seed: int, same: bool
+) -> Any:
     """(loss, seconds) of the plain loop."""
     torch.manual_seed(seed)
-    model = make()
+    model = alike(seed) if same else make()
     optimiser = model.configure_optimizers(DECAY, RATE, BETAS, "cpu")
     data = torch.from_numpy(training.tokens.read(0, training.end))
     seconds = 0.0
     for step in range(steps):
         began = time.process_time()
-        starts = torch.randint(len(data) - CONTEXT, (windows,))
-        ids = torch.stack([data[at : at + CONTEXT] for at in starts])
-        targets = torch.stack([data[at + 1 : at + 1 + CONTEXT] for at in starts])
+        if same:
+            ids, targets = map(torch.from_numpy, training.step(step, windows, seed)[:2])
+        else:
+            starts = torch.randint(len(data) - CONTEXT, (windows,))
+            ids = torch.stack([data[at : at + CONTEXT] for at in starts])
+            targets = torch.stack([data[at + 1 : at + 1 + CONTEXT] for at in starts])
         for group in optimiser.param_groups:
             group["lr"] = rate_at((step + 1) / steps, RATE, WARMUP)
         _, loss = model(ids, targets)
@@ -124,13 +148,18 @@ def other(make: Callable[[], Any], training: Stretch, held: Windows, steps: int,
     return lost / held.targets.size, seconds
 
 
-def ours(training: Stretch, held: Windows, steps: int, windows: int, seed: int) -> Any:
-    """(loss, seconds) of gptkit's loop."""
+def random_model(seed: int) -> Decoder:
+    """gptkit's model."""
     config = {
         "model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_positions": CONTEXT,
         "vocab_size": VOCABULARY, "activation_function": "gelu",
     }  # fmt: skip
-    model = load_random(architecture_of(config).spec(config), "float32", seed=seed)
+    return load_random(architecture_of(config).spec(config), "float32", seed=seed)
+
+
+def ours(training: Stretch, held: Windows, steps: int, windows: int, seed: int) -> Any:
+    """(loss, seconds) of gptkit's loop."""
+    model = random_model(seed)
     settings = Settings(
         windows, CONTEXT, steps, rate=RATE, warmup=WARMUP, decay=DECAY, clip=CLIP, seed=seed, every=steps
     )
@@ -151,10 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
+    parser.add_argument("--same", action="store_true", help="the plain model with gptkit's first values and windows")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
+    if given.same and given.nanogpt is not None:
+        parser.error("--same is for the plain model")
     make, name = (Plain, "plain") if given.nanogpt is None else (nanogpt(given.nanogpt), "nanoGPT")
     with tempfile.TemporaryDirectory() as folder:
         found: TokenFile = tokenize([given.text], Path(folder) / "tokens", vocabulary=VOCABULARY)
@@ -168,7 +200,7 @@ def main() -> None:
         for seed in range(given.seeds):
             runs = {
                 0: lambda seed=seed: ours(training, held, steps, given.windows, seed),
-                1: lambda seed=seed: other(make, training, held, steps, given.windows, seed),
+                1: lambda seed=seed: other(make, training, held, steps, given.windows, seed, given.same),
             }
             done = {each: runs[each]() for each in ((0, 1) if seed % 2 == 0 else (1, 0))}
             pace = [steps * given.windows * CONTEXT / done[each][1] for each in (0, 1)]
@@ -180,6 +212,9 @@ def main() -> None:
     mean = [statistics.mean(each) for each in losses]
     spread = max(max(each) - min(each) for each in losses)
     middle = statistics.median(ratios)
+    runs = ([Result(seed, loss, None, 0.0, 0.0, []) for seed, loss in enumerate(each)] for each in losses)
+    if (beside := paired(*runs)) is not None and beside.low is not None:
+        print(f"gptkit less {name}: {beside.mean:+.4f}, from {beside.low:+.4f} to {beside.high:+.4f} in 95 of 100")
     print(f"mean{mean[0]:>10.4f}{mean[1]:>10.4f}   spread {spread:.4f}      median ratio{middle:>8.2f}")
     if middle < NOISE or mean[0] > mean[1] + spread:
         sys.exit("gptkit is slower, or its loss is higher")

@@ -65,6 +65,8 @@ DRAWN: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
     "Verification": _by("verification", "verification_report"),
     "Checkpoint": _by("checkpoints", "load_summary"),
     "Conversion": _by("checkpoints", "conversion_lines"),
+    "Ablation": _by("ablation", "ablation_report"),
+    "Scaling": _by("scaling", "scaling_report"),
     "Evaluation": _by("evaluation", "evaluation_report"),
     "Healed": _by("healing", "healing_report"),
     "SwapResult": _by("surgery", "swap_lines"),

@@ -67,11 +67,7 @@ class Store:
             for each in self._ours():
                 shutil.rmtree(each)
             (self.folder / METRICS).unlink(missing_ok=True)
-            try:
-                _write(path.with_suffix(".new"), json_bytes(kept))
-                path.with_suffix(".new").replace(path)
-            except OSError as error:
-                raise failed("write", path, error) from error
+            put(path, json_bytes(kept))
 
     def last(self) -> Path | None:
         """The last checkpoint's folder."""
@@ -173,6 +169,15 @@ def remove_empty(folder: Path) -> None:
     inside = list(folder.rglob("*")) if folder.is_dir() else []
     if all(each.is_dir() for each in inside):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file, all of it or nothing; what is there is replaced. Raises GptkitError."""
+    try:
+        _write(path.with_suffix(".new"), data)
+        path.with_suffix(".new").replace(path)
+    except OSError as error:
+        raise failed("write", path, error) from error
 
 
 def _write(path: Path, data: bytes) -> None:

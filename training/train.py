@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def train(
             store.goes_on(resume, force)
 
         us.lead(claim)
-        tree, scratch = _tree(str(model), random, offline, allow_pickle)
+        tree, scratch = tree_of(str(model), random, offline, allow_pickle)
         made = {
             "tokenizer": tokenizer or (None if scratch else str(model)),
             "vocabulary": tree.spec.vocab_size,
@@ -216,7 +216,7 @@ def train(
             every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
             rate=rate or usual_rate(size_of(tree.spec)) / (1 if scratch else 10),
         )  # fmt: skip
-        _require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
+        require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, documents_apart)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
@@ -260,7 +260,7 @@ def train(
         return done
 
 
-def _tree(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
+def tree_of(model: str, random: bool, offline: bool, allow_pickle: bool) -> tuple[Outline, bool]:
     """The tree of a reference, and whether it is to get random weights: because it has none, or somebody wants it."""
     found = identify(model)
     names = found.names or ()
@@ -347,7 +347,7 @@ def settings_of(
     return Settings(windows, length, steps, seconds, every=often, **others)
 
 
-def _require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
+def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     """Raise UsageError for a layer that carries a state from token to token, which no mask keeps within a document; and
     for one whose tokens choose experts, where several processes each have tokens of their own: FSDP2 adds up gradients
     of what all of them have met.
@@ -405,6 +405,7 @@ def _about(
     }
 
 
+@cache
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """FLOPs a second that a device can do in matrix products, and how that is known."""
     if device.type == "cuda":

@@ -1,0 +1,71 @@
+"""ablate and fit-scaling: variants of a model under one budget, and the law that runs of several sizes follow."""
+
+from pathlib import Path
+from typing import Any
+
+from ..terminal import answer, progress_bar, say, status
+from .base import JSON, QUIET, Pictures, argument, command, flag, option
+
+
+@command(
+    "gptkit ablate gpt2-to-llama ablation --data play.txt",
+    "gptkit ablate plan.toml ablation --html ablation.html --resume",
+)
+def ablate(
+    plan: str = argument("PLAN", "A TOML file, or a plan that comes along: gpt2-to-llama, positions, norms, …"),
+    out: Path = argument("OUT", "The folder of all runs; OUT/ablation.json has the table."),
+    *,
+    data: list[str] | None = option("--data FILE", "A text, or a folder of tokens, in place of the plan's."),
+    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU."),
+    resume: bool = flag("--resume", "Go on where OUT was left; what has ended is not run again."),
+    force: bool = flag("--force", "Begin anew in an OUT that an ablation made."),
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    drawn: Pictures,
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Train or heal variants of a model under one budget, and compare."""
+    from ..report.ablation import ablation_page, ablation_report, run_line
+    from ..training.ablate import Result
+    from ..training.ablate import ablate as run
+    from ..training.loop import Step
+
+    silent = quiet or json
+    with progress_bar("tokenizing", silent) as advance, status("preparing", silent) as show:
+
+        def tell(name: str, seed: int, step: Step) -> None:
+            show(f"{name}, seed {seed}: step {step.step:,}, loss {step.loss:.3f}")
+
+        def ended(name: str, tokens: int, result: Result) -> None:
+            say([run_line(name, tokens, result)], silent)
+
+        where: dict[str, Any] = {"device": device, "offline": offline, "allow_pickle": allow_pickle}
+        hooks: dict[str, Any] = {"tell": tell, "ended": ended, "progress": advance}
+        table = run(plan, out, data=data or (), resume=resume, force=force, **where, **hooks)
+    answer(json, table.as_json, lambda: ablation_report(table), quiet)
+    drawn.write(lambda: ablation_page(table), silent)
+
+
+@command(
+    "gptkit fit-scaling ablation --flops 5e12",
+    "gptkit fit-scaling small large --flops 1e18 --html law.html",
+    name="fit-scaling",
+)
+def fit_scaling(
+    runs: list[Path] = argument("RUNS…", "Folders that gptkit ablate wrote, of several sizes and budgets."),
+    *,
+    flops: list[float] | None = option("--flops C", "Tell the best parameters and tokens of such a budget: 1e18."),
+    draws: int = option("N", "Fit so many times to runs drawn again, for intervals.", default=100, min=0),
+    seed: int = option("N", "The seed of what is drawn.", default=0, min=0),
+    drawn: Pictures,
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Fit a scaling law to runs of several sizes, and tell the best of a budget."""
+    from ..report.scaling import scaling_page, scaling_report
+    from ..training.scaling import fit_scaling as run
+
+    found = run(runs, flops=flops or (), drawn=draws, seed=seed)
+    answer(json, found.as_json, lambda: scaling_report(found), quiet)
+    drawn.write(lambda: scaling_page(found), quiet or json)

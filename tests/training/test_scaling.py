@@ -1,0 +1,72 @@
+"""gptkit fit-scaling: a law that is known comes back, and nothing is told of what no run has shown."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.command import call
+
+from gptkit.errors import UsageError
+from gptkit.training.scaling import NAMES, Law, Point, fit_scaling
+
+LAW = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)  # Hoffmann et al., equation 10
+SIZES, TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9), (2e8, 1e9, 4e9, 2e10)
+
+
+def points(noise: float, seed: int = 0, sizes: tuple[float, ...] = SIZES) -> list[Point]:
+    draw = np.random.default_rng(seed)
+    return [Point(int(n), int(d), LAW.loss(n, d) * float(np.exp(draw.normal(0, noise)))) for n in sizes for d in TOKENS]
+
+
+def test_a_law_without_noise_comes_back() -> None:
+    found = fit_scaling(points(0.0), flops=[1e20], drawn=0)
+    for name in NAMES:
+        assert getattr(found.law, name) == pytest.approx(getattr(LAW, name), rel=2e-3)
+    (best,) = found.optima
+    assert best.parameters == pytest.approx(LAW.best(1e20)[0], rel=2e-3)
+    assert best.parameters * best.tokens * 6 == pytest.approx(1e20)
+    # It is the best: neither a larger model on fewer tokens nor the other way round comes to less.
+    near = [LAW.loss(best.parameters * factor, best.tokens / factor) for factor in (0.8, 1.25)]
+    assert min(near) > best.loss == pytest.approx(LAW.loss(best.parameters, best.tokens), rel=1e-4)
+    assert found.parameters == (10**7, 10**9) and found.tokens == (2 * 10**8, 2 * 10**10) and not found.intervals
+
+
+def test_a_law_with_noise_is_within_its_intervals() -> None:
+    found = fit_scaling(points(0.003, seed=1), flops=[1e20], drawn=30)
+    for name in NAMES:
+        low, high = found.intervals[name]
+        assert low < high and low <= getattr(LAW, name) <= high, name
+    (best,) = found.optima
+    for value, name in zip(LAW.best(1e20), ("parameters", "tokens"), strict=True):
+        assert getattr(best, name) == pytest.approx(value, rel=0.1)
+        assert best.intervals[name][0] <= getattr(best, name) <= best.intervals[name][1]
+    assert json.loads(json.dumps(found.as_json()))["law"]["alpha"] == found.law.alpha
+
+
+def test_what_no_run_has_shown_is_not_told() -> None:
+    for some, why in (
+        (points(0.0, sizes=(1e8,)), "of one size"),
+        ([each for each in points(0.0) if each.tokens == 10**9], "of one number of tokens"),
+        (points(0.0, sizes=(1e8, 1e9))[:5], "5 runs do not tell five unknowns"),
+        ([], "of no size"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            fit_scaling(some, drawn=0)
+    rising = [Point(each.parameters, each.tokens, 10 - each.loss) for each in points(0.0)]
+    with pytest.raises(UsageError, match="does not fall"):
+        fit_scaling(rising, drawn=0)
+
+
+def test_beyond_ten_times_the_runs_nothing_is_told(tmp_path: Path) -> None:
+    rows = [{"costs": {"parameters": each.parameters}, "tokens": each.tokens, "runs": [{"loss": each.loss}]}
+            for each in points(0.0)]  # fmt: skip
+    (tmp_path / "ablation.json").write_text(json.dumps({"rows": rows}))
+    words = ["fit-scaling", tmp_path, "--draws", "0"]
+    told = call(*words, "--flops", "1e21", "--html", tmp_path / "law.html")
+    assert told.exit_code == 0, told.output
+    assert "10,000,000 to 1,000,000,000 parameters" in told.stdout and "10 times beyond" in told.stdout
+    assert "Loss by tokens and size" in (tmp_path / "law.html").read_text()
+    far = call(*words, "--flops", "1e26")
+    assert far.exit_code == 2 and "told up to 10 times beyond what was run" in far.stderr
+    assert call("fit-scaling", tmp_path / "nothing").exit_code == 2

@@ -1,0 +1,350 @@
+"""ablate: variants of one model, each trained or healed under the same budget, and what each gives and takes.
+
+A run of a seed begins with the same values wherever two trees have the same parameter, and meets the same windows in
+the same order: so variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
+tokens, trees, a file of every run that has ended, the checkpoints of one that has not, and ablation.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..analysis.costs import Costs, costs
+from ..components import to_json
+from ..converter.files import locked, read_small
+from ..converter.manifest import manifest_of
+from ..converter.names import json_bytes
+from ..converter.tree import write_spec
+from ..display import Record, Shown
+from ..errors import InvalidInput, UsageError
+from ..surgery.recipe import told_as
+from ..surgery.swap import swap
+from .data import TOKENS, Progress, TokenFile, is_tokens, open_tokens
+from .heal import heal
+from .loop import Step
+from .optimiser import usual_rate
+from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
+from .state import METRICS, put, remove_empty
+from .train import CONTEXT, folder_of, longest, require_texts, require_trainable, size_of, tokenized, train, tree_of
+
+RESULT = "ablation.json"
+
+
+@dataclass(frozen=True)
+class Result(Record):
+    """A run that has ended. loss: on the held-out text, in nats a token; kl: of a healed one, from the base. pace:
+    tokens a second, of the median step. curve: what was evaluated on the way.
+    """
+
+    seed: int
+    loss: float
+    kl: float | None
+    seconds: float
+    pace: float
+    curve: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Difference(Record):
+    """A variant's loss less the base's, seed by seed: the mean, and where it lies in 95 of 100 (Student's t), which
+    one seed cannot tell.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is something else than chance."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+@dataclass(frozen=True)
+class Row(Record):
+    """A variant at a budget. flops: of the whole run. costs: of its tree, at the context that it is trained at."""
+
+    JSON = "name comment tokens flops costs loss spread pace difference runs"
+
+    name: str
+    comment: str
+    tokens: int
+    flops: int
+    costs: Costs
+    runs: tuple[Result, ...]
+    difference: Difference | None = None
+
+    @property
+    def loss(self) -> float | None:
+        return statistics.mean(each.loss for each in self.runs) if self.runs else None
+
+    @property
+    def spread(self) -> float | None:
+        """The largest less the smallest."""
+        losses = [each.loss for each in self.runs]
+        return max(losses) - min(losses) if len(losses) > 1 else None
+
+    @property
+    def pace(self) -> float | None:
+        return statistics.median(each.pace for each in self.runs) if self.runs else None
+
+
+@dataclass(frozen=True)
+class Ablation(Record, Shown):
+    """The table, the base first, as far as it has come. left: runs that have not ended."""
+
+    JSON = "schema_version name description how seeds context left rows"
+
+    name: str
+    description: str
+    how: str
+    seeds: int
+    context: int
+    rows: tuple[Row, ...]
+    left: int
+    schema_version: int = field(default=1, repr=False)
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def ablate(
+    plan: str | Path,
+    out: str | Path,
+    *,
+    data: Sequence[str | Path] = (),
+    device: str | None = None,
+    resume: bool = False,
+    force: bool = False,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    tell: Callable[[str, int, Step], None] = lambda name, seed, step: None,
+    ended: Callable[[str, int, Result], None] = lambda name, tokens, result: None,
+    progress: Progress | None = None,
+) -> Ablation:
+    """Run the base and every variant of a plan with each seed; a run that has ended is not run again.
+
+    Args:
+        plan: a TOML file, or the name of a plan that comes along.
+        out: the folder of all of it; ablation.json in it is written anew when a run has ended.
+        data: texts, or one folder that `tokenize` wrote, in place of the plan's.
+        device: by default a GPU where there is one.
+        resume: go on where `out` was left; variants and seeds that the plan did not have are run too.
+        force: begin anew in an `out` that an ablation made.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too (weights only).
+        tell: given the variant, the seed and every step.
+        ended: given the variant, its tokens and the result of each run that has ended now.
+        progress: of tokenising, as in `tokenize`.
+
+    Raises:
+        InvalidInput: a plan that is none, or another than the runs in `out` are of.
+        UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as `train`, `heal` and `swap`.
+    """
+    asked, target = read_plan(plan), Path(out)
+    texts = list(data) or list(asked.data)
+    if not texts:
+        raise UsageError("the plan names no data", '--data FILE, or data = ["FILE"] in the plan.')
+    variants = arms_of(asked, offline, allow_pickle)
+    base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
+    length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
+    rows = planned(asked, variants, length)
+    with ExitStack() as stack:
+        stack.enter_context(locked(target))
+        _claim(target, resume, force)
+        (target / "runs").mkdir(parents=True, exist_ok=True)
+        stack.callback(remove_empty, target)
+
+        def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
+            own = target / name
+            where = folder_of(paths, own)
+            if where == own and is_tokens(own):
+                require_texts(paths, own)
+            elif where == own:
+                tokenized(paths, own, tokenizer, base.spec.vocab_size, progress)
+            return open_tokens(where)
+
+        named = asked.base if isinstance(asked.base, str) else None
+        trained = named is not None and not tree_of(named, False, offline, allow_pickle)[1]
+        found = take(texts, "data", named if trained else None)
+        held = asked.held_out
+        if isinstance(held, str):
+            held = str(take([held], "held-out", found.folder / "tokenizer.json").folder)
+        for each in variants:
+            with told_as(called(each)):
+                require_trainable(each.spec, found.documents > 1, False)
+        settings: dict[str, Any] = {
+            "context": length, "batch": asked.batch, "warmup": asked.warmup, "clip": asked.clip, "held_out": held,
+            "rate": asked.rate or usual_rate(size_of(base.spec)),
+            "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
+        }  # fmt: skip
+        runs = _Runs(asked, target, found, settings, opening, tell)
+        seeds = range(asked.seed, asked.seed + asked.seeds)
+        results = {(one, seed): runs.result(one, seed) for seed in seeds for one in rows}
+        models = {each.name: runs.model(each) for each in variants}
+        for (one, seed), result in results.items():
+            if result is None:
+                results[one, seed] = result = runs.run(one, seed, models[one.variant.name])
+                ended(one.variant.name, one.tokens, result)
+                put(target / RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
+        return _table(asked, rows, results, length)
+
+
+def _claim(target: Path, resume: bool, force: bool) -> None:
+    """Raise UsageError where something else is in the folder, or an ablation that is neither resumed nor lost."""
+    there = list(target.iterdir()) if target.is_dir() else []
+    if target.exists() and not (target.is_dir() and (not there or (target / "runs").is_dir())):
+        raise UsageError(f"{target} exists, and no ablation made it", "Choose another name.")
+    if there and not resume and not force:
+        raise UsageError(f"an ablation lies in {target}", "--resume goes on from there; --force begins anew.")
+    if there and not resume:
+        shutil.rmtree(target)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What all runs have in common."""
+
+    plan: Plan
+    folder: Path
+    data: TokenFile
+    settings: dict[str, Any]
+    opening: dict[str, Any]
+    tell: Callable[[str, int, Step], None]
+
+    def _path(self, one: Planned, seed: int) -> Path:
+        return self.folder / "runs" / f"{one.slug}-{seed}"
+
+    def _about(self, one: Planned, seed: int) -> dict[str, Any]:
+        """What a run is, in JSON values: by what it is told from another of the same name."""
+        data = manifest_of(self.data.folder)["files"][TOKENS]["sha256"]
+        tree = hashlib.sha256(json_bytes(to_json(one.variant.spec))).hexdigest()
+        start = one.variant.start if self.plan.how == "heal" else ""
+        steps = [step.as_json() for step in one.variant.steps] if self.plan.how == "heal" else []
+        about = {"how": self.plan.how, "tree": tree, "base": start, "swaps": steps, "tokens": one.tokens, "seed": seed}
+        return {**about, "data": data, **self.settings}
+
+    def result(self, one: Planned, seed: int) -> Result | None:
+        """What a run came to, where it has ended. Raises InvalidInput where it was another."""
+        path, about = self._path(one, seed).with_suffix(".json"), self._about(one, seed)
+        if not path.is_file():
+            return None
+        try:
+            kept = json.loads(read_small(path, 2**26))
+            result, before = Result(**kept["result"]), dict(kept["about"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidInput(f"{path} cannot be read: {error}", "Remove it; --resume runs it again.") from error
+        for key in about:
+            if before.get(key) != json.loads(json.dumps(about[key])):
+                message = f"{path} is of another plan: its {key} is {before.get(key)}, not {about[key]}"
+                raise InvalidInput(message, "Put the plan back, or choose another OUT; --force begins anew.")
+        return result
+
+    def model(self, variant: Arm) -> Path | str:
+        """What is trained: the tree in a file, or what its swaps make of a checkpoint."""
+        name = slug_of(variant.name)
+        if self.plan.how == "train":
+            (self.folder / "trees").mkdir(exist_ok=True)
+            return write_spec(variant.spec, self.folder / "trees" / f"{name}.json", force=True)
+        if not variant.steps:
+            return str(variant.start)
+        path = self.folder / "changed" / name
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_dir():
+            with told_as(called(variant)):
+                texts = [each for each in self.plan.data if Path(each).is_file()]
+                swap(str(variant.start), path, variant.steps, measured=False, calibrate=next(iter(texts), None))
+        return path
+
+    def run(self, one: Planned, seed: int, model: Path | str) -> Result:
+        """Train or heal, from the last checkpoint where there is one, and keep what came out."""
+        path, name = self._path(one, seed), one.variant.name
+        options: Any = {**self.settings, **self.opening, "every": self.plan.every, "tokens": one.tokens, "seed": seed}
+        options |= {"resume": True, "force": True}  # what is there is this run's, or was left before it was noted
+        if self.plan.how == "heal" and name != "base":
+            tell: Any = lambda _, step: self.tell(name, seed, step)  # noqa: E731
+            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell).healed
+            loss, kl, folder, inside = done.loss, done.kl, path.with_name(f"{path.name}.healing"), "healed-0"
+        else:
+            done = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
+            loss, kl, folder, inside = done.held_out, None, path.with_name(f"{path.name}.training"), ""
+        lines = [json.loads(line) for line in (folder / inside / METRICS).read_text().splitlines()]
+        curve = [{key: line[key] for key in ("tokens", "held_out")} for line in lines if line["held_out"] is not None]
+        pace = lines[0]["tokens"] / statistics.median(line["took"] for line in lines)
+        result = Result(seed, loss, kl, done.seconds, pace, curve)
+        put(path.with_suffix(".json"), json_bytes({"about": self._about(one, seed), "result": result.as_json()}))
+        if not self.plan.keep:
+            shutil.rmtree(path)
+        shutil.rmtree(folder)
+        return result
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _table(
+    plan: Plan, rows: Sequence[Planned], results: Mapping[tuple[Planned, int], Result | None], length: int
+) -> Ablation:
+    """What has ended, beside the base of the same budget."""
+
+    def of(one: Planned) -> tuple[Result, ...]:
+        return tuple(result for (each, _), result in results.items() if each is one and result is not None)
+
+    bases = {one.budget: of(one) for one in rows if one.variant.name == "base"}
+    found = []
+    for one in rows:
+        beside = None if one.variant.name == "base" else paired(of(one), bases[one.budget])
+        about = one.variant.name, one.variant.comment, one.tokens, one.flops, costs(one.variant.spec, length)
+        found.append(Row(*about, of(one), beside))
+    left = sum(result is None for result in results.values())
+    return Ablation(plan.name, plan.description, plan.how, plan.seeds, length, tuple(found), left)
+
+
+def paired(runs: Sequence[Result], others: Sequence[Result]) -> Difference | None:
+    """Losses less those of the runs that have the same seeds; None where there are none."""
+    beside = {each.seed: each.loss for each in others}
+    found = [each.loss - beside[each.seed] for each in runs if each.seed in beside]
+    if not found:
+        return None
+    mean, low, high = statistics.mean(found), None, None
+    if len(found) > 1:
+        reach = student(len(found) - 1) * statistics.stdev(found) / math.sqrt(len(found))
+        low, high = mean - reach, mean + reach
+    return Difference(mean, low, high, len(found))
+
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def student(freedom: int) -> float:
+    """Within how many standard errors a mean lies in 95 of 100: from a table, and by Cornish and Fisher's series for
+    ten degrees of freedom and more, where it is right to three digits.
+    """
+    if freedom <= len(_STUDENT):
+        return _STUDENT[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def read_ablation(folder: str | Path) -> dict[str, Any]:
+    """The values of an ablation's JSON, from its folder. Raises UsageError where there is none."""
+    path = Path(folder) / RESULT
+    try:
+        found = json.loads(read_small(path, 2**28))
+        rows = found["rows"]
+        assert isinstance(rows, list) and all(isinstance(each, dict) for each in rows)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise UsageError(f"{folder} holds no ablation", "gptkit ablate PLAN OUT makes one.") from error
+    return dict(found)

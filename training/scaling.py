@@ -1,0 +1,224 @@
+"""fit-scaling: the law that the losses of runs over sizes and tokens follow, L(N, D) = E + A / N^α + B / D^β.
+
+As Hoffmann et al. (2203.15556, section 3.3 and appendix D.3) fit theirs: Huber's loss (δ = 1e-3) of the logarithm of
+what is predicted less that of what was measured, by L-BFGS from the best of their grid of beginnings. N are all
+parameters, D the tokens trained on. Intervals are by bootstrap: the fit again of runs that are drawn with replacement.
+Of a budget of C = 6·N·D FLOPs the best N and D follow in closed form. Beyond ten times what was run nothing is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..display import Record, Shown
+from ..errors import UsageError
+from .ablate import read_ablation
+
+FARTHEST = 10
+"""How many times beyond the runs' range something is still told."""
+_LEAST = 6  # runs: there are five unknowns
+_DELTA = 1e-3
+_GRID = (
+    *((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    *((0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0, 1.5, 2.0)),
+)
+"""Where log A, log B, log E, α and β begin."""
+_BEGINNINGS = 8  # the best of the grid, from which is gone on
+NAMES = ("E", "A", "B", "alpha", "beta")
+
+
+@dataclass(frozen=True)
+class Point(Record):
+    """A run: its parameters, the tokens that it was trained on, and its held-out loss in nats a token."""
+
+    parameters: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Law(Record):
+    """L(N, D) = E + A / N^α + B / D^β."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Predicted, in nats a token."""
+        return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
+
+    def best(self, flops: float) -> tuple[float, float]:
+        """The parameters and the tokens of the least loss for a budget of 6·N·D FLOPs."""
+        share = self.alpha * self.A / (self.beta * self.B)
+        parameters = share ** (1 / (self.alpha + self.beta)) * (flops / 6) ** (self.beta / (self.alpha + self.beta))
+        return parameters, flops / 6 / parameters
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Optimum(Record):
+    """What to train with a budget: parameters, tokens and the loss that they come to, each with its interval."""
+
+    flops: float
+    parameters: float
+    tokens: float
+    loss: float
+    intervals: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class Scaling(Record, Shown):
+    """A law that was fitted. intervals: where each of its numbers lies in 95 of 100 fits of runs drawn again, of
+    `drawn` fits. parameters, tokens: from the least to the most of the runs. error: the median of predicted less
+    measured, as a share.
+    """
+
+    JSON = "schema_version law intervals drawn error parameters tokens optima points"
+
+    law: Law
+    intervals: dict[str, Interval]
+    drawn: int
+    error: float
+    parameters: tuple[int, int]
+    tokens: tuple[int, int]
+    optima: tuple[Optimum, ...]
+    points: tuple[Point, ...]
+    schema_version: int = field(default=1, repr=False)
+
+
+def points_of(folders: Sequence[str | Path]) -> list[Point]:
+    """Every run of some ablations, which must have read the same tokens. Raises UsageError."""
+    found = []
+    for each in folders:
+        for row in read_ablation(each)["rows"]:
+            found += [Point(row["costs"]["parameters"], row["tokens"], run["loss"]) for run in row["runs"]]
+    return found
+
+
+def fit_scaling(
+    runs: Sequence[str | Path] | Sequence[Point], *, flops: Sequence[float] = (), drawn: int = 100, seed: int = 0
+) -> Scaling:
+    """Fit the law to runs.
+
+    Args:
+        runs: folders that `ablate` wrote, or points.
+        flops: budgets to tell the best parameters and tokens for.
+        drawn: how many times runs are drawn with replacement, and fitted again, for intervals.
+        seed: of what is drawn.
+
+    Raises:
+        UsageError: runs of one size, or of one number of tokens, or too few; a loss that falls with neither; a budget
+            whose best run is more than `FARTHEST` times beyond those that were made.
+    """
+    points = [each for each in runs if isinstance(each, Point)]
+    points = points or points_of([each for each in runs if not isinstance(each, Point)])
+    _require(points)
+    values = np.array([(each.parameters, each.tokens, each.loss) for each in points], float)
+    law = _fitted(values, _beginnings(values))
+    if min(law.alpha, law.beta) <= 0:
+        what = "parameters" if law.alpha <= 0 else "tokens"
+        raise UsageError(f"the loss does not fall with {what} in these runs", "Run a wider range, or more seeds.")
+    generator, own, again = np.random.default_rng(seed), [_unknowns(law)], []
+    while len(again) < drawn:
+        some = values[generator.integers(0, len(values), len(values))]
+        if all(len(set(some[:, column])) > 1 for column in (0, 1)):
+            again.append(_fitted(some, own))
+    spans = {name: _span([getattr(each, name) for each in again]) for name in NAMES} if again else {}
+    predicted = np.array([law.loss(each.parameters, each.tokens) for each in points])
+    sizes, lengths = ((int(values[:, n].min()), int(values[:, n].max())) for n in (0, 1))
+    optima = tuple(_optimum(law, each, again, (sizes, lengths)) for each in flops)
+    error = float(np.median(np.abs(predicted / values[:, 2] - 1)))
+    return Scaling(law, spans, len(again), error, sizes, lengths, optima, tuple(points))
+
+
+def _require(points: Sequence[Point]) -> None:
+    """Raise UsageError where no law can be told from these."""
+    sizes, lengths = ({getattr(each, name) for each in points} for name in ("parameters", "tokens"))
+    for what, found in (("size", sizes), ("number of tokens", lengths)):
+        if len(found) < 2:
+            message = f"the runs are of {'one' if found else 'no'} {what}: what the loss has of it cannot be told"
+            raise UsageError(message, "gptkit ablate sizes OUT --data FILE makes runs of several.")
+    if len(points) < _LEAST:
+        raise UsageError(f"{len(points)} runs do not tell five unknowns", f"{_LEAST} are the least; more tell more.")
+    if not all(each.loss > 0 and math.isfinite(each.loss) for each in points):
+        raise UsageError("a run has a loss that is no positive number")
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def _objective(unknowns: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Huber's loss, summed over runs, of unknowns (…, 5): log E, log A, log B, α, β."""
+    e, a, b, alpha, beta = (each.unsqueeze(-1) for each in unknowns.unbind(-1))
+    n, d, wanted = values.log().unbind(-1)
+    terms = torch.stack([a - alpha * n, b - beta * d, e.expand_as(a - alpha * n)])
+    off = torch.logsumexp(terms, dim=0) - wanted
+    return torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="none", delta=_DELTA).sum(-1)
+
+
+def _beginnings(values: np.ndarray[Any, Any]) -> list[list[float]]:
+    """The best of the grid."""
+    a, b, e, alpha, beta = zip(*itertools.product(*_GRID), strict=True)
+    grid = torch.tensor([e, a, b, alpha, beta], dtype=torch.float64).T
+    best = _objective(grid, torch.from_numpy(values)).argsort()[:_BEGINNINGS]
+    return [list(map(float, each)) for each in grid[best]]
+
+
+def _unknowns(law: Law) -> list[float]:
+    return [math.log(law.E), math.log(law.A), math.log(law.B), law.alpha, law.beta]
+
+
+def _fitted(values: np.ndarray[Any, Any], beginnings: Sequence[Sequence[float]]) -> Law:
+    """The best law that L-BFGS comes to from any of these."""
+    known, best = torch.from_numpy(values), (math.inf, Law(1.0, 1.0, 1.0, 1.0, 1.0))
+    for each in beginnings:
+        unknowns = torch.tensor(each, dtype=torch.float64, requires_grad=True)
+        optimiser = torch.optim.LBFGS(
+            [unknowns], max_iter=200, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        )
+
+        def closure(unknowns: torch.Tensor = unknowns, optimiser: torch.optim.LBFGS = optimiser) -> torch.Tensor:
+            optimiser.zero_grad()
+            lost = _objective(unknowns, known)
+            lost.backward()  # type: ignore[no-untyped-call]
+            return lost
+
+        optimiser.step(closure)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            lost = float(_objective(unknowns, known))
+        if lost < best[0]:
+            e, a, b, alpha, beta = map(float, unknowns.detach())
+            best = lost, Law(math.exp(e), math.exp(a), math.exp(b), alpha, beta)
+    return best[1]
+
+
+def _span(found: Sequence[float]) -> Interval:
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _optimum(law: Law, flops: float, again: Sequence[Law], ranges: Sequence[tuple[int, int]]) -> Optimum:
+    """The best run of a budget. Raises UsageError where that is too far from those that were made."""
+    best = law.best(flops)
+    for what, value, (least, most) in zip(("parameters", "tokens"), best, ranges, strict=True):
+        if not least / FARTHEST <= value <= FARTHEST * most:
+            message = f"the best run of {flops:.3g} FLOPs has {value:,.0f} {what}, and those that were made {least:,}"
+            hint = f"It is told up to {FARTHEST} times beyond what was run: run larger ones, or smaller."
+            raise UsageError(f"{message} to {most:,}", hint)
+    others = [each for each in again if min(each.alpha, each.beta) > 0]
+    found = [(*each.best(flops), each.loss(*each.best(flops))) for each in others]
+    spans = dict(zip(("parameters", "tokens", "loss"), map(_span, zip(*found, strict=True)), strict=False))
+    return Optimum(flops, *best, law.loss(*best), spans)
