@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from .parity.diff import diff as diff
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
-    from .surgery.swap import swap as swap
     from .training.data import tokenize as tokenize
     from .training.evaluate import evaluate as evaluate
     from .training.heal import heal as heal
+    from .training.healed import swap as swap
     from .training.train import train as train
 
 _HOMES = {
@@ -63,7 +63,7 @@ _HOMES = {
     "progress": ".report.notebook",
     "recommend": ".analysis.recommend",
     "save": ".modules.save",
-    "swap": ".surgery.swap",
+    "swap": ".training.healed",
     "tokenize": ".training.data",
     "train": ".training.train",
     "verify": ".parity.verify",

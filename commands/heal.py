@@ -39,6 +39,9 @@ def heal(
     held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
     seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
     device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    to: str | None = option(
+        "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
+    ),
     resume: bool = flag("--resume", "Go on from the last checkpoints of the same call."),
     force: bool = flag("--force", "Replace OUT, and begin anew."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
@@ -61,7 +64,7 @@ def heal(
         "rate": lr,
         "patience": patience,
     }
-    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force}
+    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
     opening: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     watched = Healing(quiet or json)
     with progress_bar("tokenizing", quiet or json) as advance:

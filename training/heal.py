@@ -26,14 +26,17 @@ from torch.nn.utils import parametrize
 from ..architectures import expressed
 from ..components import Parameter, differences, without_rounding
 from ..converter.files import locked
+from ..converter.manifest import MANIFEST
 from ..converter.publish import Staging
 from ..converter.threads import suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Record, Shown
-from ..errors import UsageError
+from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import save
+from ..surgery.recipe import HEAL, read_recipe
+from ..surgery.registry import Step as Asked
 from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
 from .optimiser import usual_rate
@@ -301,6 +304,7 @@ def heal(
     dtype: str | None = None,
     compiled: bool = False,
     device: str | None = None,
+    to: str | None = None,
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
@@ -338,6 +342,7 @@ def heal(
         dtype: what is multiplied in.
         compiled: by torch.compile.
         device: by default a GPU where there is one.
+        to: the format of the result, as in `save`; by default files of the family that has the tree, else "local".
         resume: go on from the last checkpoints.
         force: replace `out`, and forget runs that have not ended.
         offline: use local files and the hub's cache only.
@@ -416,12 +421,34 @@ def heal(
         family, _ = expressed(finished.spec)
         finished.source = replace(model.source, path=found.folder, texts={}) if model.source else None
         about = model.source
-        to = "local" if family is None else f"hf:{family if about is None else family_of(about, family)}"
-        record = {"healed": {**msgspec.to_builtins(settings), "trained": trained, "local": share, **result.as_json()}}
-        record["healed"].pop("folder")
-        save(finished.eval(), target, to, dtype="float32", force=force, record=record)
+        form = to or ("local" if family is None else f"hf:{family if about is None else family_of(about, family)}")
+        texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+        record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "texts": texts}
+        record |= {name: value for name, value in result.as_json().items() if name != "folder"}
+        given = {
+            "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "seeds": seeds, "beside": beside,
+            "rate": settings.rate, "batch": windows * length, "context": length, "patience": patience, "seed": seed,
+        }  # fmt: skip
+        manifest = _recipe(changed, data, {name: value for name, value in given.items() if value is not None}, to)
+        save(finished.eval(), target, form, dtype="float32", force=force, record={"healed": record}, about=manifest)
         runs.done()
         return result
+
+
+def _recipe(
+    changed: str | Path, data: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
+) -> dict[str, Any]:
+    """What the manifest has of the recipe that the changed model came from, this healing its last step; nothing where
+    no swap made it, or where several texts do, which a step has no place for.
+    """
+    if len(data) > 1 or not (Path(changed) / MANIFEST).is_file():
+        return {}
+    try:
+        found = read_recipe(Path(changed))
+    except (InvalidInput, UsageError):
+        return {}
+    healing = Asked(HEAL.name, str(data[0]), settings=settings)
+    return {"swap": {"recipe": replace(found, to=to, heal=healing).as_json()}}
 
 
 def _require_one_tokenizer(*models: Decoder) -> None:

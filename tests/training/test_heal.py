@@ -12,9 +12,10 @@ from helpers.command import call
 
 import gptkit
 from gptkit.converter.manifest import check_manifest, manifest_of
-from gptkit.errors import UsageError
+from gptkit.errors import InvalidInput, UsageError
 from gptkit.modules.load import load
 from gptkit.parity.diff import diff
+from gptkit.surgery.recipe import read_recipe
 from gptkit.training.heal import Held, block_local, changed_layers, distilled, divergence, heal, touched
 from gptkit.training.loop import Batch, Step
 
@@ -174,3 +175,43 @@ def test_what_a_family_has_leaves_as_its_files(tmp_path: Path) -> None:
     opened = gptkit.open_checkpoint(tmp_path / "out")
     assert (opened.format, opened.origin.family) == ("hf", "llama")
     assert opened.spec.blocks[0].attention.kv_heads == 1
+
+
+def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
+    recipe = tmp_path / "mqa.toml"
+    settings = "tokens = 2048, train = 'changed', context = 64, batch = 512, beside = false"
+    text = "as = 'auto'\n[[step]]\nattention = 'mqa'\napproximate = true\n"
+    recipe.write_text(f"{text}[[step]]\nheal = '{PLAY}'\nsettings = {{ {settings} }}\n")
+    told = call("swap", "sample:llama", tmp_path / "out", "--recipe", recipe, "--no-measure")
+    assert told.exit_code == 0, told.output
+    assert "of the gap in KL is gone" in told.stdout and "healing " in told.stdout
+    manifest = manifest_of(tmp_path / "out")
+    healed = manifest["history"][-1]["healed"]
+    assert healed["train"] == "changed" and healed["tokens"] == 2048 and healed["healed"]["seconds"] > 0
+    assert healed["texts"][0]["bytes"] == PLAY.stat().st_size
+    # What leaves as Hugging Face files says so on its card, in the very figures.
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| changed, healed | {healed['healed']['kl']:.4f} |" in card
+    assert "1. `attention = mqa`: approximate" in card
+    # What it wrote is the recipe, healing and all: the same bytes again.
+    assert [each.option for each in read_recipe(tmp_path / "out").every] == ["attention", "heal"]
+    again = call("swap", "sample:llama", tmp_path / "again", "--recipe", tmp_path / "out", "--no-measure", "-q")
+    assert again.exit_code == 0, again.output
+    assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
+    assert not list(tmp_path.glob(".*changed*"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ("[[step]]\nheal = 'a.txt'\n[[step]]\nattention = 'mqa'", "heal is the last step"),
+        ("[[step]]\nheal = 'a.txt'", "heal is the last step"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nblocks = '1'", "neither blocks nor approximate"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { steps = 3 }", "no setting 'steps'"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { rate = 'x' }", "is to be a number"),
+    ],
+)
+def test_what_no_recipe_heals(steps: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(steps)
+    with pytest.raises(InvalidInput, match=why):
+        gptkit.swap("sample:llama", tmp_path / "out", recipe=tmp_path / "r.toml")
