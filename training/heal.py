@@ -289,7 +289,7 @@ def heal(
     trained: str = "all",
     local: float | None = None,
     seeds: int = 1,
-    beside: bool = True,
+    beside: bool | str = True,
     batch: int | None = None,
     context: int | None = None,
     rate: float | None = None,
@@ -327,7 +327,7 @@ def heal(
         local: the share of the budget in which each changed layer is trained by itself first; by default `LOCAL` where
             the layers of both are one another's, else 0.
         seeds: how many runs of each kind, by other orders of the windows.
-        beside: run the control and the floor too.
+        beside: run the control and the floor too, or the "control" alone.
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
@@ -413,6 +413,7 @@ def heal(
         control = floor = None
         if beside:
             control = runs.control(seeds)
+        if beside is True:
             floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
