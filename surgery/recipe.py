@@ -55,8 +55,8 @@ WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole numb
 HEAL = Option(
     "heal", "", 0, "Train what came out to answer as the original.", "FILE",
     settings={
-        "tokens": int, "seconds": float, "train": str, "local": float, "seeds": int, "rate": float, "batch": int,
-        "context": int, "beside": bool, "patience": int, "seed": int,
+        "tokens": int, "seconds": float, "train": str, "local": float, "hidden": float, "seeds": int, "rate": float,
+        "batch": int, "context": int, "beside": bool, "patience": int, "seed": int,
     },
 )  # fmt: skip
 """The step that is no swap: its value is the text, its settings are what `training.heal` is given."""

@@ -48,8 +48,10 @@ from .train import (
     WINDOWS,
     family_of,
     folder_of,
+    gathered,
     longest,
     require_texts,
+    require_trainable,
     settings_of,
     size_of,
     split,
@@ -144,15 +146,32 @@ class Healed(Record, Shown):
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def distilled(teacher: Decoder) -> Loss:
-    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have."""
+def distilled(teacher: Decoder, hidden: float = 0.0) -> Loss:
+    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have; where it
+    is trained, and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
+    |Δ|² over its |x|², a mean over layers.
+    """
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        with torch.no_grad():
+        layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
+        counted = batch.targets != NOWHERE
+        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
             wanted = teacher(batch.ids, documents=batch.documents)
-        return divergence(wanted, model(batch.ids, documents=batch.documents), batch.targets != NOWHERE)
+        with _watched(_student(model).blocks, layers) as own:
+            found = divergence(wanted, model(batch.ids, documents=batch.documents), counted)
+        for layer in layers:
+            y, given = original[layer][1].float(), own[layer][1].float()
+            far = (given - y).square().sum(dim=-1) / y.square().sum(dim=-1).mean().clamp_min(1e-12)
+            found = found + hidden / len(layers) * (far * counted).sum()
+        return found
 
     return loss
+
+
+def _student(model: Logits) -> Decoder:
+    """The model itself, of one that may be compiled."""
+    found: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
+    return found
 
 
 def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
@@ -168,11 +187,10 @@ def block_local(teacher: Decoder, layers: Sequence[int]) -> Loss:
     """
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        student = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
         with torch.no_grad(), _watched(teacher.blocks, layers) as original:
             teacher(batch.ids, documents=batch.documents)
         given = {layer: x for layer, (x, _) in original.items()}
-        with _watched(student.blocks, layers, given) as own:
+        with _watched(_student(model).blocks, layers, given) as own:
             model(batch.ids, documents=batch.documents)
         counted = batch.targets != NOWHERE
         total = torch.zeros(counted.shape, device=batch.ids.device)
@@ -288,6 +306,7 @@ def heal(
     seconds: float | None = None,
     trained: str = "all",
     local: float | None = None,
+    hidden: float = 0.0,
     seeds: int = 1,
     beside: bool | str = True,
     batch: int | None = None,
@@ -326,6 +345,8 @@ def heal(
             every matrix).
         local: the share of the budget in which each changed layer is trained by itself first; by default `LOCAL` where
             the layers of both are one another's, else 0.
+        hidden: how much of the distance between the streams behind each layer is added to the loss, where the layers of
+            both are one another's.
         seeds: how many runs of each kind, by other orders of the windows.
         beside: run the control and the floor too, or the "control" alone.
         patience: end a run after so many evaluations without a better one; 0 never does.
@@ -355,30 +376,37 @@ def heal(
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
     """
     target = Path(out)
-    staging = Staging(target, force)
-    staging.check()
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
+    if not 0 <= hidden < math.inf:
+        raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
-        if not us.alone:
-            raise UsageError("heal runs in one process", "torchrun is for gptkit train.")
         folder = target.with_name(f"{target.name}.healing")
-        folder.mkdir(exist_ok=True)
-        stack.callback(remove_empty, folder)
-        stack.enter_context(locked(folder))
+
+        def claim() -> None:
+            Staging(target, force).check()
+            folder.mkdir(exist_ok=True)
+            stack.callback(remove_empty, folder)
+            stack.enter_context(locked(folder))
+
+        us.lead(claim)
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
         _require_one_tokenizer(original, model)
+        for each in (original, model):
+            require_trainable(each.spec, False, not us.alone)
+        if trained.startswith("lora:") and not us.alone:
+            raise UsageError("several processes share out what is trained, and have no shares of lora's updates")
 
         def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
             own = folder / name
             where = folder_of(paths, own)
             if where == own and resume and is_tokens(own):
-                require_texts(paths, own)
+                us.lead(lambda: require_texts(paths, own))
             elif where == own:
-                tokenized(paths, own, str(teacher), sizes[0], progress)
+                us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
             return open_tokens(where)
 
         found = take(data, "data")
@@ -394,6 +422,8 @@ def heal(
             raise UsageError(
                 "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
             )
+        if hidden and not layers:
+            raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
         usual = usual_rate(size_of(model.spec)) * (3 if trained.startswith("lora:") else 1)
         settings = settings_of(
             windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
@@ -406,7 +436,7 @@ def heal(
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
         suit(model.spec)
         original.requires_grad_(False).eval()
-        runs = _Runs(original, held, settings, share, layers, training, us, folder, resume, force, tell)
+        runs = _Runs(original, held, settings, share, layers, hidden, found, training, us, folder, resume, force, tell)
         start = runs.held(model)
         on_start(trained, runs.held(original), start)
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
@@ -420,19 +450,22 @@ def heal(
             runs.held(original), start, outcome, control, floor,
         )  # fmt: skip
         family, _ = expressed(finished.spec)
-        finished.source = replace(model.source, path=found.folder, texts={}) if model.source else None
         about = model.source
         form = to or ("local" if family is None else f"hf:{family if about is None else family_of(about, family)}")
         texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
-        record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "texts": texts}
+        record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
         record |= {name: value for name, value in result.as_json().items() if name != "folder"}
         given = {
-            "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "seeds": seeds, "beside": beside,
-            "rate": settings.rate, "batch": windows * length, "context": length, "patience": patience, "seed": seed,
+            "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "hidden": hidden, "seeds": seeds,
+            "beside": beside is True, "rate": settings.rate, "batch": windows * length, "context": length,
+            "patience": patience, "seed": seed,
         }  # fmt: skip
         manifest = _recipe(changed, data, {name: value for name, value in given.items() if value is not None}, to)
-        save(finished.eval(), target, form, dtype="float32", force=force, record={"healed": record}, about=manifest)
-        runs.done()
+        whole = gathered(finished.eval(), us)
+        whole.source = replace(model.source, path=found.folder, texts={}) if model.source else None
+        healed = {"healed": record}
+        us.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=healed, about=manifest))
+        us.lead(runs.done)
         return result
 
 
@@ -471,6 +504,8 @@ class _Runs:
     settings: Settings
     local: float
     layers: tuple[int, ...]
+    hidden: float
+    found: TokenFile
     training: Any
     group: Group
     folder: Path
@@ -502,11 +537,22 @@ class _Runs:
             seed=self.settings.seed + seed,
         )
         store = Store(self.folder / name, self.group)
-        store.folder.mkdir(parents=True, exist_ok=True)
-        store.begin({"run": name, **msgspec.to_builtins(settings)}, self.resume, self.force)
+
+        def begin() -> None:
+            store.folder.mkdir(parents=True, exist_ok=True)
+            about = {"run": name, "hidden": self.hidden, **msgspec.to_builtins(settings)}
+            store.begin(about, self.resume, self.force)
+
+        def step_of(number: int) -> Windows:
+            if number % settings.every == 0:
+                self.found.require_unchanged()
+            windows: Windows = self.training.step(number, settings.windows, settings.seed)
+            return windows
+
+        self.group.lead(begin)
         return fit(
             model,
-            lambda number: self.training.step(number, settings.windows, settings.seed),
+            step_of,
             self.windows,
             settings,
             group=self.group,
@@ -537,7 +583,7 @@ class _Runs:
                 run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
                 steps, taken = run.step, run.seconds
             whole = 1 - self.local if inside else 1.0
-            run = self._fit(f"{name}-{seed}", model, distilled(self.original), whole, names, seed)
+            run = self._fit(f"{name}-{seed}", model, distilled(self.original, self.hidden), whole, names, seed)
         return steps + run.step, taken + run.seconds, count
 
     def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:

@@ -216,7 +216,7 @@ def train(
             every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
             rate=rate or usual_rate(size_of(tree.spec)) / (1 if scratch else 10),
         )  # fmt: skip
-        _require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
+        require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, documents_apart)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
@@ -250,7 +250,7 @@ def train(
             generate_tokens(decoder, coder.encode(sample), 0)  # a prompt that it cannot read is refused now
             text = partial(_sampled, coder=coder, prompt=sample, seed=seed)
         run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
-        whole = _gathered(decoder, us)
+        whole = gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
         # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
         whole.source = replace(decoder.source or tree, path=found.folder, texts={})
@@ -347,7 +347,7 @@ def settings_of(
     return Settings(windows, length, steps, seconds, every=often, **others)
 
 
-def _require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
+def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     """Raise UsageError for a layer that carries a state from token to token, which no mask keeps within a document; and
     for one whose tokens choose experts, where several processes each have tokens of their own: FSDP2 adds up gradients
     of what all of them have met.
@@ -430,7 +430,7 @@ def _sampled(model: Decoder, coder: Tokenizer, prompt: str, seed: int) -> str:
     return coder.decode([*ids, *made], skip_special_tokens=True)
 
 
-def _gathered(model: Decoder, us: Group) -> Decoder:
+def gathered(model: Decoder, us: Group) -> Decoder:
     """The model with whole parameters, in every process."""
     if us.alone:
         return model.eval()
