@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing ablation bench bench-convert bench-surgery bench-params bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -26,6 +26,8 @@ help:
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       docs/healing.md: what six swaps cost, and what training gives back, with controls"
+	@echo "make healing-starts  docs/kv-healing.md: five closed forms of fewer key-value heads, healed alike"
+	@echo "make healing-smollm  docs/kv-healing.md: SmolLM2-135M with one key-value head, healed (WHEEL=)"
 	@echo "make ablation      docs/ablation.md: what each step from GPT-2 to LLaMA gives (TEXT=tinyshakespeare.txt)"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
@@ -122,6 +124,13 @@ healing: $(STAMP)
 ablation: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md \
 		--picture docs/pictures/ablation.svg
+
+healing-starts: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_starts.py --out docs/kv-healing.md
+
+# 4 GB of disk, 5 GB of memory, and half an hour.
+healing-smollm: $(STAMP)
+	$(BIN)/python benchmarks/kv_healing.py --out docs/kv-healing.md $(if $(WHEEL),--wheel $(WHEEL))
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from .parity.diff import diff as diff
     from .parity.verify import verify as verify
     from .report.notebook import progress as progress
-    from .surgery.swap import swap as swap
     from .training.ablate import ablate as ablate
     from .training.data import tokenize as tokenize
     from .training.evaluate import evaluate as evaluate
     from .training.heal import heal as heal
+    from .training.healed import swap as swap
     from .training.scaling import fit_scaling as fit_scaling
     from .training.train import train as train
 
@@ -69,7 +69,7 @@ _HOMES = {
     "progress": ".report.notebook",
     "recommend": ".analysis.recommend",
     "save": ".modules.save",
-    "swap": ".surgery.swap",
+    "swap": ".training.healed",
     "tokenize": ".training.data",
     "train": ".training.train",
     "verify": ".parity.verify",

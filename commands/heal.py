@@ -6,8 +6,8 @@ from typing import Any
 from ..errors import UsageError
 from ..terminal import answer, progress_bar
 from .base import JSON, QUIET, argument, command, flag, option
-from .completion import complete_model
-from .train import amounts
+from .completion import complete_model, one_of
+from .train import amounts, told_once
 
 _HOW = "How to train"
 
@@ -30,6 +30,9 @@ def heal(
     local: float | None = option(
         "SHARE", "Train changed layers by themselves for this share of the budget first.", min=0, max=0.99
     ),
+    hidden: float = option(
+        "WEIGHT", "Add so much of the distance between hidden states to the loss.", default=0.0, min=0
+    ),
     seeds: int = option("N", "Run each kind so often, in other orders of the text.", default=1, min=1),
     beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
     batch: str | None = option("N", "Tokens per step; by default 16 windows.", _HOW),
@@ -38,7 +41,16 @@ def heal(
     patience: int = option("N", "End a run after N evaluations without a better one; 0 never.", _HOW, default=0, min=0),
     held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
     seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
+    dtype: str | None = option(
+        "float32 | bfloat16",
+        "Multiply in this; by default bfloat16 on GPUs.",
+        _HOW,
+        complete=one_of(("float32", "bfloat16")),
+    ),
     device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    to: str | None = option(
+        "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
+    ),
     resume: bool = flag("--resume", "Go on from the last checkpoints of the same call."),
     force: bool = flag("--force", "Replace OUT, and begin anew."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
@@ -47,26 +59,33 @@ def heal(
     quiet: bool = QUIET,
 ) -> None:
     """Train a changed model to answer as its original, beside a control."""
+    from ..converter.distributed import leads
     from ..report.healing import Healing, healing_report
     from ..training.heal import heal as run
 
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
     if budget is None and time is None:
         raise UsageError("healing needs a budget", "Give --tokens 400k, or --time 5m.")
     options = amounts(budget, time, batch, context, held_out)
     how: dict[str, Any] = {
         "trained": trained,
         "local": local,
+        "hidden": hidden,
         "seeds": seeds,
         "beside": beside,
         "rate": lr,
         "patience": patience,
+        "dtype": dtype,
     }
-    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force}
+    where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
     opening: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
-    watched = Healing(quiet or json)
-    with progress_bar("tokenizing", quiet or json) as advance:
+    silent = quiet or json or not leads()
+    watched = Healing(silent)
+    with told_once(), progress_bar("tokenizing", silent) as advance:
         done = run(
             changed, teacher, data, out, **options, **how, **where, **opening,
             on_start=watched.start, tell=watched.step, progress=advance,
         )  # fmt: skip
-    answer(json, done.as_json, lambda: healing_report(done), quiet)
+    if leads():
+        answer(json, done.as_json, lambda: healing_report(done), quiet)

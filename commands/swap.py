@@ -66,8 +66,10 @@ def swap(
     **asked: Any,
 ) -> None:
     """Exchange components, with a guarantee measured from the files that were written."""
+    from ..report.healing import Healing, healing_report
     from ..report.surgery import dry_run_report, steps_report, swap_lines
-    from ..surgery.swap import swap as run
+    from ..training.heal import heal
+    from ..training.healed import swap as run
 
     if report is not None and not dry_run:
         from ..report.damage import report_paths
@@ -78,14 +80,18 @@ def swap(
     measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
     writing: Any = {"to": to, "dtype": dtype, "force": force, "dry_run": dry_run}
     swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
+    watched = Healing(quiet)
+    healing = partial(heal, on_start=watched.start, tell=watched.step)
     with progress_bar("swapping", quiet) as advance:
-        done = run(model, out, **swapping, progress=lambda nbytes: advance(nbytes, 0))
+        done = run(model, out, **swapping, watched=healing, progress=lambda nbytes: advance(nbytes, 0))
     if not quiet:
         say(swap_lines(done), quiet)
         if dry_run:
             console().print("", dry_run_report(done), sep="\n")
         elif len(done.chain.steps) > 1:
             console().print("", steps_report(done), sep="\n")
+        if getattr(done, "healed", None) is not None:
+            console().print(healing_report(done.healed))
     if report is not None and not dry_run:
         from ..report.damage import damage_lines, write_report
         from ..surgery.swap import assess, held_out

@@ -1,6 +1,8 @@
 """train: a model from random weights, or a checkpoint further."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,19 @@ def amounts(
     found["seconds"] = None if time is None else seconds("--time", time)
     share = re.fullmatch(r"\d*\.?\d+", held_out)
     return {**found, "held_out": float(held_out) if share else held_out}
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What fails in several processes is told by the first of them alone."""
+    from ..converter.distributed import leads
+
+    try:
+        yield
+    except GptkitError as error:
+        if leads() or isinstance(error, Elsewhere):
+            raise
+        raise Elsewhere(error.message, error.exit_code) from error
 
 
 @command(
@@ -91,11 +106,6 @@ def train(
     options |= {"offline": offline, "allow_pickle": allow_pickle}
     quiet = quiet or not leads()
     watching = Watched(quiet, metrics if leads() else None, tensorboard if leads() else None)
-    try:
-        with progress_bar("tokenizing", quiet) as advance, watching as watched:
-            done = run(model, data, out, **options, on_start=watched.start, tell=watched.step, progress=advance)
-    except GptkitError as error:
-        if leads() or isinstance(error, Elsewhere):
-            raise
-        raise Elsewhere(error.message, error.exit_code) from error  # the first process tells the same
+    with told_once(), progress_bar("tokenizing", quiet) as advance, watching as watched:
+        done = run(model, data, out, **options, on_start=watched.start, tell=watched.step, progress=advance)
     say(result_lines(done), quiet)

@@ -23,6 +23,7 @@ from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
 from .formats.gguf import begins
+from .model_card import CARD, model_card
 from .names import CONFIG, LOCAL_CONFIG, json_bytes
 from .resolve import Reference, identify
 from .targets import FORMATS, Target
@@ -94,7 +95,8 @@ def plan_output(
         raise UsageError("this tree never had a family", hint)
     architecture = named(family)
     config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
-    small = {**(texts or {}), CONFIG: config}
+    card = model_card(origin)
+    small = {**(texts or {}), CONFIG: config, **({} if card is None else {CARD: card})}
     leaves = [*architecture.bind(spec), *drafts]
     merged = [*architecture.bind_modules(spec), *drafts] if architecture.stacked else leaves
 

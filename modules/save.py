@@ -38,6 +38,7 @@ def save(
     force: bool = False,
     max_shard_bytes: int | None = None,
     record: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
 ) -> Path:
     """Write a model in memory as a checkpoint folder, which appears complete or not at all.
 
@@ -53,6 +54,7 @@ def save(
         force: replace an existing checkpoint folder, in one step; it may be the one that the model was loaded from.
         max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
         record: what the history says of how the weights came about, in JSON values.
+        about: what the manifest has beside it.
 
     Returns:
         The folder.
@@ -75,6 +77,7 @@ def save(
             "format": str(to),
             "source": {"reference": source.origin.reference, "revision": source.revision},
             "history": list(source.origin.history),
+            **(about or {}),
         }
         staging.commit(manifest, files=done.files)
     return Path(folder)

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from ..components import ModelSpec
-from ..converter.checkpoint import open_checkpoint
+from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
-from ..errors import CannotExpress, GptkitError, InvalidInput, UsageError
+from ..errors import GptkitError, InvalidInput, UsageError
 from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
 from .mutations import Weights, of_ports
 from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
 from .score import assigned, run_tree, wide_weights
-from .sides import NO_CLASS, Stream, default_dtype, load_reference, logits_of, quiet, reference_folder
+from .sides import Stream, default_dtype, load_reference, logits_of, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE
 
 SHOWN = 3  # mistakes that explain the place and not all of the rest
@@ -66,7 +66,9 @@ class PortVerification:
     """The result for a port; `verdict` as in `verify`. functions: the largest difference of logits in fp64; allowed:
     twice what rounding to fp32 makes in the reference. rounding: the mean error in fp32 of (the reference, the port)
     against their own fp64. causes: mistakes that explain the difference, empty where none of those tried does.
-    left_out: probes that the port was not given, since it takes no mask. notes: what a person should know.
+    left_out: probes that the port was not given, since it takes no mask. notes: what a person should know. reference:
+    what the port was held against; of a tree that no transformers class computes, gptkit's own modules, whose outputs
+    are not laid beside the port's one by one.
     """
 
     model: str
@@ -79,6 +81,7 @@ class PortVerification:
     causes: tuple[Made, ...] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    reference: str = "transformers"
 
     @property
     def verdict(self) -> str:
@@ -176,37 +179,33 @@ def verify_port(
     offline: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PortVerification:
-    """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, in
-    fp32 and in fp64; the options are those of `verify`.
+    """Hold a port of a checkpoint, which `package.module:callable` returns with its weights, against transformers, or
+    where no class of its computes the tree against gptkit's own modules, in fp32 and in fp64; the options are those of
+    `verify`.
 
     Raises:
         InvalidInput, Offline: as `open_checkpoint`; the port raises, or gives something else than logits.
         UsageError: the port cannot be imported.
-        CannotExpress: no transformers class computes the checkpoint.
     """
     say = progress or (lambda _: None)
     source = open_checkpoint(model, offline=offline)
     suit(source.spec)
     architecture, spec = source.architecture, source.spec
-    if architecture is None:
-        raise CannotExpress(NO_CLASS)
     say("a port of your own")
     port = load_port(against)
     with _blaming("your module raised", "when it was put into float32 and float64"):
         port = port.float()
         ours64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
-    path = architecture.reference(spec)[0]
     every = probe(spec, long=long)
     batches = [batch for batch in every if takes_mask or batch.attention_mask is None]
     left_out = tuple(batch.name for batch in every if not takes_mask and batch.attention_mask is not None)
     candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
-    with reference_folder(source) as folder:
-        narrow, wide = (load_reference(folder, dtype, path) for dtype in (torch.float32, torch.float64))
+    with _references(source) as (narrow, wide):
         with quiet():
-            reference = Stream(narrow).run(batches)
+            reference = narrow.run(batches)
             with default_dtype(torch.float64):
-                exact = Stream(wide).run(batches)
+                exact = wide.run(batches)
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
@@ -218,13 +217,14 @@ def verify_port(
         allowed = 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
         differs = not functions <= allowed
-        if differs:
+        watched: list[Tap] = []
+        if differs and architecture is not None:
             say("where they part")
             bare = [batch for batch in batches if batch.attention_mask is None]
             batch = max(bare, key=lambda each: each.input_ids.numel())
             watched = taps(architecture, spec)
             outputs = [_outputs(model, batch, takes_mask) for model in (ours64, port)]
-            matches = tuple(_matches(watched, batch, (wide, narrow), outputs))
+            matches = tuple(_matches(watched, batch, (wide.model, narrow.model), outputs))
     if differs:
         del narrow, wide
         say("mistakes that explain it")
@@ -241,9 +241,21 @@ def verify_port(
     notes = [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
     beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec), long)]
     notes += [f"not probed past the {limit}: --long does" for limit in beyond]
+    held_to = "transformers" if architecture is not None else "gptkit's own modules"
     return PortVerification(
-        str(model), against, found, functions, allowed, rounding, matches, causes, left_out, tuple(notes)
+        str(model), against, found, functions, allowed, rounding, matches, causes, left_out, tuple(notes), held_to
     )
+
+
+@contextmanager
+def _references(source: Checkpoint) -> Iterator[tuple[Stream, Stream]]:
+    """transformers' model in fp32 and in fp64; where it has none of the tree, gptkit's."""
+    if source.architecture is None:
+        yield stream_candidate(source, torch.float32, "sdpa"), stream_candidate(source, torch.float64, "sdpa")
+        return
+    path = source.architecture.reference(source.spec)[0]
+    with reference_folder(source) as folder:
+        yield Stream(load_reference(folder, torch.float32, path)), Stream(load_reference(folder, torch.float64, path))
 
 
 def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:

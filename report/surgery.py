@@ -118,7 +118,7 @@ def recipes_report(recipes: Sequence[Recipe]) -> RenderableType:
     """A row a recipe, with its steps."""
     rows = []
     for recipe in recipes:
-        steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.steps, 1))
+        steps = "".join(f"\n{index}. {step}" for index, step in enumerate(recipe.every, 1))
         rows.append((Text(recipe.name), Text.assemble(recipe.description.strip(), (steps, "dim"))))
     return plain_table(("recipe", False), ("what it does", False), rows=rows)
 
@@ -147,6 +147,8 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"format      Hugging Face files, {result.family.name}: {result.family.hf_class}")
     if result.recipe is not None and result.recipe.name:
         lines.append(f"recipe      {result.recipe.name}")
+    if result.recipe is not None and result.recipe.heal is not None:
+        lines.append(f"healing     then, on {result.recipe.heal.value}")
     lines += _stored_lines(result, computed)
     lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
     other = "the recipe was made of other files than these: the result has other bytes"

@@ -148,7 +148,7 @@ def _cause_words(divergence: Divergence) -> list[str]:
 def port_report(result: PortVerification) -> RenderableType:
     """A port's verdict: a row a prompt, then where it leaves the reference."""
     lines = [
-        f"function  {WORDS[result.verdict]}: {result.against} against transformers",
+        f"function  {WORDS[result.verdict]}: {result.against} against {result.reference}",
         f"          {_apart(result.functions, result.allowed)}",
     ]
     if result.imprecise:
@@ -258,7 +258,7 @@ def port_page(result: PortVerification) -> Page:
         ("rounding explains up to", number(result.allowed)),
         ("mean error in float32: transformers, the port", " and ".join(map(number, result.rounding))),
     ]
-    subtitle = f"a port, verified against {result.model} in transformers"
+    subtitle = f"a port, verified against {result.model} in {result.reference}"
     notes = noted([f"{note}." for note in result.notes])
     command = shlex.join(["gptkit", "verify", result.model, "--against", result.against])
     return _page(result, result.against, subtitle, _VERDICTS[result.verdict], facts, blocks, notes, command)

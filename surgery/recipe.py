@@ -13,6 +13,10 @@
     [[step]]
     attention = "mqa"
 
+    [[step]]
+    heal = "play.txt"            # at the end: trained on a text, or a folder of tokens, to answer as the original
+    settings = { tokens = 400_000, train = "changed" }
+
 A number may depend on the model that a step finds: "auto:75%" of its layers (rounded), "gqa:1/2" of its key-value heads
 (which must come out whole). What gptkit wrote is a recipe too: its manifest.json has the steps, the text they were
 fitted on and the sha256 of what they were made of.
@@ -32,6 +36,7 @@ from ..components import ModelSpec
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
+from .options import Option
 from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"  # the recipes that come along
@@ -46,13 +51,22 @@ _STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "comment": (str, ""),
 }
 """What a step may say beside its option: the type, and what it is by default."""
-WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number"}
+WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number", float: "a number"}
+HEAL = Option(
+    "heal", "", 0, "Train what came out to answer as the original.", "FILE",
+    settings={
+        "tokens": int, "seconds": float, "train": str, "local": float, "hidden": float, "seeds": int, "rate": float,
+        "batch": int, "context": int, "beside": bool, "patience": int, "seed": int,
+    },
+)  # fmt: skip
+"""The step that is no swap: its value is the text, its settings are what `training.heal` is given."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Steps with a name.
 
+    heal: the last step, where what comes out is trained to answer as the original; swaps know nothing of it.
     where: the file, for messages. to: the format of the result, "as" in the file: "local", "auto", "hf:llama". dtype,
     calibration, sources: only of what gptkit wrote: the dtype that was asked for, the text that steps were fitted on
     (its name, sha256, tokens), and the sha256 of the source's files.
@@ -66,12 +80,18 @@ class Recipe:
     dtype: str | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    heal: Step | None = None
+
+    @property
+    def every(self) -> tuple[Step, ...]:
+        """All steps, the healing too."""
+        return (*self.steps, *([self.heal] if self.heal is not None else []))
 
     def as_json(self) -> dict[str, Any]:
         """As manifest.json has it, and as `read_recipe` reads it."""
         there = {"as": self.to, "dtype": self.dtype, "calibration": dict(self.calibration) or None}
         given = {name: value for name, value in there.items() if value is not None}
-        first = {"name": self.name, "description": self.description, "step": list(map(step_json, self.steps))}
+        first = {"name": self.name, "description": self.description, "step": list(map(step_json, self.every))}
         return {**first, **given, "sources": dict(self.sources)}
 
     def text(self) -> Path | None:
@@ -177,6 +197,10 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise InvalidInput(f"{where}: a recipe has steps, each a table [[step]] with OPTION = VALUE")
     steps = tuple(_step(table, f"{where}, step {number}") for number, table in enumerate(tables, 1))
+    heal = steps[-1] if steps[-1].option == HEAL.name else None
+    steps = steps[:-1] if heal else steps
+    if not steps or any(step.option == HEAL.name for step in steps):
+        raise InvalidInput(f"{where}: heal is the last step of a recipe, behind the swaps that it heals")
     more = {}
     if written:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
@@ -188,12 +212,12 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
             raise InvalidInput(f"{where}: calibration is not what gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
-    return Recipe(named, data.get("description", ""), steps, where, data.get("as"), **more)
+    return Recipe(named, data.get("description", ""), steps, where, data.get("as"), heal=heal, **more)
 
 
 def _step(table: Mapping[str, Any], where: str) -> Step:
     """One [[step]]."""
-    known = {option.name: option for option in all_options()}
+    known = {option.name: option for option in (*all_options(), HEAL)}
     names = {key: key.replace("-", "_") for key in table if key not in _STEP_KEYS}
     for key, name in names.items():
         if name not in known:
@@ -213,8 +237,10 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         if (wanted := option.settings.get(part)) is None:
             known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
             raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
-        if type(setting) is not wanted:
+        if type(setting) is not wanted and (type(setting), wanted) != (int, float):
             raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[wanted]}, not {setting!r:.40}")
+    if option is HEAL and not {"blocks", "approximate"}.isdisjoint(table):
+        raise InvalidInput(f"{where}: heal has neither blocks nor approximate")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:

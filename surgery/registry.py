@@ -109,6 +109,10 @@ class Asked:
             raise UsageError(f"{self.value!r}: expected {what} of {most:,} at most")
         return int(text)
 
+    def before_colon(self) -> Asked:
+        """The step by what stands before the colon alone."""
+        return replace(self, value=self.value.partition(":")[0], argument=None)
+
     def text(self, what: str) -> Calibration:
         """The text that something is fitted on; raises UsageError where there is none, for `what`."""
         if self.calibration is None:

@@ -111,7 +111,7 @@ def swap(
             bundled play, for checkpoints that come from the samples alone.
         calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
         recipe: a file of steps, the name of one of ours, or a folder that a swap made; see `surgery.recipe`. What is
-            asked for beside it comes after it.
+            asked for beside it comes after it. Its healing is left to `training.healed`, which gptkit.swap is.
         dtype: how the tensors that the swap computes are stored; those that only move keep their dtype, but in Hugging
             Face files, which are loaded in one. By default float64 where the swap is exact and the result is gptkit's
             own format, for exactness to be measured from the file; else, and where an adapter is merged, the

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ..converter.checkpoint import open_checkpoint
 from ..converter.files import failed, read_small
 from ..converter.manifest import check_manifest
 from ..converter.names import json_bytes
@@ -246,11 +247,16 @@ def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary
     if path.is_file() and path.suffix == ".json":
         beside = token_files(path.parent) if path.name == "tokenizer.json" else []
         return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
-    folder = resolve(named, weights=False, companions=True).path
-    found = None if folder is None or not folder.is_dir() else load_tokenizer(folder)
-    if found is None or folder is None:
+    where = resolve(named, weights=False, companions=True).path
+    # A file of weights may hold a tokenizer itself, as a GGUF does.
+    inside: Mapping[str, bytes] = {}
+    if where is not None and where.is_file():
+        inside = open_checkpoint(named, headers_only=True).texts
+    folder = None if where is None or where.is_file() else where
+    found = load_tokenizer(folder or Path(), inside) if folder or inside else None
+    if found is None:
         raise UsageError(f"{named} has no tokenizer", "Name a tokenizer.json, or leave --tokenizer out to train one.")
-    files = {each.name: each.read_bytes() for each in token_files(folder)}
+    files = {**{each.name: each.read_bytes() for each in (token_files(folder) if folder else ())}, **inside}
     files.setdefault("generation_config.json", json_bytes({"eos_token_id": list(found.eos_ids)}))
     return {**files, "tokenizer.json": files.get("tokenizer.json") or found.to_json().encode()}
 

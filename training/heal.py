@@ -26,14 +26,17 @@ from torch.nn.utils import parametrize
 from ..architectures import expressed
 from ..components import Parameter, differences, without_rounding
 from ..converter.files import locked
+from ..converter.manifest import MANIFEST
 from ..converter.publish import Staging
 from ..converter.threads import suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Record, Shown
-from ..errors import UsageError
+from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import save
+from ..surgery.recipe import HEAL, read_recipe
+from ..surgery.registry import Step as Asked
 from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
 from .optimiser import usual_rate
@@ -45,8 +48,10 @@ from .train import (
     WINDOWS,
     family_of,
     folder_of,
+    gathered,
     longest,
     require_texts,
+    require_trainable,
     settings_of,
     size_of,
     split,
@@ -141,15 +146,32 @@ class Healed(Record, Shown):
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def distilled(teacher: Decoder) -> Loss:
-    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have."""
+def distilled(teacher: Decoder, hidden: float = 0.0) -> Loss:
+    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have; where it
+    is trained, and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
+    |Δ|² over its |x|², a mean over layers.
+    """
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        with torch.no_grad():
+        layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
+        counted = batch.targets != NOWHERE
+        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
             wanted = teacher(batch.ids, documents=batch.documents)
-        return divergence(wanted, model(batch.ids, documents=batch.documents), batch.targets != NOWHERE)
+        with _watched(_student(model).blocks, layers) as own:
+            found = divergence(wanted, model(batch.ids, documents=batch.documents), counted)
+        for layer in layers:
+            y, given = original[layer][1].float(), own[layer][1].float()
+            far = (given - y).square().sum(dim=-1) / y.square().sum(dim=-1).mean().clamp_min(1e-12)
+            found = found + hidden / len(layers) * (far * counted).sum()
+        return found
 
     return loss
+
+
+def _student(model: Logits) -> Decoder:
+    """The model itself, of one that may be compiled."""
+    found: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
+    return found
 
 
 def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
@@ -165,11 +187,10 @@ def block_local(teacher: Decoder, layers: Sequence[int]) -> Loss:
     """
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        student = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
         with torch.no_grad(), _watched(teacher.blocks, layers) as original:
             teacher(batch.ids, documents=batch.documents)
         given = {layer: x for layer, (x, _) in original.items()}
-        with _watched(student.blocks, layers, given) as own:
+        with _watched(_student(model).blocks, layers, given) as own:
             model(batch.ids, documents=batch.documents)
         counted = batch.targets != NOWHERE
         total = torch.zeros(counted.shape, device=batch.ids.device)
@@ -285,8 +306,9 @@ def heal(
     seconds: float | None = None,
     trained: str = "all",
     local: float | None = None,
+    hidden: float = 0.0,
     seeds: int = 1,
-    beside: bool = True,
+    beside: bool | str = True,
     batch: int | None = None,
     context: int | None = None,
     rate: float | None = None,
@@ -301,6 +323,7 @@ def heal(
     dtype: str | None = None,
     compiled: bool = False,
     device: str | None = None,
+    to: str | None = None,
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
@@ -322,8 +345,10 @@ def heal(
             every matrix).
         local: the share of the budget in which each changed layer is trained by itself first; by default `LOCAL` where
             the layers of both are one another's, else 0.
+        hidden: how much of the distance between the streams behind each layer is added to the loss, where the layers of
+            both are one another's.
         seeds: how many runs of each kind, by other orders of the windows.
-        beside: run the control and the floor too.
+        beside: run the control and the floor too, or the "control" alone.
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
@@ -338,6 +363,7 @@ def heal(
         dtype: what is multiplied in.
         compiled: by torch.compile.
         device: by default a GPU where there is one.
+        to: the format of the result, as in `save`; by default files of the family that has the tree, else "local".
         resume: go on from the last checkpoints.
         force: replace `out`, and forget runs that have not ended.
         offline: use local files and the hub's cache only.
@@ -350,30 +376,37 @@ def heal(
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
     """
     target = Path(out)
-    staging = Staging(target, force)
-    staging.check()
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
+    if not 0 <= hidden < math.inf:
+        raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
-        if not us.alone:
-            raise UsageError("heal runs in one process", "torchrun is for gptkit train.")
         folder = target.with_name(f"{target.name}.healing")
-        folder.mkdir(exist_ok=True)
-        stack.callback(remove_empty, folder)
-        stack.enter_context(locked(folder))
+
+        def claim() -> None:
+            Staging(target, force).check()
+            folder.mkdir(exist_ok=True)
+            stack.callback(remove_empty, folder)
+            stack.enter_context(locked(folder))
+
+        us.lead(claim)
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
         _require_one_tokenizer(original, model)
+        for each in (original, model):
+            require_trainable(each.spec, False, not us.alone)
+        if trained.startswith("lora:") and not us.alone:
+            raise UsageError("several processes share out what is trained, and have no shares of lora's updates")
 
         def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
             own = folder / name
             where = folder_of(paths, own)
             if where == own and resume and is_tokens(own):
-                require_texts(paths, own)
+                us.lead(lambda: require_texts(paths, own))
             elif where == own:
-                tokenized(paths, own, str(teacher), sizes[0], progress)
+                us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
             return open_tokens(where)
 
         found = take(data, "data")
@@ -389,6 +422,8 @@ def heal(
             raise UsageError(
                 "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
             )
+        if hidden and not layers:
+            raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
         usual = usual_rate(size_of(model.spec)) * (3 if trained.startswith("lora:") else 1)
         settings = settings_of(
             windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
@@ -401,27 +436,53 @@ def heal(
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
         suit(model.spec)
         original.requires_grad_(False).eval()
-        runs = _Runs(original, held, settings, share, layers, training, us, folder, resume, force, tell)
+        runs = _Runs(original, held, settings, share, layers, hidden, found, training, us, folder, resume, force, tell)
         start = runs.held(model)
         on_start(trained, runs.held(original), start)
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
         control = floor = None
         if beside:
             control = runs.control(seeds)
+        if beside is True:
             floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
             runs.held(original), start, outcome, control, floor,
         )  # fmt: skip
         family, _ = expressed(finished.spec)
-        finished.source = replace(model.source, path=found.folder, texts={}) if model.source else None
         about = model.source
-        to = "local" if family is None else f"hf:{family if about is None else family_of(about, family)}"
-        record = {"healed": {**msgspec.to_builtins(settings), "trained": trained, "local": share, **result.as_json()}}
-        record["healed"].pop("folder")
-        save(finished.eval(), target, to, dtype="float32", force=force, record=record)
-        runs.done()
+        form = to or ("local" if family is None else f"hf:{family if about is None else family_of(about, family)}")
+        texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+        record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
+        record |= {name: value for name, value in result.as_json().items() if name != "folder"}
+        given = {
+            "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "hidden": hidden, "seeds": seeds,
+            "beside": beside is True, "rate": settings.rate, "batch": windows * length, "context": length,
+            "patience": patience, "seed": seed,
+        }  # fmt: skip
+        manifest = _recipe(changed, data, {name: value for name, value in given.items() if value is not None}, to)
+        whole = gathered(finished.eval(), us)
+        whole.source = replace(model.source, path=found.folder, texts={}) if model.source else None
+        healed = {"healed": record}
+        us.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=healed, about=manifest))
+        us.lead(runs.done)
         return result
+
+
+def _recipe(
+    changed: str | Path, data: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
+) -> dict[str, Any]:
+    """What the manifest has of the recipe that the changed model came from, this healing its last step; nothing where
+    no swap made it, or where several texts do, which a step has no place for.
+    """
+    if len(data) > 1 or not (Path(changed) / MANIFEST).is_file():
+        return {}
+    try:
+        found = read_recipe(Path(changed))
+    except (InvalidInput, UsageError):
+        return {}
+    healing = Asked(HEAL.name, str(data[0]), settings=settings)
+    return {"swap": {"recipe": replace(found, to=to, heal=healing).as_json()}}
 
 
 def _require_one_tokenizer(*models: Decoder) -> None:
@@ -443,6 +504,8 @@ class _Runs:
     settings: Settings
     local: float
     layers: tuple[int, ...]
+    hidden: float
+    found: TokenFile
     training: Any
     group: Group
     folder: Path
@@ -474,11 +537,22 @@ class _Runs:
             seed=self.settings.seed + seed,
         )
         store = Store(self.folder / name, self.group)
-        store.folder.mkdir(parents=True, exist_ok=True)
-        store.begin({"run": name, **msgspec.to_builtins(settings)}, self.resume, self.force)
+
+        def begin() -> None:
+            store.folder.mkdir(parents=True, exist_ok=True)
+            about = {"run": name, "hidden": self.hidden, **msgspec.to_builtins(settings)}
+            store.begin(about, self.resume, self.force)
+
+        def step_of(number: int) -> Windows:
+            if number % settings.every == 0:
+                self.found.require_unchanged()
+            windows: Windows = self.training.step(number, settings.windows, settings.seed)
+            return windows
+
+        self.group.lead(begin)
         return fit(
             model,
-            lambda number: self.training.step(number, settings.windows, settings.seed),
+            step_of,
             self.windows,
             settings,
             group=self.group,
@@ -509,7 +583,7 @@ class _Runs:
                 run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
                 steps, taken = run.step, run.seconds
             whole = 1 - self.local if inside else 1.0
-            run = self._fit(f"{name}-{seed}", model, distilled(self.original), whole, names, seed)
+            run = self._fit(f"{name}-{seed}", model, distilled(self.original, self.hidden), whole, names, seed)
         return steps + run.step, taken + run.seconds, count
 
     def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:

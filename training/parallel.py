@@ -58,7 +58,10 @@ class Group:
         """Leave each process its share of the parameters: of each layer, and of what stands around them."""
         if self.alone:
             return
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if isinstance(model, FSDPModule):  # a run before this one did
+            return
 
         for block in model.blocks:
             fully_shard(block)

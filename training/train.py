@@ -250,7 +250,7 @@ def train(
             generate_tokens(decoder, coder.encode(sample), 0)  # a prompt that it cannot read is refused now
             text = partial(_sampled, coder=coder, prompt=sample, seed=seed)
         run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
-        whole = _gathered(decoder, us)
+        whole = gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
         # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
         whole.source = replace(decoder.source or tree, path=found.folder, texts={})
@@ -431,7 +431,7 @@ def _sampled(model: Decoder, coder: Tokenizer, prompt: str, seed: int) -> str:
     return coder.decode([*ids, *made], skip_special_tokens=True)
 
 
-def _gathered(model: Decoder, us: Group) -> Decoder:
+def gathered(model: Decoder, us: Group) -> Decoder:
     """The model with whole parameters, in every process."""
     if us.alone:
         return model.eval()

@@ -289,7 +289,7 @@ def recipes() -> str:
 
     found = [read_recipe(name) for name in shipped()]
     return "\n\n".join(
-        f"## {each.name}\n\n{each.description}\n\n```text\n" + "\n".join(str(step) for step in each.steps) + "\n```"
+        f"## {each.name}\n\n{each.description}\n\n```text\n" + "\n".join(str(step) for step in each.every) + "\n```"
         for each in found
     )
 

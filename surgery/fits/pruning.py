@@ -1,12 +1,18 @@
 """Fewer units of a feed-forward and fewer query heads by a text: those go that the others can best make up for, the
 projection behind them being fitted again (Optimal Brain Surgeon, Hassibi & Stork 1993, on the second moments of what
 it reads).
+
+Or those go that are least active there, and nothing is fitted: Minitron's criteria (Muralidharan et al. 2407.14679),
+by which a head or a unit is worth the norm of what it gives over a sequence, a mean over sequences; and of experts
+REAP's (Lasby et al. 2510.13999).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 
+from ...modules.feed_forward import MixtureOfExpertsModule
 from ..base import Index, Model, Wide, by_head, gather
 from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
 from .calibration import Calibration
@@ -81,6 +87,23 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
             yield arrays | {each.down: new[:, :size]} | ({bias: new[:, size]} if bias else {})
 
 
+def unit_activity(model: Model, calibration: Calibration, inner: Sequence[Inner]) -> dict[str, Wide]:
+    """For each feed-forward, by its path, how active each unit is; an expert's tokens count as one sequence."""
+    found: dict[str, Wide] = {}
+    for layer in calibration.walk(model, {each.layer for each in inner}):
+        own = {each.down.split(".", 2)[2].removesuffix(".weight"): each for each in inner if each.layer == layer.index}
+        _, seen = layer.run(*own)
+        for name, each in own.items():
+            rows = seen[name][0] if name in seen else torch.zeros(1, each.units)  # an expert that got no token
+            found[each.path] = _activity(rows.reshape(-1, *rows.shape[-2:], 1))
+    return found
+
+
+def _activity(outputs: torch.Tensor) -> Wide:
+    """Of what each of some parts gives (sequences, tokens, parts, elements): its norm a sequence, the mean of them."""
+    return np.asarray(outputs.double().square().sum(dim=(1, 3)).sqrt().mean(dim=0).numpy())
+
+
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +134,15 @@ def _by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Calla
     return costs
 
 
+def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, int]) -> dict[int, Wide]:
+    """For each of these layers, of so many heads, how active each head is."""
+    found = {}
+    for layer in calibration.walk(model, layers):
+        rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
+        found[layer.index] = _activity(rows.unflatten(-1, (layers[layer.index], -1)))
+    return found
+
+
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
@@ -131,3 +163,30 @@ def heads(
         fresh = refit(old, moments, columns(choice.heads, output.size, old))
         arrays[output.name] = fresh[:, : new * output.size]
         yield arrays | ({bias: fresh[:, -1]} if bias else {})
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def expert_saliency(model: Model, calibration: Calibration, layers: Collection[int]) -> dict[int, Wide]:
+    """For each expert of these layers the mean, over the tokens that are led to it, of its weight times the norm of
+    what it answers; 0 where no token is.
+    """
+    found = {}
+    for layer in calibration.walk(model, layers):
+        module = layer.module.feed_forward
+        assert isinstance(module, MixtureOfExpertsModule)
+        x = layer.run("feed_forward")[1]["feed_forward"][0].flatten(0, 1)
+        scores = np.zeros(module.spec.experts)
+        with torch.no_grad():
+            weights, chosen = module.route(x)
+            given = x if module.expert_norm is None else module.expert_norm(x)
+            for number, expert in enumerate(module.experts):
+                tokens, places = torch.where(chosen == number)
+                weight = weights[tokens, places, None]
+                if len(tokens):
+                    inputs = module.spec.weighs == "inputs"
+                    answer = expert(given[tokens] * weight) if inputs else expert(given[tokens]) * weight
+                    scores[number] = float(answer.double().norm(dim=-1).mean())
+        found[layer.index] = scores
+    return found

@@ -6,13 +6,14 @@ allow it, whole groups are added; where every head has its own key and value, th
 
 Fewer, exact: heads go that nothing comes out of. Otherwise those that matter least: with a text those that the others
 can best make up for, o_proj being fitted again (Hassibi & Stork 1993, a head at a time); without one (--approximate)
-those of the smallest ‖O V‖. As many of each group go, or whole groups.
+those of the smallest ‖O V‖. As many of each group go, or whole groups. "N:active" keeps those that are most active on
+the text, as they are, and tells which (Minitron 2407.14679).
 
 ALiBi gives a head its slope by its number among so many (2108.12409). The slopes of n and N heads have some in common:
 heads move to where theirs is, and where one is missing there is no exact form.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,8 @@ from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 
 
-def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tree with another number of query heads, in the layers asked for."""
+def resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
+    """The tree with another number of query heads, in the layers asked for; `active` keeps the most active ones."""
     new = asked.number("a number of heads")
     none = f"there are {new} heads already"
     layers = asked.those(spec, lambda block: block.attention.heads != new, none, "Possible: another number.")
@@ -57,20 +58,40 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         own = {"kv_heads": keys} if hasattr(attention, "kv_heads") else {}
         changed[layer] = replace(attention, heads=new, **own)
         tensors |= {} if choice is None else _chosen_heads(path, attention, choice)
-    if fitting and asked.calibration is None:
+    if fitting and asked.calibration is None and not active:
         first = min(fitting)
         raise SwapRefused(
             f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
             " least shows on a text alone",
             "Possible: --calibrate FILE; --approximate, which goes by the weights.",
         )
-    if fitting and asked.calibration is not None:
+    summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
+    if fitting and active:
+        scores = _activities(spec, asked, fitting)
+        for layer, (keys, units) in fitting.items():
+            attention = spec.blocks[layer].attention
+            choice = kept(attention, remaining(attention, units, new, keys, scores[layer]))
+            tensors |= _chosen_heads(f"blocks.{layer}.attention", attention, choice)
+            summary.setdefault("kept", {})[str(layer)] = choice.heads.tolist()
+        summary["by"] = "activity"
+    elif fitting and asked.calibration is not None:
         # They wait for the text to have run through the model, once for all of them.
         names = [part.name for i in fitting for part in parts(f"blocks.{i}.attention", spec.blocks[i].attention)]
         names += [f"blocks.{i}.attention.o_proj.bias" for i in fitting if spec.blocks[i].attention.output_bias]
         tensors |= Scratch.by("pruning.heads", asked.calibration(), fitting, new).waiting(names)
-    summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
     return Swapped(with_mixers(spec, changed), "exact" if exact else "approximate", tensors, summary)
+
+
+def _activities(spec: ModelSpec, asked: Asked, layers: Iterable[int]) -> dict[int, Wide]:
+    """How active each head of these layers is on the text."""
+    calibration, heads = asked.text("how active heads are is seen"), {i: spec.blocks[i].attention.heads for i in layers}
+
+    def question(model: Model) -> dict[int, Wide]:
+        from ..fits.pruning import head_activity
+
+        return head_activity(model, calibration, heads)
+
+    return asked.weights.run(question)
 
 
 def _chosen_heads(path: str, attention: Grouped, choice: Choice) -> dict[str, Tensor]:
@@ -207,20 +228,25 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 ORDER = 80
 PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
-OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N", parts=PARTS),)
+OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N | N:active", parts=PARTS),)
+entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, calibrated=True)
 SWAPS = (
-    Swap(
-        option="heads",
+    entry(
+        form="N:active",
+        gives="the N most active of them, as they are",
+        needs="a number that groups and ALiBi's slopes allow; exact where nothing comes out of the others",
+        source="Minitron 2407.14679",
+        reshape=lambda spec, asked: resize_heads(spec, asked.before_colon(), active=True),
+        examples=lambda spec: tuple(f"{value}:active" for value in examples(spec)[1:]),
+    ),
+    entry(
         form="N",
-        takes="n query heads",
         gives="N query heads",
         needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
         " a text to fit by",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
         reshape=resize_heads,
         examples=examples,
-        by_layer=True,
-        calibrated=True,
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )

@@ -6,7 +6,8 @@ Their rows in up_proj and gate_proj are those of old units, so that training rea
 Narrower, exact: units go that nothing comes out of, because their column in down_proj is zero, or what goes into it is.
 Otherwise the least important ones go: with a text those that the others can best make up for, down_proj being fitted
 again to give from the rest what it gave from all (ridge regression on the text's activations; Hassibi & Stork 1993);
-without one (--approximate) those of the smallest product of the norms of their weights.
+without one (--approximate) those of the smallest product of the norms of their weights. "N:active" keeps those that are
+most active on the text, as they are, and tells which (Minitron 2407.14679).
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from ...architectures.obstacles import ranges
 from ...components import FACTS, ModelSpec
 from ...errors import SwapRefused
 from ..base import Guarantee, Index, Model, Swapped, Tensor, padded, taken
@@ -31,8 +33,8 @@ def widths(spec: ModelSpec) -> set[int | None]:
     return {block.feed_forward.intermediate_size for block in spec.blocks}
 
 
-def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The tree with feed-forwards of another width, in the layers asked for."""
+def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
+    """The tree with feed-forwards of another width, in the layers asked for; `active` keeps the most active units."""
     size = asked.number("a width")
     none = f"the feed-forwards are {size} wide already"
     layers = asked.those(
@@ -50,15 +52,17 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked) -> Swapped:
     shrinking = [each for each in inner if each.units > size]
     if not shrinking:
         return Swapped(new, "exact", tensors, summary)
-    guarantee, narrow, method = _narrowed(shrinking, size, asked)
-    return Swapped(new, guarantee, tensors | narrow, {**summary, "method": method})
+    guarantee, narrow, how = _narrowed(shrinking, size, asked, active)
+    return Swapped(new, guarantee, tensors | narrow, {**summary, **how})
 
 
 # --- narrower ---------------------------------------------------------------------------------------------------------
 
 
-def _narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarantee, dict[str, Tensor], str]:
-    """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the method.)"""
+def _narrowed(
+    inner: Sequence[Inner], size: int, asked: Asked, active: bool
+) -> tuple[Guarantee, dict[str, Tensor], dict[str, Any]]:
+    """Fewer units: the dead ones go first, and exactly. (What is guaranteed, the tensors, the record.)"""
     silent = {}
     for each in inner:
         every = np.ones(each.units, dtype=bool)
@@ -69,13 +73,20 @@ def _narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarante
     if not short:
         for each in inner:  # all that are alive, and the first of the dead ones as far as there is room
             tensors |= _kept_units(each, largest(-silent[each.path].astype(float), size))
-        return "exact", tensors, "dead units"
+        return "exact", tensors, {"method": "dead units"}
     if asked.approximate:
         for each in inner:
             alike = np.ones(each.units)
             weights = asked.weights.ask(partial(by_weights, inner=each), alike, alike)
             tensors |= _kept_units(each, largest(np.where(silent[each.path], -1.0, weights), size))
-        return "approximate", tensors, "norms of weights"
+        return "approximate", tensors, {"method": "norms of weights"}
+    if active:
+        scores, stay = _activities(inner, asked), {}
+        for each in inner:
+            index = largest(np.where(silent[each.path], -1.0, scores[each.path]), size)
+            stay[each.path] = ranges(index.tolist())
+            tensors |= _kept_units(each, index)
+        return "approximate", tensors, {"method": "activity", "kept": stay}
     if asked.calibration is None:
         first = short[0].path
         reason = f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone"
@@ -84,7 +95,19 @@ def _narrowed(inner: Sequence[Inner], size: int, asked: Asked) -> tuple[Guarante
     scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
     for each in inner:
         tensors |= scratch.waiting((*each.up, each.down, *([each.down_bias] if each.record.down_bias else [])))
-    return "approximate", tensors, "activations, ridge refit"
+    return "approximate", tensors, {"method": "activations, ridge refit"}
+
+
+def _activities(inner: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
+    """How active each unit is on the text, by the path of its feed-forward."""
+    calibration = asked.text("how active units are is seen")
+
+    def question(model: Model) -> dict[str, np.ndarray]:
+        from ..fits.pruning import unit_activity
+
+        return unit_activity(model, calibration, inner)
+
+    return asked.weights.run(question)
 
 
 def dead(model: Model, inner: Inner) -> np.ndarray:
@@ -112,21 +135,34 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 ORDER = 150
 OPTIONS = (
-    Option("intermediate", FEED_FORWARD, 3, "The width of the feed-forward.", "N", parts={"": ("dimensions", widths)}),
+    Option(
+        "intermediate",
+        FEED_FORWARD,
+        3,
+        "The width of the feed-forward.",
+        "N | N:active",
+        parts={"": ("dimensions", widths)},
+    ),
+)
+entry = partial(
+    Swap, option="intermediate", apart=True, takes="a feed-forward of m units", by_layer=True, calibrated=True
 )
 SWAPS = (
-    Swap(
-        option="intermediate",
-        apart=True,
+    entry(
+        form="N:active",
+        gives="the N most active of them, as they are",
+        needs="a text to choose by; exact where nothing comes out of the others",
+        source="Minitron 2407.14679",
+        reshape=lambda spec, asked: _resize_feed_forward(spec, asked.before_colon(), active=True),
+        examples=lambda spec: tuple(f"{value}:active" for value in examples(spec)[1:]),
+    ),
+    entry(
         form="N",
-        takes="a feed-forward of m units",
         gives="a feed-forward of N units",
         needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
         reshape=_resize_feed_forward,
         examples=examples,
-        by_layer=True,
-        calibrated=True,
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )

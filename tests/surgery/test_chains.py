@@ -152,7 +152,12 @@ def test_many_chains_of_exact_swaps_are_exact_and_undone(data: st.DataObject) ->
 
 # --- the strategy reaches what there is -------------------------------------------------------------------------------
 
-ELSEWHERE = {("merge_lora", "DIR"): "needs an adapter, and equals base and adapter: tests/surgery/test_lora.py"}
+_PRUNED = "exact where what goes is silent, as the other form: tests/surgery/test_pruned.py"
+ELSEWHERE = {
+    ("merge_lora", "DIR"): "needs an adapter, and equals base and adapter: tests/surgery/test_lora.py",
+    ("heads", "N:active"): _PRUNED,
+    ("intermediate", "N:active"): _PRUNED,
+}
 """Swaps that are exact, and never drawn."""
 
 

@@ -1,20 +1,28 @@
 """gptkit heal: what a change cost comes back, beside a control and a floor; what is told is what was written."""
 
+import errno
 import json
 import math
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.command import call
+from helpers.processes import python
 
 import gptkit
 from gptkit.converter.manifest import check_manifest, manifest_of
-from gptkit.errors import UsageError
+from gptkit.errors import GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load
 from gptkit.parity.diff import diff
+from gptkit.surgery.recipe import read_recipe
+from gptkit.training import heal as module
+from gptkit.training import state
 from gptkit.training.heal import Held, block_local, changed_layers, distilled, divergence, heal, touched
 from gptkit.training.loop import Batch, Step
 
@@ -101,6 +109,18 @@ def test_losses_are_what_they_are_called() -> None:
     some = batch()
     assert float(distilled(teacher)(teacher, some)) == pytest.approx(0, abs=1e-6)
     assert float(block_local(teacher, (0, 2))(teacher, some)) == 0
+    with torch.enable_grad():
+        assert float(distilled(teacher, hidden=1.0)(teacher, some)) == pytest.approx(0, abs=1e-6)
+        student = load(TEACHER, "float32")
+        student.blocks[3].feed_forward.down_proj.bias.data += 0.5
+        plain, more = (float(distilled(teacher, hidden=weight)(student, some)) for weight in (0.0, 2.0))
+        # Behind the last of four layers alone, and by what was added: Σ 112 · ½² over the mean of |x|², over 4 layers.
+        stream: list[torch.Tensor] = []
+        hook = teacher.blocks[3].register_forward_hook(lambda _, __, output: stream.append(output.detach()))
+        teacher(some.ids)
+        hook.remove()
+        far = some.ids.numel() * 112 * 0.25 / float(stream[0].square().sum(dim=-1).mean())
+        assert more - plain == pytest.approx(2.0 * far / 4, rel=1e-3)
     wanted, given = (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     counted = torch.tensor([[True, False, True], [False, True, True]])
     p, q = wanted.softmax(-1), given.softmax(-1)
@@ -174,3 +194,158 @@ def test_what_a_family_has_leaves_as_its_files(tmp_path: Path) -> None:
     opened = gptkit.open_checkpoint(tmp_path / "out")
     assert (opened.format, opened.origin.family) == ("hf", "llama")
     assert opened.spec.blocks[0].attention.kv_heads == 1
+
+
+def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
+    recipe = tmp_path / "mqa.toml"
+    settings = "tokens = 2048, train = 'changed', context = 64, batch = 512, beside = false"
+    text = "as = 'auto'\n[[step]]\nattention = 'mqa'\napproximate = true\n"
+    recipe.write_text(f"{text}[[step]]\nheal = '{PLAY}'\nsettings = {{ {settings} }}\n")
+    told = call("swap", "sample:llama", tmp_path / "out", "--recipe", recipe, "--no-measure")
+    assert told.exit_code == 0, told.output
+    assert "of the gap in KL is gone" in told.stdout and "healing " in told.stdout
+    manifest = manifest_of(tmp_path / "out")
+    healed = manifest["history"][-1]["healed"]
+    assert healed["train"] == "changed" and healed["tokens"] == 2048 and healed["healed"]["seconds"] > 0
+    assert healed["texts"][0]["bytes"] == PLAY.stat().st_size
+    # What leaves as Hugging Face files says so on its card, in the very figures.
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| changed, healed | {healed['healed']['kl']:.4f} |" in card
+    assert "1. `attention = mqa`: approximate" in card
+    # What it wrote is the recipe, healing and all: the same bytes again.
+    assert [each.option for each in read_recipe(tmp_path / "out").every] == ["attention", "heal"]
+    again = call("swap", "sample:llama", tmp_path / "again", "--recipe", tmp_path / "out", "--no-measure", "-q")
+    assert again.exit_code == 0, again.output
+    assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
+    assert not list(tmp_path.glob(".*changed*"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ("[[step]]\nheal = 'a.txt'\n[[step]]\nattention = 'mqa'", "heal is the last step"),
+        ("[[step]]\nheal = 'a.txt'", "heal is the last step"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nblocks = '1'", "neither blocks nor approximate"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { steps = 3 }", "no setting 'steps'"),
+        ("[[step]]\nattention = 'mqa'\n[[step]]\nheal = 'a.txt'\nsettings = { rate = 'x' }", "is to be a number"),
+    ],
+)
+def test_what_no_recipe_heals(steps: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(steps)
+    with pytest.raises(InvalidInput, match=why):
+        gptkit.swap("sample:llama", tmp_path / "out", recipe=tmp_path / "r.toml")
+
+
+# --- several processes, and what goes wrong ---------------------------------------------------------------------------
+
+
+def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
+    words = ["-m", "gptkit", "heal", str(changed), "--teacher", TEACHER, "--data", str(PLAY), "--tokens", "3k"]
+    words += ["--context", "64", "--batch", "512", "--held-out", "0.02", "--lr", "0.001", "--alone"]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    env = {"OMP_NUM_THREADS": "1"}
+    one = python(*words, "one", cwd=tmp_path, env=env)
+    two = python(*ranks, *words, "two", cwd=tmp_path, env=env)
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert two.stdout.count("of the gap in KL is gone") == 1
+    for run in ("healed-layers-0", "healed-0"):
+        first, second = (
+            [json.loads(line) for line in (tmp_path / f"{name}.healing/{run}/metrics.jsonl").read_text().splitlines()]
+            for name in ("one", "two")
+        )
+        assert len(first) == len(second) > 0
+        for a, b in zip(first, second, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    for a, b in zip(load(tmp_path / "one").parameters(), load(tmp_path / "two").parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-4)
+    lora = python(*ranks, *words, "no", "--train", "lora:2", cwd=tmp_path, env=env)
+    assert lora.returncode == 2 and lora.stderr.count("gptkit: ") == 1 and "no shares of lora's updates" in lora.stderr
+
+
+def stopped_at(name: str, number: int, do: Callable[[], object]) -> Callable[[str, Step], None]:
+    """Something that is done once a run has come to a step."""
+
+    def tell(told: str, step: Step) -> None:
+        if (told, step.step) == (name, number):
+            do()
+
+    return tell
+
+
+PARTS: dict[str, Any] = {**BUDGET, "every": 2, "tokens": 8 * 512, "beside": False, "local": 0.0}
+
+
+def test_no_number_stops_it_and_names_the_tensor(changed: Path, tmp_path: Path, monkeypatch) -> None:
+    count: list[int] = []
+
+    def broken(wanted: torch.Tensor, given: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        count.append(1)
+        lost = divergence(wanted, given, counted)
+        return lost * math.nan if given.requires_grad and len(count) > 30 else lost
+
+    monkeypatch.setattr(module, "divergence", broken)
+    with pytest.raises(GptkitError, match=r"stopped at step \d+: the \S.* is no number"):
+        heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS)
+    assert len(list((tmp_path / "out.healing" / "healed-0").glob("step-*"))) == 1
+    monkeypatch.undo()
+    heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, resume=True)
+    heal(changed, TEACHER, [PLAY], tmp_path / "whole", **PARTS)
+    assert diff(tmp_path / "whole", tmp_path / "out", rank=False).same_bytes
+
+
+def test_a_full_disk_costs_no_checkpoint(changed: Path, tmp_path: Path, monkeypatch) -> None:
+    write, calls = state.Store._write_alone, list[int]()
+
+    def full(self: state.Store, path: Path, tensors: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, path, tensors)
+
+    monkeypatch.setattr(state.Store, "_write_alone", full)
+    with pytest.raises(GptkitError, match="No space left"):
+        heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS)
+    (kept,) = (tmp_path / "out.healing" / "healed-0").glob("step-*")
+    assert kept.name == "step-00000002" and not (tmp_path / "out").exists()
+    heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, resume=True)
+    assert check_manifest(tmp_path / "out") == []
+
+
+def test_a_text_that_changed_is_told(changed: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copy(PLAY, tmp_path / "play.txt"))
+    tokens = tmp_path / "out.healing" / "data" / "tokens.bin"
+    cut = stopped_at("healed-0", 3, lambda: tokens.write_bytes(tokens.read_bytes()[:-2]))
+    with pytest.raises(InvalidInput, match="changed since it was opened"):
+        heal(changed, TEACHER, [text], tmp_path / "out", **PARTS, tell=cut)
+    with pytest.raises(InvalidInput, match="is not as it was tokenised"):
+        heal(changed, TEACHER, [text], tmp_path / "out", **PARTS, resume=True)
+
+    def enough() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        heal(changed, TEACHER, [text], tmp_path / "out", **PARTS, force=True, tell=stopped_at("healed-0", 3, enough))
+    text.write_text(text.read_text() + "more")
+    with pytest.raises(InvalidInput, match="is not the text that the run in"):
+        heal(changed, TEACHER, [text], tmp_path / "out", **PARTS, resume=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interruption_loses_nothing(changed: Path, tmp_path: Path) -> None:
+    """Ctrl-C: the step is ended and kept, and the same call goes on to the same bytes."""
+    stop = stopped_at("healed-0", 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, tell=stop)
+    assert any("--resume goes on" in note for note in caught.value.__notes__)
+    assert len(list((tmp_path / "out.healing" / "healed-0").glob("step-*"))) == 1
+    heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, resume=True)
+    heal(changed, TEACHER, [PLAY], tmp_path / "whole", **PARTS)
+    assert diff(tmp_path / "whole", tmp_path / "out", rank=False).same_bytes
+
+
+def test_a_text_that_is_too_short_is_refused(changed: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text(PLAY.read_text()[:600])
+    with pytest.raises(UsageError, match=r"a step takes 8 windows of 64 tokens|shorter than one window"):
+        heal(changed, TEACHER, [tmp_path / "short.txt"], tmp_path / "out", **PARTS)
+    assert not (tmp_path / "out").exists()

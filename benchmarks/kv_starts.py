@@ -1,0 +1,165 @@
+"""A table of docs/healing.md: fewer key-value heads from five closed forms, before and after the same healing.
+
+    python benchmarks/kv_starts.py [--model sample:llama] [--tokens 60000] [--rate R] [--seeds 3] [--out PAGE]
+
+- mean: keys and values are their group's mean (GQA, Ainslie et al. 2305.13245).
+- SVD: the best keys and the best values of that many rows, of the weights of the heads stacked, each by itself.
+- joint SVD: the best products, q·k and O·V, of the weights.
+- covariance: the same products on inputs as the text has them.
+- gptkit: `--attention mqa`, which goes on from there: scores refitted, outputs regressed layer after layer.
+
+What reads the new heads is changed with them, and nothing is averaged but in the first. All are healed alike.
+"""
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import gptkit
+from gptkit.components import Attention, Rotary
+from gptkit.modules import Decoder
+from gptkit.surgery.base import Stored
+from gptkit.surgery.fits.calibration import Calibration, read_text
+from gptkit.surgery.fits.regression import Moment, augment, fit_keys, fit_values
+from gptkit.training.heal import Healed, heal
+
+PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
+FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
+MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
+PAGE = """{begin}
+What the closed form gives that healing begins with, and what it still gives behind it: the {model} sample with one
+key-value head for all, {tokens:,} tokens a run, {seeds} seeds (± is the largest less the smallest).
+
+{table}
+
+`make healing-starts` writes this table.
+{end}"""
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # queries (n, d, e), key (d, e), value (d, e), outputs (n, hidden, d)
+
+
+def by_weights(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rotary: int) -> Four:
+    """The best rows of stacked keys, a rotary pair a complex number, and of stacked values, each by itself."""
+    heads, size, _ = k.shape
+    readers, half = len(q) // heads, rotary // 2
+    pairs = torch.complex(k[:, :half], k[:, half:rotary]).transpose(0, 1)  # (pairs, heads, e)
+    u, s, vh = torch.linalg.svd(pairs, full_matrices=False)
+    row = s[:, :1] * vh[:, 0] / heads**0.5
+    factor = (u[:, :, 0] * heads**0.5).T.repeat_interleave(readers, dim=0)  # (n, pairs): K_h is near factor_h · row
+    turned = torch.complex(q[:, :half], q[:, half:rotary]) * factor.conj()[..., None]
+    queries, key = q.clone(), k.mean(dim=0)
+    queries[:, :rotary] = torch.cat([turned.real, turned.imag], dim=1)
+    key[:rotary] = torch.cat([row.real, row.imag])
+    u, s, vh = torch.linalg.svd(v.reshape(heads * size, -1), full_matrices=False)
+    maps = u[:, :size].reshape(heads, size, size).repeat_interleave(readers, dim=0)
+    return queries, key, s[:size, None] * vh[:size], o @ maps
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rotary: int, covariance: Tensor) -> Four:
+    """The best products on inputs of a covariance."""
+    queries, key = fit_keys(q, k, covariance, rotary)
+    value, outputs = fit_values(v, o, covariance)
+    return queries, key, value, outputs
+
+
+def by_mean(q: Tensor, k: Tensor, v: Tensor, o: Tensor, _: int) -> Four:
+    """Queries and outputs as they are."""
+    return q, k.mean(dim=0), v.mean(dim=0), o
+
+
+def covariances(model: str) -> Iterator[Tensor]:
+    """Of what comes to each layer's attention on the text, with a 1 for the biases."""
+    opened = gptkit.open_checkpoint(model)
+    text = Calibration(read_text(opened, None), opened.spec)
+    for layer in text.walk(Stored(opened)):
+        x = layer.run("attention_norm")[1]["attention_norm"][1]
+        yield Moment.of(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)).covariance
+
+
+@torch.no_grad()
+def merged(model: str, out: Path, form: str) -> None:
+    """The model with one key-value head, by a closed form."""
+    gptkit.swap(model, out.with_name("mqa"), attention="mqa", approximate=True, measured=False, dtype="float32")
+    old, new = gptkit.load(model, "float32"), gptkit.load(out.with_name("mqa"), "float32")
+    seen = list(covariances(model)) if form == "covariance" else []
+    for layer in range(len(old.spec.blocks)):
+        change(old, new, layer, form, seen[layer] if seen else None)
+    gptkit.save(new, out, "local")
+
+
+def change(old: Decoder, new: Decoder, layer: int, form: str, covariance: Tensor | None) -> None:
+    """The tensors of one layer."""
+    record = old.spec.blocks[layer].attention
+    assert isinstance(record, Attention) and isinstance(record.position, Rotary)
+    size, before = record.head_dim, dict(old.blocks[layer].attention.named_parameters())
+
+    def heads(name: str) -> Tensor:
+        weight, bias = (before.get(f"{name}_proj.{part}") for part in ("weight", "bias"))
+        assert weight is not None
+        return augment(weight.double(), None if bias is None else bias.double()).unflatten(0, (-1, size))
+
+    o = before["o_proj.weight"].double().unflatten(1, (-1, size)).transpose(0, 1)
+    width = heads("q").shape[-1]
+    given = heads("q"), heads("k"), heads("v"), o, record.position.dim
+    by: dict[str, Callable[[], Four]] = {
+        "mean": lambda: by_mean(*given),
+        "SVD": lambda: by_weights(*given),
+        "joint SVD": lambda: by_products(*given, torch.eye(width, dtype=torch.float64)),
+        "covariance": lambda: by_products(*given, torch.eye(width) if covariance is None else covariance),
+    }
+    q, k, v, outputs = by[form]()
+    for name, parameter in new.blocks[layer].attention.named_parameters():
+        if name == "o_proj.weight":
+            parameter.copy_(outputs.transpose(0, 1).flatten(1))
+        elif name[0] in "qkv":
+            made = {"q": q.flatten(0, 1), "k": k, "v": v}[name[0]]
+            parameter.copy_(made[:, -1] if name.endswith("bias") else made[:, :-1])
+
+
+def healed(model: str, form: str, folder: Path, options: argparse.Namespace) -> Healed:
+    """One start, healed."""
+    if form == "gptkit":
+        gptkit.swap(model, folder / "start", attention="mqa", measured=False, dtype="float32")
+    else:
+        merged(model, folder / "start", form)
+    return heal(
+        folder / "start", model, [PLAY], folder / "healed", tokens=options.tokens, context=128, batch=2048,
+        seeds=options.seeds, rate=options.rate, beside=False,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run them all, and put the table into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="sample:llama")
+    parser.add_argument("--tokens", type=int, default=60_000)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    columns = ("start", "KL before", "healed", "±", "recovered", "perplexity before", "healed")
+    rows: list[tuple[str, ...]] = [columns, ("---",) * len(columns)]
+    for form in FORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            done = healed(options.model, form, Path(folder), options)
+        after = sum(done.healed.perplexities) / len(done.healed.perplexities)
+        figures = f"{done.start.kl:.3f}", f"{done.healed.kl:.4f}", f"{done.healed.kl_spread:.4f}"
+        share = f"{100 * (done.recovered or 0):.1f} %"
+        rows.append((form, *figures, share, f"{done.start.perplexity:.2f}", f"{after:.2f}"))
+        print("  ".join(rows[-1]), flush=True)
+    table, (begin, end) = "\n".join(f"| {' | '.join(row)} |" for row in rows), MARKS
+    model = options.model.removeprefix("sample:")
+    page = PAGE.format(begin=begin, end=end, model=model, tokens=done.tokens, seeds=options.seeds, table=table)
+    print(page)
+    if options.out is not None:
+        text = options.out.read_text()
+        options.out.write_text(re.sub(f"{begin}.*{end}", lambda _: page, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()

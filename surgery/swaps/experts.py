@@ -1,0 +1,152 @@
+"""How many experts a mixture has: fewer, those that stay as they are.
+
+Which go says a text, by REAP's criterion (Lasby et al. 2510.13999): the mean, over the tokens that the router leads to
+an expert, of the weight that it gives times the norm of what the expert answers. What is left of the router chooses as
+many as before of the others. Without a text (--approximate) the experts of the smallest weights go.
+
+Exact where all experts are alike and their weights sum to one, and where the router can never choose those that go:
+scores are sigmoids, between 0 and 1, and the bias of the choice is by 1 or more below that of as many others as are
+chosen.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from ...components import MixtureOfExperts, ModelSpec
+from ...components.model import walk
+from ...errors import SwapRefused
+from ..base import Guarantee, Index, Model, Moved, Swapped, Tensor, Wide, taken
+from ..layerwise import one_or_all, with_mixers
+from ..options import FEED_FORWARD, Option
+from ..registry import Asked, Clears, Swap
+from .mlp import experts_alike, is_mixture, weights_sum_to_one
+
+
+def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
+    """The tree with so many experts in each mixture that is asked for."""
+    new = asked.number("a number of experts")
+    layers = asked.those(spec, is_mixture, "no layer asked for has experts", "--mlp moe:8x2 makes 8 of each.")
+    mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
+    for layer, mixture in mixtures.items():
+        _require(layer, mixture, new)
+    alike = [i for i in layers if weights_sum_to_one(mixtures[i]) and experts_alike(spec, asked, i)]
+    unused = {i: never_chosen(asked, i, mixtures[i]) for i in layers if i not in alike}
+    open_ = {i: mixtures[i] for i, never in unused.items() if mixtures[i].experts - int(never.sum()) > new}
+    scores, by = _scores(open_, asked) if open_ else ({}, "never chosen")
+    # The first stay of those that are alike; those that the router never chooses go.
+    scores |= {i: -unused[i].astype(float) for i in unused if i not in open_}
+    scores |= {i: np.zeros(mixtures[i].experts) for i in alike}
+    tensors, kept = dict[str, Tensor](), dict[str, list[int]]()
+    for layer, mixture in mixtures.items():
+        index = _largest_in_groups(scores[layer], mixture.groups, new)
+        kept[str(layer)] = index.tolist()
+        tensors |= _chosen_experts(f"blocks.{layer}.feed_forward", mixture, index)
+    changed = {layer: replace(mixture, experts=new) for layer, mixture in mixtures.items()}
+    guarantee: Guarantee = "exact"
+    if open_:
+        guarantee = "approximate" if all(2 * new >= each.experts for each in open_.values()) else "retrained"
+    summary: dict[str, Any] = {"from": one_or_all(each.experts for each in mixtures.values()), "to": new, "kept": kept}
+    summary |= {"by": by} if open_ else {}
+    return Swapped(with_mixers(spec, changed), guarantee, tensors, summary)
+
+
+def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
+    """Raise SwapRefused where a mixture cannot have so many experts."""
+    old, group = mixture.experts, mixture.groups
+    least = -(-mixture.top_k * group // min(mixture.top_groups, group))
+    least = max(least, group * mixture.group_best if group > 1 else 1)
+    fit = [n for n in range(1, old) if n >= least and n % group == 0]
+    if new not in fit:
+        groups = f" and {group} groups" if group > 1 else ""
+        reason = f"layer {layer} has {old} experts, {mixture.top_k} for a token{groups}: {new} cannot stay"
+        raise SwapRefused(reason, f"Possible: {', '.join(map(str, fit[-8:]))}." if fit else None)
+
+
+def never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
+    """For each expert whether the router takes others whatever the token, and loses nothing with it."""
+    every = np.ones(mixture.experts, dtype=bool)
+    alone = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
+    if not (alone and mixture.choice_bias):
+        return ~every
+
+    def question(model: Model) -> np.ndarray:
+        bias = model.wide(f"blocks.{layer}.feed_forward.choice.bias")
+        return np.asarray(bias + 1 <= np.sort(bias)[-mixture.top_k])
+
+    return asked.weights.ask(question, ~every, every)
+
+
+def _scores(mixtures: dict[int, Any], asked: Asked) -> tuple[dict[int, Wide], str]:
+    """How much each expert of these layers matters, and by what."""
+    if asked.approximate:
+        alike = {layer: np.ones(each.experts) for layer, each in mixtures.items()}
+        return asked.weights.ask(partial(_by_weights, mixtures=mixtures), alike, alike), "norms of weights"
+    calibration = asked.text("which experts matter least is seen")
+
+    def question(model: Model) -> dict[int, Wide]:
+        from ..fits.pruning import expert_saliency
+
+        return expert_saliency(model, calibration, set(mixtures))
+
+    return asked.weights.run(question), "REAP"
+
+
+def _by_weights(model: Model, mixtures: dict[int, Any]) -> dict[int, Wide]:
+    """The norm of all that each expert has."""
+    found = {}
+    for layer, mixture in mixtures.items():
+        paths = [f"blocks.{layer}.feed_forward.experts.{number}" for number in range(mixture.experts)]
+        squares = [sum((model.wide(f"{path}.{each}") ** 2).sum() for each in mixture.expert.shapes()) for path in paths]
+        found[layer] = np.sqrt(np.array(squares))
+        model.release()
+    return found
+
+
+def _largest_in_groups(score: Wide, groups: int, new: int) -> Index:
+    """The experts of the largest scores, as many of each group."""
+    order = np.argsort(-score.reshape(groups, -1), axis=1, kind="stable")[:, : new // groups]
+    first = np.arange(groups)[:, None] * (len(score) // groups)
+    return np.sort((order + first).reshape(-1))
+
+
+def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[str, Tensor]:
+    """The tensors with some experts alone."""
+    by_expert = (f"{path}.{name}" for name, each in mixture.weights().items() if each.shape[0] == mixture.experts)
+    tensors: dict[str, Tensor] = {name: taken(name, index) for name in by_expert}
+    for new, old in enumerate(index.tolist()):
+        for inner, node in walk(mixture.expert, ""):
+            names = (f"{inner}.{name}" for name in node.weights())
+            tensors |= {f"{path}.experts.{new}{name}": Moved(f"{path}.experts.{old}{name}") for name in names}
+    return tensors
+
+
+def examples(spec: ModelSpec) -> tuple[str, ...]:
+    """Three quarters of them."""
+    counts = {block.feed_forward.experts for block in spec.blocks if isinstance(block.feed_forward, MixtureOfExperts)}
+    return tuple(str(count * 3 // 4) for count in counts if len(counts) == 1 and count >= 4)
+
+
+ORDER = 125
+OPTIONS = (Option("experts", FEED_FORWARD, 4, "How many experts a mixture keeps.", "N"),)
+SWAPS = (
+    Swap(
+        option="experts",
+        form="N",
+        takes="a mixture of experts",
+        gives="N of its experts",
+        needs="a text to choose by; exact where experts are alike, or are never chosen",
+        source="REAP 2510.13999",
+        reshape=_fewer_experts,
+        examples=examples,
+        by_layer=True,
+        calibrated=True,
+        apart=True,
+        exact_where="experts are alike, or their bias keeps them from being chosen",
+        clears=(Clears("*.experts", "experts={theirs}"),),
+    ),
+)
