@@ -282,7 +282,7 @@ def _pairs(subject: _Subject, spec: ModelSpec, family: Architecture) -> _Pairs:
     pairs = _Pairs({leaf.checkpoint: leaf for leaf in family.bind_files(spec, tensors)})
     for name, info in tensors.items():
         known = family.canonical_name(name, pairs.declared, layers)
-        if known is None or family.drafted(name, layers) is not None:
+        if known is None or (known not in pairs.declared and family.carries(name, layers)):
             continue
         if known == family.head and spec.head.tied:
             pairs.heads.append(name)
