@@ -167,6 +167,8 @@ class Architecture:
     dropped: name templates of buffers that hold no weights.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
+    texts: model types of language models within composite ones that are this family where all tokens are text, each
+        with the config fields that its class takes otherwise than this family's where nothing is stated.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
@@ -196,6 +198,7 @@ class Architecture:
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)

@@ -148,6 +148,26 @@ def convert(
     say(conversion_lines(done), quiet)
 
 
+@command("gptkit extract text org/vision-model text-model")
+def extract(
+    part: str = argument("PART", "What to write by itself: text, the language model."),
+    model: str = MODEL,
+    out: Path = argument("OUT", "The folder to write."),
+    *,
+    force: bool = FORCE,
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    quiet: bool = QUIET,
+) -> None:
+    """Write the language model of a vision model as a checkpoint of its own."""
+    from ..converter.extract import extract as run
+    from ..report.pages import counted
+
+    done = run(part, model, out, force=force, offline=offline)
+    lines = [f"wrote {done.out}: {done.family}, {counted(len(done.names), 'tensor')}"]
+    lines += [f"left out: {line}" for line in sorted({name.split(".layers.")[0] for name in done.left})[:8]]
+    say(lines, quiet)
+
+
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
 def check(
     folder: Path = argument("FOLDER", "A checkpoint's folder."), quiet: bool = QUIET, *, opening: ForWeights

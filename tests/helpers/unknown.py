@@ -35,6 +35,7 @@ def small(value: Any, key: str = "", layers: int = 0) -> Any:
     return next((min(value, size) for word, size in SMALL.items() if word in key), value)
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 COMPOSITES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma4": {
@@ -45,8 +46,18 @@ COMPOSITES: dict[str, dict[str, Any]] = {
     "llama4": {"vision_config.vision_output_dim": 32, "vision_config.projector_output_dim": 32},
     "llava": {},
     "mistral3": {},
-    "qwen2_vl": {"vision_config.embed_dim": 32, "vision_config.depth": 2, "vision_config.num_heads": 4},
-    "qwen2_5_vl": {"vision_config.out_hidden_size": 32, "vision_config.depth": 2, "vision_config.num_heads": 4},
+    "qwen2_vl": {
+        "text_config.rope_parameters": _ROPE,
+        "vision_config.embed_dim": 32,
+        "vision_config.depth": 2,
+        "vision_config.num_heads": 4,
+    },
+    "qwen2_5_vl": {
+        "text_config.rope_parameters": _ROPE,
+        "vision_config.out_hidden_size": 32,
+        "vision_config.depth": 2,
+        "vision_config.num_heads": 4,
+    },
     "qwen3_vl": {"vision_config.depth": 2},
 }
 """Types of models of images and text, with what must be said to cut them down."""
