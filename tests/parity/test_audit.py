@@ -6,10 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from helpers.command import call
 from helpers.covering import few
+from helpers.families import CONFIGS, save_hf
+from helpers.gguf_files import write_gguf
 from helpers.hubserver import Hub, Repo
 from helpers.unknown import UNKNOWN, saved
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import gptkit
-from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.errors import GptkitError, InvalidInput, UnknownFamily, UntrustedInput, UsageError
 from gptkit.parity.audit import Audit, audit, fix
 from gptkit.parity.diff import diff
 from gptkit.report.tree import tree_rows
@@ -272,6 +276,109 @@ def test_models_of_no_known_family_are_told_by_names(kind: str, tmp_path: Path) 
     changed = diff(tmp_path / "model", tmp_path / "other")
     assert [each.name for each in changed.changed] == [name]
     assert audit(tmp_path / "model").clean
+
+
+GGUF_LOSSES: dict[str, tuple[Callable[[dict[str, Any], Any], object], str, tuple[str, ...]]] = {
+    "nothing": (lambda held, writer: None, "", ()),
+    "a tensor is gone": (
+        lambda held, writer: held.pop("blk.1.ffn_up.weight"),
+        "missing-tensor",
+        ("blk.1.ffn_up.weight",),
+    ),
+    "a tensor came from elsewhere": (
+        lambda held, writer: held.update({"blk.0.ffn_gate_shexp.weight": 2 * held["blk.0.ffn_gate.weight"]}),
+        "extra-tensor",
+        ("blk.0.ffn_gate_shexp.weight",),
+    ),
+    "a tensor is transposed": (
+        lambda held, writer: held.update({"blk.0.ffn_up.weight": held["blk.0.ffn_up.weight"].T.copy()}),
+        "shape",
+        ("blk.0.ffn_up.weight",),
+    ),
+    "a special id has no row": (lambda held, writer: writer.add_eos_token_id(10**6), "special-token", ()),
+    "the tokenizer has more tokens": (
+        lambda held, writer: writer.add_token_list([str(each) for each in range(1000)]),
+        "tokenizer-vocabulary",
+        (),
+    ),
+    "a tensor is not a number": (
+        lambda held, writer: held["blk.1.ffn_up.weight"].__setitem__((0, 0), float("nan")),
+        "not-finite",
+        ("blk.1.ffn_up.weight",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_LOSSES)
+def test_what_a_gguf_lost_is_named(case: str, tmp_path: Path) -> None:
+    """By itself, and beside the checkpoint that it was made from; what llama.cpp has no place for by its tables."""
+    change, rule, named = GGUF_LOSSES[case]
+    model = save_hf(CONFIGS["llama"], tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", "llama", model, change=change)
+    result = audit(tmp_path / "model.gguf", values=True)
+    assert [(each.rule, each.tensors) for each in result.findings] == ([(rule, named)] if rule else [])
+    beside = audit(tmp_path / "model.gguf", source=tmp_path / "hf")
+    assert any(each.rule == "lost-tensor" for each in beside.findings) == (case == "a tensor is gone")
+    loaded = audit(tmp_path / "model.gguf", loader="llama.cpp")
+    assert any(each.rule == "loader-ignores" for each in loaded.findings) == (rule == "extra-tensor")
+    with pytest.raises(InvalidInput, match="not written again"):
+        fix(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_gguf_of_an_unknown_architecture_is_held_to_itself(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "plamo2")
+    for layer in range(6):
+        for name in ("attn_norm", "ffn_up") if layer != 3 else ("attn_norm",):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.full((4, 8), layer + 1.5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert found(audit(tmp_path / "model.gguf"), "layer-incomplete") == ("blk.3.ffn_up.weight",)
+    (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:-64])
+    assert {each.rule for each in audit(tmp_path / "model.gguf").findings} == {"broken-file"}
+
+
+def test_pickles_are_audited_where_they_are_allowed(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "llama", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    held = {name: each for name, each in tensors().items() if name != UP}
+    file = tmp_path / "model" / "pytorch_model.bin"
+    torch.save(held, file)
+    with pytest.raises(UntrustedInput, match="pickle"):
+        audit(tmp_path / "model")
+    result = audit(tmp_path / "model", source="sample:llama", allow_pickle=True, values=True)
+    assert found(result, "lost-tensor") == found(result, "missing-tensor") == (UP,)
+    assert call("audit", tmp_path / "model", "--allow-pickle").exit_code == 3
+    torch.save({f"module.{name}": each for name, each in tensors().items()}, file)
+    assert fix(tmp_path / "model", tmp_path / "mended", source="sample:llama", allow_pickle=True).clean
+    assert diff(tmp_path / "mended", "sample:llama", rank=False).same_bytes
+    names = list(held)
+    file.unlink()
+    shards = {f"pytorch_model-0000{part}-of-00002.bin": names[part - 1 :: 2] for part in (1, 2)}
+    for name, inside in shards.items():
+        torch.save({each: held[each] for each in inside}, file.parent / name)
+    places = {each: name for name, inside in shards.items() for each in inside if each != names[3]}
+    (file.parent / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    result = audit(tmp_path / "model", allow_pickle=True)
+    assert found(result, "unlisted-tensor") == (names[3],)
+    (file.parent / "pytorch_model-00001-of-00002.bin").write_bytes(b"PK")
+    assert "broken-file" in {each.rule for each in audit(tmp_path / "model", allow_pickle=True).findings}
+
+
+def test_what_llama_cpp_makes_of_a_checkpoint_is_told_by_its_tables(tmp_path: Path) -> None:
+    assert found(audit("sample:gpt2", loader="llama.cpp"), "loader-architecture") == ()
+    save_hf(CONFIGS["xglm"], tmp_path / "xglm")
+    refused = audit(tmp_path / "xglm", loader="llama.cpp")
+    assert [each.rule for each in refused.findings] == ["loader-refuses"]
+    assert saved("qwen3_next", tmp_path / "next") is not None
+    file = tmp_path / "next" / "model.safetensors"
+    save_file({**load_file(file), "value_head.weight": torch.ones(1, 32)}, file, metadata={"format": "pt"})
+    assert "value_head.weight" in found(audit(tmp_path / "next", loader="llama.cpp"), "loader-unmapped")
+    edit(tmp_path / "next" / "config.json", lambda data: data.update(model_type="opera"))
+    with pytest.raises(UnknownFamily, match="'opera'"):
+        audit(tmp_path / "next", loader="llama.cpp")
+    with pytest.raises(UsageError, match="what vLLM does with a tensor"):
+        audit("sample:gpt2", loader="vllm")
 
 
 def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
