@@ -14,7 +14,7 @@ from helpers.command import call
 from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.gguf_files import write_gguf
-from helpers.hubserver import Hub, Repo
+from helpers.hubserver import OLD, Hub, Repo, of_preset
 from helpers.unknown import UNKNOWN, saved
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -252,6 +252,23 @@ def test_a_repository_is_held_to_itself_by_headers(tmp_path: Path, hub: Hub) -> 
     assert found(audit("org/name"), "unlisted-tensor") == (UP,)
     with pytest.raises(UsageError, match="on the hub"):
         audit("org/name", values=True)
+
+
+def test_of_a_repository_of_many_files_only_the_headers_are_asked_for(hub: Hub) -> None:
+    """Of every shard one range of its beginning, of 141 GB 3 MB; an index that lost an entry is told all the same."""
+    repo = hub.repos["org/name"] = of_preset("llama-3-70b", 30)
+    result = audit("org/name")
+    assert result.clean
+    assert result.nbytes > 1.4e11
+    ranges = [line for line in hub.asked if line.startswith("GET") and ".safetensors" in line and INDEX not in line]
+    assert sorted(line.split()[3] for line in ranges) == sorted(name for name in repo.files if name.endswith("tensors"))
+    assert {line.split()[4] for line in ranges} == {"bytes=0-99999"}
+    assert sum(hub.sent.values()) < 4e6
+    places = json.loads(repo.files[INDEX])["weight_map"]
+    places.pop("model.layers.79.mlp.up_proj.weight")
+    repo.files[INDEX] = json.dumps({"weight_map": places}).encode()
+    repo.commit = OLD
+    assert found(audit("org/name"), "unlisted-tensor") == ("model.layers.79.mlp.up_proj.weight",)
 
 
 @few(3)
