@@ -3,8 +3,8 @@ that of fetching the same ranges, and its memory.
 
     python benchmarks/audit.py [--rounds 7] [--preset llama-3-70b] [--shards 30]
 
-The server is on 127.0.0.1 and has the preset's config.json, the index, and every shard's whole header; of the weights it
-has zeros, which nobody asks for. Figures are medians; every round begins with an empty cache.
+The server is on 127.0.0.1 and has the preset's config.json, the index, and every shard's whole header; of the weights
+it has zeros, which nobody asks for. Figures are medians; every round begins with an empty cache.
 """
 
 from __future__ import annotations
