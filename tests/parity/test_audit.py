@@ -1,7 +1,10 @@
 """audit: what is wrong with a checkpoint is named with its tensors, and what is right is left in peace."""
 
 import json
+import random
 import shutil
+import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,6 @@ from helpers.families import CONFIGS, save_hf
 from helpers.gguf_files import write_gguf
 from helpers.hubserver import OLD, Hub, Repo, of_preset
 from helpers.unknown import UNKNOWN, saved
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import gptkit
@@ -412,21 +413,80 @@ def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
     assert found(audit(tmp_path / "saved", source=tmp_path / "model"), "lost-tensor") == tuple(drafts)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(data=st.data())
-def test_broken_files_are_findings_or_errors(data: st.DataObject, tmp_path: Path) -> None:
-    """Whatever a byte of an index, a header or a config is changed to; the folder itself is never written to."""
+# --- broken files -----------------------------------------------------------------------------------------------------
+
+SHARD = "model-00001-of-00003.safetensors"
+GGUF = "model.gguf"
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**63, 1e308, "", "../x", "/etc/passwd", "a\x00", "\ud800", "x" * 5000, [], {}, [[]] * 50),
+    *("BF16", "F4", "I64", "../model-00002-of-00003.safetensors", SHARD, "model.safetensors", [2**40, 2**40], [0, 1]),
+)
+
+
+def broken_json(value: Any, draw: random.Random) -> Any:
+    """A value with one place in it removed, doubled or of another value."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        rest = {name: each for name, each in value.items() if name != key}
+        how = draw.random()
+        if how < 0.15:
+            return rest
+        if how < 0.3:
+            return {**value, str(draw.choice(ODD))[:60]: value[key]}
+        return {**value, key: broken_json(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        at = draw.randrange(len(value))
+        return [*value[:at], broken_json(value[at], draw), *value[at + draw.randrange(2) :]]
+    return draw.choice(ODD)
+
+
+def broken(name: str, raw: bytes, draw: random.Random) -> bytes:
+    """A file's bytes with some of the first of them changed, or what they say in JSON."""
+    length = struct.unpack("<Q", raw[:8])[0] if name == SHARD else 0
+    text = raw[8 : 8 + length] if name == SHARD else raw
+    if name != GGUF and draw.random() < 0.6:
+        made = json.dumps(broken_json(json.loads(text), draw)).encode()
+        return struct.pack("<Q", len(made)) + made + raw[8 + length :] if name == SHARD else made
+    data = bytearray(raw)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(min(len(data), 3000))
+        data[at : at + draw.randrange(4)] = draw.randbytes(draw.randrange(4))
+    return bytes(data[: draw.randrange(len(data))] if draw.random() < 0.1 else data)
+
+
+def listed(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_broken_files_are_findings_or_errors(count: int, tmp_path: Path) -> None:
+    """Whatever of an index, a header or a config is changed: nothing but typed errors and findings, nothing is written
+    but what was asked for, and never to the checkpoint itself.
+    """
     folder = write(tmp_path / "model", dict(list(tensors().items())[:6]))
-    file = folder / data.draw(st.sampled_from([INDEX, "config.json", "model-00001-of-00003.safetensors"]))
-    raw = bytearray(file.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, min(len(raw), 600) - 1))
-        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    file.write_bytes(raw)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    try:
-        audit(folder, source="sample:llama")
-        fix(folder, tmp_path / "out", force=True)
-    except GptkitError:
-        pass
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    gptkit.convert("sample:llama", tmp_path / GGUF, to="gguf")
+    (folder / GGUF).write_bytes((tmp_path / GGUF).read_bytes())
+    (tmp_path / GGUF).unlink()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    around = {*listed(tmp_path), ".out.lock", "out"}
+    told: Counter[str] = Counter()
+    for number in range(count):
+        draw = random.Random(number)
+        name = draw.choice([INDEX, "config.json", SHARD, GGUF])
+        raw = broken(name, whole[name], draw)
+        (folder / name).write_bytes(raw)
+        try:
+            if name == GGUF:
+                told["found" if audit(folder / GGUF).findings else "nothing"] += 1
+            else:
+                told["found" if audit(folder, source="sample:llama").findings else "nothing"] += 1
+                fix(folder, tmp_path / "out", force=True)
+                told["mended"] += 1
+        except GptkitError:
+            told["refused"] += 1
+        except Exception as error:
+            raise AssertionError(f"mutation {number}, of {name}") from error
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**whole, name: raw}, number
+        assert listed(tmp_path) <= around, number
+        (folder / name).write_bytes(whole[name])
+    assert all(told[kind] > count // 50 for kind in ("found", "mended", "refused")), told
