@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
 	@echo "make bench-params  gptkit params against accelerate estimate-memory, as whole processes"
+	@echo "make bench-audit   gptkit audit of 30 shards on a hub of our own, by headers alone"
 	@echo "make bench-diff    two checkpoints of 2 GB against each other, beside cmp and sha256sum"
 	@echo "make bench-surgery fewer key-value heads against mean-pooling; a 2.2 GB model within 600 MB"
 	@echo "make bench-train   gptkit train against a plain loop, as ratios (TEXT=tinyshakespeare.txt, NANOGPT=FOLDER)"
@@ -141,6 +142,9 @@ bench-convert: $(STAMP)
 
 bench-params: $(STAMP)
 	$(BIN)/python benchmarks/params.py
+
+bench-audit: $(STAMP)
+	$(BIN)/python benchmarks/audit.py
 
 # 5 GB of disk.
 bench-diff: $(STAMP)

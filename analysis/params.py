@@ -213,7 +213,7 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
         return outline(found, **options), stored_files(files)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
-        for leaf in (*checkpoint.leaves, *checkpoint.drafts)
+        for leaf in (*checkpoint.leaves, *checkpoint.beside)
         for dtype, nbytes in (checkpoint.stored_of(leaf),)
     )
     tree = Outline(checkpoint.spec, checkpoint.origin, revision=checkpoint.revision, notes=tuple(checkpoint.notes))

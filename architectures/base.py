@@ -127,8 +127,18 @@ class Stacked:
         return concatenate([part[None] for part in parts], 0) if self.of_experts else parts[0]
 
 
-BEHIND = ("model.layers.{layer}.",)
-"""How names begin where a layer behind the last drafts tokens: `drafts` of most families that have such."""
+CARRIED = {
+    "mtp": "draft tokens (multi-token prediction)",
+    "vision": "read images",
+    "audio": "read sound",
+    "unused": "are read by no layer",
+}
+"""Groups of tensors that are carried along and not computed, and what they do, in words."""
+OUTSIDE = ("vision", "audio")
+"""Those that make a model composite: no class of the language model alone has a place for them."""
+
+BEHIND = {"mtp": ("model.layers.{behind}.",)}
+"""How names begin where a layer behind the last drafts tokens: `carried` of most families that have such."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Config fields that are about the vocabulary, and true of it whatever family the weights are written for."""
@@ -153,11 +163,12 @@ class Architecture:
     part: the field of composite configs that holds the language model's own (`text_config`); what stands beside it is
         accounted for by `irrelevant` and `refused`.
     renamed: (prefix in files of composite models, prefix here) pairs.
-    outside: name prefixes of what composite models have beside the language model.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
-    drafts: how names begin of tensors that draft tokens (multi-token prediction), `{layer}` the number of layers:
-        they have no place in a tree, and conversions carry them along.
+    carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
+        `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
+    texts: model types of language models within composite ones that are this family where all tokens are text, each
+        with the config fields that its class takes otherwise than this family's where nothing is stated.
     stacked: what transformers' modules hold otherwise than their checkpoints.
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
@@ -184,10 +195,10 @@ class Architecture:
     prefix: str = ""
     part: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
-    outside: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
-    drafts: tuple[str, ...] = ()
+    carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
@@ -263,10 +274,13 @@ class Architecture:
         """The tree of a config.json that says nothing but what is `stated` everywhere."""
         return self.spec({"model_type": self.name, **self.stated})
 
-    def export_config(self, spec: ModelSpec, original: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def export_config(
+        self, spec: ModelSpec, original: Mapping[str, Any] | None, whole: bool = False
+    ) -> dict[str, Any] | None:
         """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
 
-        Fields of `original` that do not describe the tree (token ids, labels) are kept.
+        Fields of `original` that do not describe the tree (token ids, labels) are kept. `whole`: what a composite model
+        has beside the language model is written too, so that its config says of both.
 
         Raises:
             CannotExpress: as `config_for`.
@@ -276,12 +290,17 @@ class Architecture:
             return config
         reader = self.reader(original)
         same = not differences(spec, self.read(reader))
-        readable = original.get("model_type") == self.name and not any(f in original for f in self.foreign_fields)
+        whole = whole and reader.outer is not None
+        readable = whole or original.get("model_type") == self.name
+        readable = readable and not any(f in original for f in self.foreign_fields)
         readable = readable and quantisation(original) is None  # what is written never is
         if same and readable:
             return None
         left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *QUANTISED))}
         kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}
+        if whole:
+            config.pop("architectures")
+            return {**original, self.part: {**kept, **config}}
         return {**kept, **config, **{key: original[key] for key in TOKEN_IDS if key in original}}
 
     # --- checkpoint names <-> shared names ---
@@ -312,10 +331,22 @@ class Architecture:
                 leaves[name] = stacked.leaf(name, own)
         return list(leaves.values())
 
-    def drafted(self, name: str, layers: int) -> str | None:
-        """A tensor's name, with its prefix, where it is of what drafts tokens behind so many layers; else None."""
-        begins = tuple(each.format(layer=layers) for each in self.drafts)
-        return next((each for each in self._spellings(name) if each.startswith(begins)), None)
+    def carries(self, name: str, layers: int) -> tuple[str, str] | None:
+        """The group that a tensor is carried along with in a model of so many layers, and its name with its prefix."""
+        places = {"layer": _layer(name), "behind": layers}
+        for group, templates in self.carried.items():
+            begins = tuple(each.format(**places) for each in templates)
+            found = next((each for each in self._spellings(name) if each.startswith(begins)), None)
+            if found is not None:
+                return group, found
+        return None
+
+    def as_composite(self, name: str, headers: Iterable[str]) -> str:
+        """A tensor's name as the composite model has it whose files have these headers."""
+        text = "".join(headers)
+        pairs = ((theirs, ours) for theirs, ours in self.renamed if name.startswith(ours) and f'"{theirs}' in text)
+        theirs, ours = next(pairs, ("", ""))
+        return theirs + name.removeprefix(ours)
 
     def _spellings(self, name: str) -> list[str]:
         """What a tensor in a file may be called here."""
@@ -327,14 +358,11 @@ class Architecture:
 
         None for a dropped buffer. A name that is not known comes back as it is.
         """
-        if name.startswith(self.outside):
-            return None
         candidates = self._spellings(name)
         for candidate in candidates:
             if candidate in known or candidate == self.head:
                 return candidate
-        # Nine digits at most: int() itself refuses very long ones.
-        layer = next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
+        layer = _layer(name)
         if layer is not None and int(layer) >= layers:
             return name
         for candidate in candidates:
@@ -344,6 +372,11 @@ class Architecture:
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name
+
+
+def _layer(name: str) -> str | None:
+    """The first number in a name: nine digits at most, since int() itself refuses very long ones."""
+    return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
 def _kind(attention: Any) -> str:

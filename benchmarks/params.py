@@ -48,7 +48,7 @@ import os, sys, time
 start = time.perf_counter()
 process = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(process, 0)
-print(time.perf_counter() - start, usage.ru_maxrss, file=sys.stderr)
+print(time.perf_counter() - start, usage.ru_maxrss, usage.ru_utime + usage.ru_stime, file=sys.stderr)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 """Started by an interpreter that has imported next to nothing, since the system counts a parent's memory among its
@@ -57,11 +57,12 @@ children's."""
 
 @dataclass(frozen=True)
 class Run:
-    """One process: seconds from start to end, the most memory in bytes, and what it printed."""
+    """One process: seconds from start to end, the most memory in bytes, what it printed, seconds of a processor."""
 
     wall: float
     peak: int
     said: str
+    processor: float
 
 
 def measured(command: Sequence[str], env: Mapping[str, str]) -> Run:
@@ -70,8 +71,8 @@ def measured(command: Sequence[str], env: Mapping[str, str]) -> Run:
     done = subprocess.run(launched, capture_output=True, text=True, env=dict(env), check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    wall, peak = done.stderr.splitlines()[-1].split()
-    return Run(float(wall), int(peak) * 1024, done.stdout)
+    wall, peak, processor = done.stderr.splitlines()[-1].split()
+    return Run(float(wall), int(peak) * 1024, done.stdout, float(processor))
 
 
 def hub_with(repo: str, config: Mapping[str, object]) -> Hub:

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from ..terminal import answer, print_json, progress_bar
-from .base import FORCE, JSON, QUIET, argument, command, flag, option
+from .base import FORCE, JSON, QUIET, ForTree, argument, command, flag, option
 from .completion import complete_model
 
 
@@ -17,16 +17,17 @@ from .completion import complete_model
 )
 def audit(
     model: str = argument(
-        "NEW", "A checkpoint of safetensors files, of any family: a folder, a file, org/name.", complete=complete_model
+        "NEW", "A checkpoint of any family: a folder, a file of safetensors or GGUF, org/name.", complete=complete_model
     ),
+    *,
     source: str | None = option("--source OLD", "Hold it against the checkpoint that it was made from."),
-    loader: str | None = option("--for PROGRAM", "Tell what this program would make of it: transformers."),
+    loader: str | None = option("--for PROGRAM", "Tell what this program would make of it: transformers, llama.cpp."),
     values: bool = flag("--values", "Read the weights too, not their headers alone."),
     everything: bool = flag("--all", "List every tensor of every finding."),
     fix: Path | None = option("--fix OUT", "Write it again with what can be mended without loss, and audit that."),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for programs that gather them."),
-    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    opening: ForTree,
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -35,7 +36,7 @@ def audit(
     from ..report.audit import audit_report
 
     with progress_bar("reading", quiet or json or sarif or not values) as advance:
-        how: Any = {"source": source, "loader": loader, "values": values, "offline": offline, "progress": advance}
+        how: Any = {"source": source, "loader": loader, "values": values, "progress": advance, **opening}
         found = audits.audit(model, **how) if fix is None else audits.fix(model, fix, force=force, **how)
     if sarif:
         print_json(found.as_sarif())

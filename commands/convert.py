@@ -117,6 +117,9 @@ def convert(
         "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
     ),
     max_shard_size: str | None = option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB."),
+    drop: list[str] | None = option(
+        "--drop GROUP", "Leave out tensors that are not computed, by the group that the notes tell: mtp, vision, …"
+    ),
     workers: int | None = base.WORKERS,
     max_memory: str | None = option("SIZE", "Hold no more than this of tensors in memory at once: 500MB."),
     force: bool = FORCE,
@@ -138,11 +141,31 @@ def convert(
         total = sum(shard.nbytes for shard in conversion.plan.shards)
 
     with progress_bar("converting", quiet) as advance:
-        written: Any = {"force": force, "dry_run": dry_run, "dtype": dtype, "workers": workers}
+        written: Any = {"force": force, "dry_run": dry_run, "dtype": dtype, "workers": workers, "drop": drop or ()}
         written["max_shard_bytes"] = base.parse_size("--max-shard-size", max_shard_size)
         written["max_memory"] = base.parse_size("--max-memory", max_memory)
         done = run(model, out, to, **written, **opening, progress=lambda n: advance(n, total), on_plan=planned)
     say(conversion_lines(done), quiet)
+
+
+@command("gptkit extract text org/vision-model text-model")
+def extract(
+    part: str = argument("PART", "What to write by itself: text, the language model."),
+    model: str = MODEL,
+    out: Path = argument("OUT", "The folder to write."),
+    *,
+    force: bool = FORCE,
+    offline: bool = flag("--offline", "Use local files and the hub's cache only."),
+    quiet: bool = QUIET,
+) -> None:
+    """Write the language model of a vision model as a checkpoint of its own."""
+    from ..converter.extract import extract as run
+    from ..report.pages import counted
+
+    done = run(part, model, out, force=force, offline=offline)
+    lines = [f"wrote {done.out}: {done.family}, {counted(len(done.names), 'tensor')}"]
+    lines += [f"left out: {line}" for line in sorted({name.split(".layers.")[0] for name in done.left})[:8]]
+    say(lines, quiet)
 
 
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")

@@ -20,6 +20,7 @@ from .index import WeightFiles, weight_files
 from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .resolve import Reference, quantised, read_spec, resolve
+from .safetensors import DTYPES
 from .tree import Origin, Quantised
 from .weights import Checkpoint as Checkpoint
 from .weights import TensorFiles as TensorFiles
@@ -191,13 +192,9 @@ def _match(
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
     info = checkpoint._weights.info
     layers = len(checkpoint.spec.blocks)
-    family, drafts = architecture or checkpoint.architecture, dict[str, str]()
+    family, carried = architecture or checkpoint.architecture, dict[str, dict[str, str]]()
     dropped, extra, twice, heads = [], [], [], []
     for name in info:
-        draft = None if family is None else family.drafted(name, layers)
-        if draft is not None and info[name][0] in FLOATS:
-            drafts[draft] = name
-            continue
         known: str | None = name
         if architecture is not None:
             known = architecture.canonical_name(name, declared, layers)
@@ -209,6 +206,10 @@ def _match(
             checkpoint._found[known] = name
         elif architecture is not None and known == architecture.head and checkpoint.spec.head.tied:
             heads.append(name)
+        elif (
+            family is not None and DTYPES[info[name][0]].carrier is not None and (group := family.carries(name, layers))
+        ):
+            carried.setdefault(group[0], {})[group[1]] = name
         else:
             extra.append(name)
     # Only now: the embedding may come after the head, and under an old name.
@@ -252,10 +253,13 @@ def _match(
     if not checkpoint.fetched:
         how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
-    if drafts:
-        checkpoint.drafts = tuple(own_leaves((x, info[y][1]) for x, y in drafts.items()))
-        checkpoint._found |= drafts
-        checkpoint.notes.append(checkpoint.drafted)
+    checkpoint.carried = {
+        group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
+        for group, names in carried.items()
+    }
+    for names in carried.values():
+        checkpoint._found |= names
+    checkpoint.notes += checkpoint.told
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
     if partial:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..architectures import ARCHITECTURES, Architecture, BoundLeaf, named
-from ..architectures.base import TOKEN_IDS
+from ..architectures.base import CARRIED, OUTSIDE, TOKEN_IDS
 from ..architectures.obstacles import OWN_FORMAT, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
@@ -75,30 +75,31 @@ def plan_output(
     max_shard_bytes: int | None = None,
     texts: Mapping[str, bytes] | None = None,
     homes: Mapping[str, Path] | None = None,
-    drafts: Sequence[BoundLeaf] = (),
+    carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
 ) -> Plan:
     """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
     tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
-    GB; `drafts` are carried along. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
+    GB; `carried` go along, by their group. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
     """
-    to = parsed(to)
+    to, more = parsed(to), [leaf for leaves in (carried or {}).values() for leaf in leaves]
     beside = token_files(folder) if folder is not None else []
     if to.kind == "local":
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
         own = homes if max_shard_bytes is None else None
-        leaves = [*identity_leaves(spec), *drafts]
+        leaves = [*identity_leaves(spec), *more]
         return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
         hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
         raise UsageError("this tree never had a family", hint)
     architecture = named(family)
-    config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype)
+    whole = not {*OUTSIDE}.isdisjoint(carried or ())
+    config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype, whole)
     card = model_card(origin)
     small = {**(texts or {}), CONFIG: config, **({} if card is None else {CARD: card})}
-    leaves = [*architecture.bind(spec), *drafts]
-    merged = [*architecture.bind_modules(spec), *drafts] if architecture.stacked else leaves
+    leaves = [*architecture.bind(spec), *more]
+    merged = [*architecture.bind_modules(spec), *more] if architecture.stacked else leaves
 
     def canonical(name: str, known: Mapping[str, Any]) -> str | None:
         return architecture.canonical_name(name, known, len(spec.blocks))
@@ -107,6 +108,13 @@ def plan_output(
         again = as_it_was(each, dtypes, origin.files, canonical)
         if again is not None:
             return Plan(again[0], {**small, **again[1]}, tuple(beside))
+    if whole:
+        apart = [leaf for group in OUTSIDE for leaf in (carried or {}).get(group, ())]
+        theirs = {leaf.checkpoint for leaf in apart}
+        headers = origin.files.values()
+        inside = [leaf for leaf in leaves if leaf.checkpoint not in theirs]
+        names = [architecture.as_composite(leaf.checkpoint, headers) for leaf in inside]
+        leaves = [replace(leaf, checkpoint=name) for leaf, name in zip(inside, names, strict=True)] + apart
     return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
 
 
@@ -121,10 +129,12 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
     return widest([dtype for dtype, count in values.items() if count == max(values.values())])
 
 
-def _hf_config(architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str) -> bytes:
+def _hf_config(
+    architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str, whole: bool
+) -> bytes:
     """The original config.json where it still describes the tree and its dtype, else one that names what is stored."""
     original = origin.config
-    config: dict[str, Any] | None = architecture.export_config(spec, original)
+    config: dict[str, Any] | None = architecture.export_config(spec, original, whole)
     if config is None and origin.config_text is not None:
         # Of what a swap has changed the original's word on dtypes is out of date.
         if stated_dtype(original) in (None, stored if origin.history else compute):
@@ -156,8 +166,8 @@ def plan_conversion(
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
     if len(set(homes.values())) < 2 or not all(span for _, span in spans):
         homes = {}
-    drafts = [leaf for leaf in source.drafts if leaf in source.leaves]
-    given = source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, drafts
+    kept = {group: leaves for group, leaves in source.carried.items() if leaves[0] in source.leaves}
+    given = source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, kept
     return plan_output(*given)
 
 
@@ -177,6 +187,7 @@ def convert(
     offline: bool = False,
     allow_pickle: bool = False,
     allow_extra: bool = False,
+    drop: Collection[str] = (),
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     workers: int | None = None,
@@ -198,6 +209,7 @@ def convert(
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
+        drop: groups of tensors that are not computed (mtp, vision, …), to be left out instead of carried along.
         dtype: store every tensor as this, rounded to nearest even where it is narrower; weights stored as integers are
             then taken for the numbers they are. By default nothing is cast.
         max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
@@ -225,7 +237,7 @@ def convert(
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, **opening)
         source, form = adapted(source, form)
-        source = _with_drafts(source, form)
+        source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)
         if staging.single is not None:
             planned = Plan((replace(planned.shards[0], name=target.name),), {}, ())  # and nothing beside it
@@ -244,13 +256,19 @@ def convert(
     return replace(conversion, transferred=done)
 
 
-def _with_drafts(source: Checkpoint, to: Target) -> Checkpoint:
-    """The checkpoint with what drafts tokens among its tensors, where what is written has names for it."""
-    if not source.drafts:
-        return source
-    if to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family)):
-        return replace(source, leaves=[*source.leaves, *source.drafts])
-    return replace(source, notes=[*source.notes, f"{to} has no place for what drafts tokens: left out"])
+def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Checkpoint:
+    """The checkpoint with what is carried along among its tensors, where what is written has names for it, without the
+    groups to drop.
+    """
+    if unknown := [group for group in drop if group not in source.carried]:
+        there = f"there are {', '.join(source.carried)}" if source.carried else "every tensor is of the model itself"
+        raise UsageError(f"{source.reference} has nothing of {unknown[0]!r:.40} to leave out", there)
+    placed = to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family))
+    kept = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
+    lost = [group for group in source.carried if group not in drop and not placed]
+    notes = [*source.notes, *(f"{to} has no place for tensors that {CARRIED[group]}: left out" for group in lost)]
+    notes += [f"tensors that {CARRIED[group]} are left out" for group in source.carried if group in drop]
+    return replace(source, leaves=[*source.leaves, *kept], notes=notes)
 
 
 def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:

@@ -22,7 +22,7 @@ from .names import (
 )
 from .safetensors import DTYPES, Header, parse_weight_map, read_header
 
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _MAX_INDEX = 32 * 2**20  # bytes; the index of a model of 10^12 parameters in 140,000 tensors has 13 MB
 _MAX_SHARDS = 10_000
 _MAX_HEADERS = 2 * _MAX_INDEX  # bytes, of all shards' headers together
@@ -102,7 +102,7 @@ def weight_files(path: Path, allow_pickle: bool = False, names: frozenset[str] |
         return _folder(path, sorted(found), allow_pickle)
     if path.name.endswith(".safetensors"):
         return single(path, read_header(path))
-    if path.name.endswith(_PICKLE_SUFFIXES):
+    if path.name.endswith(PICKLE_SUFFIXES):
         return _pickles([path], allow_pickle)
     raise InvalidInput(f"{path} is not a weight file", "Give a checkpoint's folder or a .safetensors file.")
 
@@ -130,7 +130,7 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
         shards = sorted(set(read_index(folder / PICKLE_INDEX).values())) if allow_pickle else [PICKLE_INDEX]
         _require(folder, names, shards)
         return _pickles([folder / name for name in shards], allow_pickle)
-    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         return _pickles([folder / name for name in pickles], allow_pickle)
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")

@@ -88,18 +88,17 @@ def _of_hub(found: Reference, offline: bool, companions: bool) -> Outline:
 
 
 def _unfit(found: Reference) -> tuple[str, ...]:
-    """A note where a folder's weights are not its config.json's, and on those beside them that draft tokens: nothing is
-    refused, they may still be to come.
+    """Notes where weights are not those of their config.json, and on what lies beside: nothing is refused, they may
+    still be to come.
     """
     if not {SINGLE, INDEX} & (found.names or frozenset()):
         return ()
     from .checkpoint import open_checkpoint  # here, because it imports numpy
 
     try:
-        drafted = open_checkpoint(found, headers_only=True).drafted
+        return tuple(open_checkpoint(found, headers_only=True).told)
     except Quantised:
         return ()
     except GptkitError as error:
         why = error.message.removeprefix(f"{found.path}: ").partition(": ")[0]
         return (f"the weights in it are not those of its config.json, which is what is told here: {why}",)
-    return (drafted,) if drafted else ()

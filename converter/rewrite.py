@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..version import __version__
 from .distributed import team
-from .names import CONFIG
+from .names import CONFIG, json_bytes
 from .scan import Scan
 from .tokenizer import token_files
 from .tree import Origin
@@ -13,8 +14,11 @@ from .weights import TensorFiles, own_leaves
 from .write import DEFAULT_SHARD_BYTES, plan
 
 
-def rewrite(files: Scan, names: Mapping[str, str], out: str | Path, force: bool = False) -> None:
+def rewrite(
+    files: Scan, names: Mapping[str, str], out: str | Path, force: bool = False, config: Mapping[str, Any] | None = None
+) -> None:
     """Write tensors, each under its name in `names`, in as many files as they lie in, with what lies beside them.
+    `config`: what config.json is to say, by default what it does.
 
     Raises:
         CheckpointError: a tensor of a packed type, which cannot be moved.
@@ -34,8 +38,9 @@ def rewrite(files: Scan, names: Mapping[str, str], out: str | Path, force: bool 
         _weights=weights,
         _found=found,
     )
-    config = files.folder / CONFIG
-    texts = {CONFIG: config.read_bytes()} if config.is_file() else {}
+    own = files.folder / CONFIG
+    texts = {CONFIG: own.read_bytes()} if own.is_file() else {}
+    texts |= {} if config is None else {CONFIG: json_bytes(config)}
     homes = {new: weights.place(old)[0] for new, old in found.items()}
     dtypes = {new: weights.info[old][0] for new, old in found.items()}
     planned = plan(leaves, dtypes, texts, token_files(files.folder), DEFAULT_SHARD_BYTES, homes)

@@ -18,11 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from ..architectures import Architecture, BoundLeaf, named
+from ..architectures.base import CARRIED
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec, Shape
 from ..display import Shown
 from ..errors import CheckpointError
-from .dtypes import VALUES, parse_dtype
+from .dtypes import FLOATS, VALUES, parse_dtype
 from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
@@ -238,7 +239,12 @@ class TensorFiles:
     def shared_dtypes(self, asked: str | None = None) -> dict[str, str]:
         """Every shared tensor's dtype: its stored one, or the one that is asked for, in the user's words."""
         all_of_them = None if asked is None else parse_dtype(asked)
-        return {name: all_of_them or self.dtype_of(leaf) for leaf in self.leaves for name in leaf.shared}
+        kept = {leaf.checkpoint for leaf in getattr(self, "beside", ()) if self.dtype_of(leaf) not in FLOATS}
+        return {
+            name: self.dtype_of(leaf) if all_of_them is None or leaf.checkpoint in kept else all_of_them
+            for leaf in self.leaves
+            for name in leaf.shared
+        }
 
 
 @dataclass(kw_only=True)
@@ -250,26 +256,33 @@ class Checkpoint(TensorFiles, Shown):
         dtype: the dtype to compute in unless told otherwise, by safetensors' name.
         missing: shared tensors of the tree that the files lack; none unless it was opened as a `partial` one.
         extra: the leaves of `leaves` that have no place in the tree, under their own names; none unless `partial`.
-        drafts: the tensors of layers behind the last, which draft tokens and are not computed: not in `leaves`.
+        carried: tensors that are not computed and that conversions carry along, by their group: not in `leaves`.
     """
 
     spec: ModelSpec
     dtype: str
     missing: tuple[str, ...] = ()
     extra: tuple[BoundLeaf, ...] = ()
-    drafts: tuple[BoundLeaf, ...] = ()
+    carried: Mapping[str, tuple[BoundLeaf, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         layers = f"{len(self.spec.blocks):,} layers"
         return f"<checkpoint {self.reference} ({self.format}): {len(self.leaves):,} tensors, {layers}>"
 
     @property
-    def drafted(self) -> str:
-        """How much drafts tokens, in words; "" for nothing."""
-        number = sum(math.prod(leaf.shape) for leaf in self.drafts)
-        names = ", ".join(leaf.checkpoint for leaf in self.drafts[:3]) + (", …" if len(self.drafts) > 3 else "")
-        told = "parameters beside these draft tokens (multi-token prediction) and are not computed"
-        return f"{number:,} {told}: {names}" if self.drafts else ""
+    def beside(self) -> tuple[BoundLeaf, ...]:
+        """All that is carried along."""
+        return tuple(leaf for leaves in self.carried.values() for leaf in leaves)
+
+    @property
+    def told(self) -> list[str]:
+        """What is carried along, in words, a line for each group."""
+        lines = []
+        for group, leaves in self.carried.items():
+            number = sum(math.prod(leaf.shape) for leaf in leaves)
+            names = ", ".join(leaf.checkpoint for leaf in leaves[:3]) + (", …" if len(leaves) > 3 else "")
+            lines.append(f"{number:,} parameters beside these {CARRIED[group]} and are not computed ({group}): {names}")
+        return lines
 
     @property
     def architecture(self) -> Architecture | None:

@@ -5,6 +5,7 @@ A rule is a function from a subject to findings; `RULES` lists them. What a fami
 model of an unknown family to what its names say of one another.
 """
 
+import importlib.util
 import json
 import re
 from collections import Counter, defaultdict
@@ -20,22 +21,28 @@ import xxhash
 from ..analysis.named import LAYER
 from ..architectures import Architecture, BoundLeaf, architecture_of
 from ..architectures.config import quantisation
+from ..architectures.gguf import expressed
+from ..architectures.layout import Shape
 from ..components import ModelSpec
 from ..components.ranges import number_ranges
+from ..converter.checkpoint import open_checkpoint
 from ..converter.confinement import Confined, libraries
 from ..converter.dtypes import FLOATS, HF_NAMES, to_float64
 from ..converter.files import read_small
-from ..converter.names import CONFIG, INDEX, SINGLE
+from ..converter.formats.gguf import declared, special_ids, without_ones
+from ..converter.formats.gguf_header import open_header
+from ..converter.names import CONFIG
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import Scan, scan
 from ..display import Record, Shown
-from ..errors import InvalidInput, UnknownFamily, UsageError
+from ..errors import CannotExpress, InvalidInput, UnknownFamily, UsageError
 from .surroundings import MOST_BYTES
 
 Severity = Literal["error", "warning", "note"]
-LOADERS = ("transformers",)
+LOADERS = ("transformers", "llama.cpp", "vllm")
 """What `loader` may name: programs whose own code tells here what they would do."""
+_SUFFIXES = (".weight", ".bias")
 _FP16 = 65504.0
 _PART = 2**20
 """Elements that are read at a time."""
@@ -107,7 +114,13 @@ class Audit(Shown):
 
 
 def fix(
-    new: str | Path | Reference, out: str | Path, *, force: bool = False, offline: bool = False, **options: Any
+    new: str | Path | Reference,
+    out: str | Path,
+    *,
+    force: bool = False,
+    offline: bool = False,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> Audit:
     """Write a checkpoint again with what is wrong and can be mended without loss: names, index, shards that nobody
     lists, tensors that are there twice. Published as every conversion is. Returns the audit of what was written.
@@ -117,19 +130,23 @@ def fix(
         out: the folder to make.
         force: replace an existing checkpoint folder.
         offline: look in local files and the hub's cache alone.
+        allow_pickle: read pickles too; what is written are safetensors.
         options: the others of `audit`.
 
     Raises:
         InvalidInput: as `audit`; a weight file cannot be read, so that its tensors would be lost.
         UsageError: `out` exists or cannot be made.
     """
-    found = scan(new, offline=offline)
+    found = scan(new, offline=offline, allow_pickle=allow_pickle)
+    if found.format == "gguf":
+        raise InvalidInput(f"{found.reference} is a GGUF, which is not written again", "Convert its source again.")
     if found.broken or not found.fetched:
         why = next(iter(found.broken.values()), f"{found.reference} is on the hub, and its weights are not here")
         raise InvalidInput(f"{why}: nothing is written", "Fetch it first.")
-    names = audit(new, offline=offline, **{**options, "values": False}).names
+    more = {"offline": offline, "allow_pickle": allow_pickle}
+    names = audit(new, **more, **{**options, "values": False}).names
     rewrite(found, {name: names.get(name, name) for name in found.tensors}, out, force)
-    return audit(out, offline=offline, **options)
+    return audit(out, **more, **options)
 
 
 def audit(
@@ -139,9 +156,10 @@ def audit(
     loader: str | None = None,
     values: bool = False,
     offline: bool = False,
+    allow_pickle: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
-    """Find what is wrong with a checkpoint of safetensors files, of whatever family.
+    """Find what is wrong with a checkpoint of safetensors files, a GGUF or pickles, of whatever family.
 
     Args:
         new: the checkpoint, as everywhere.
@@ -149,6 +167,7 @@ def audit(
         loader: a program of `LOADERS` that is to load it: what it would ignore, rename or draw at random.
         values: read the weights: NaN, infinities, zeros, repetitions, and with a source every difference.
         offline: look in local files and the hub's cache alone.
+        allow_pickle: read pickles too (weights only).
         progress: called with the bytes that were read just now, and of all.
 
     Raises:
@@ -158,14 +177,18 @@ def audit(
     """
     if loader is not None and loader not in LOADERS:
         raise UsageError(f"there is no rule for {loader!r:.40}", f"known: {', '.join(LOADERS)}")
-    found = scan(new, offline=offline)
-    other = None if source is None else scan(source, offline=offline)
+    if loader == "vllm":
+        why = "what vLLM does with a tensor is code of each of its models, which says it nowhere but in a run"
+        raise UsageError(why, "--for transformers tells what most of its classes take: those of the same names.")
+    opening = {"offline": offline, "allow_pickle": allow_pickle}
+    found = scan(new, **opening)
+    other = None if source is None else scan(source, **opening)
     for each in (found, other):
         if each is not None and values and not each.fetched:
             raise UsageError(f"{each.reference} is on the hub: its values are not here", "Leave --values out.")
         if each is not None and not each.tensors and not each.broken:
             raise InvalidInput(f"{each.reference} holds no tensor: there is nothing to audit")
-    subject = _Subject(found, other, loader, values, progress or (lambda done, total: None))
+    subject = _Subject(found, other, loader, values, opening, progress or (lambda done, total: None))
     findings = [finding for rule in RULES for finding in rule(subject)]
     order = {"error": 0, "warning": 1, "note": 2}
     findings.sort(key=lambda finding: order[finding.severity])
@@ -184,6 +207,7 @@ class _Subject:
     source: Scan | None
     loader: str | None
     values: bool
+    opening: Mapping[str, bool]
     progress: Callable[[int, int], None]
     names: dict[str, str] = field(default_factory=dict)
     """Tensors by their names in the files, each with the name that it is to have."""
@@ -196,8 +220,25 @@ class _Subject:
             return None
 
     @cached_property
+    def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
+        """What a GGUF's metadata say of its tensors; None of other files, and of architectures that are not known.
+        Raises InvalidInput, CannotExpress.
+        """
+        if self.files.format != "gguf" or self.files.broken:
+            return None
+        try:
+            return declared(self.files.folder / next(iter(self.files.names)))
+        except UnknownFamily:
+            return None
+
+    @cached_property
     def spec(self) -> ModelSpec | str | None:
         """The tree that config.json says; in words why it says none; None of a family that is not known."""
+        try:
+            if self.gguf is not None:
+                return self.gguf[0]
+        except (CannotExpress, InvalidInput) as error:
+            return error.message
         if self.family is None or self.files.config is None:
             return None
         try:
@@ -212,19 +253,21 @@ class _Subject:
     def looked(self) -> list[str]:
         files = self.files
         words = ["its headers", *(["its index"] if files.index is not None else [])]
+        words += ["its metadata"] if files.format == "gguf" and isinstance(self.spec, ModelSpec) else []
         if files.config is not None:
             known = isinstance(self.spec, ModelSpec) and not self.quantised
             words.append("config.json" if known else "config.json as far as names tell")
         words += ["its values"] if self.values else []
         words += [] if self.source is None else [self.source.reference]
-        return words + ([f"the class in {self.loader}"] if self.loader else [])
+        told = {"transformers": "the class in transformers", "llama.cpp": "llama.cpp's tables"}
+        return words + ([told[self.loader]] if self.loader else [])
 
 
 # --- files and index -------------------------------------------------------------------------------------------------
 
 
 def _files(subject: _Subject) -> Iterator[Finding]:
-    files = subject.files
+    files, (single, index) = subject.files, subject.files.own
     for name, why in files.broken.items():
         yield Finding("broken-file", "error", why, (), f"Fetch or write {name} again.")
     if files.index_error:
@@ -237,8 +280,8 @@ def _files(subject: _Subject) -> Iterator[Finding]:
         yield Finding("duplicate-tensor", "error", f"in more than one file: {where}", tuple(twice), "Keep one of each.")
     weights = [*files.headers, *files.broken]
     if files.index is None:
-        if len(weights) > 1 and SINGLE not in weights:
-            yield Finding("no-index", "error", f"{len(weights)} weight files and no {INDEX}", (), "Write the index.")
+        if len(weights) > 1 and single not in weights:
+            yield Finding("no-index", "error", f"{len(weights)} weight files and no {index}", (), "Write the index.")
         return
     lost: dict[str, list[str]] = defaultdict(list)
     for name, file in files.index.items():
@@ -251,7 +294,7 @@ def _files(subject: _Subject) -> Iterator[Finding]:
     listed = set(files.index.values())
     for file, header in files.headers.items():
         unlisted = tuple(name for name in header.tensors if name not in files.index)
-        if file not in listed and file != SINGLE:
+        if file not in listed and file != single:
             message = f"the index names no tensor of {file}: no loader opens it"
             yield Finding("unlisted-file", "warning", message, unlisted, "Add it to the index, or remove it.")
         elif unlisted:
@@ -282,7 +325,7 @@ def _pairs(subject: _Subject, spec: ModelSpec, family: Architecture) -> _Pairs:
     pairs = _Pairs({leaf.checkpoint: leaf for leaf in family.bind_files(spec, tensors)})
     for name, info in tensors.items():
         known = family.canonical_name(name, pairs.declared, layers)
-        if known is None or family.drafted(name, layers) is not None:
+        if known is None or (known not in pairs.declared and family.carries(name, layers)):
             continue
         if known == family.head and spec.head.tied:
             pairs.heads.append(name)
@@ -304,7 +347,8 @@ def _tree(subject: _Subject) -> Iterator[Finding]:
     """The tensors of a known family, held to what config.json says, one by one."""
     files, spec, family = subject.files, subject.spec, subject.family
     if isinstance(spec, str):
-        yield Finding("config", "error", spec, (), f"Correct {CONFIG}.")
+        remedy = f"Correct {CONFIG}." if files.config is not None else "Convert its source again."
+        yield Finding("config", "error", spec, (), remedy)
     if not isinstance(spec, ModelSpec) or family is None or subject.quantised:
         return
     pairs, layers = _pairs(subject, spec, family), len(spec.blocks)
@@ -342,6 +386,38 @@ def _tree(subject: _Subject) -> Iterator[Finding]:
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name in pairs.heads else (rule, "")
         message = f"is {shape}, and config.json says {list(leaf.shape)}"
         yield Finding(rule, "error", message, (name,), remedy or f"Correct {CONFIG} or the tensor.")
+
+
+def _gguf(subject: _Subject) -> Iterator[Finding]:
+    """The tensors of a GGUF, held to what its metadata say."""
+    files = subject.files
+    if files.format != "gguf" or not isinstance(subject.spec, ModelSpec):
+        return
+    assert subject.gguf is not None
+    spec, wanted, dropped = subject.gguf
+    missing = tuple(name for name in wanted if name not in files.tensors)
+    extra = tuple(name for name in files.tensors if name not in wanted and name not in dropped)
+    if missing:
+        message = f"{_count(missing)} of {len(wanted):,} that its metadata ask for missing"
+        yield Finding("missing-tensor", "error", message, missing, "Convert its source again.")
+    if extra:
+        message = f"{_count(extra)} without a place in the model that its metadata say"
+        yield Finding("extra-tensor", "error", message, extra, "Convert its source again.")
+    for name in wanted.keys() & files.tensors.keys():
+        shape = files.tensors[name].shape
+        if without_ones(shape) != without_ones(wanted[name]):
+            message = f"is {list(shape)}, and its metadata say {list(wanted[name])}"
+            yield Finding("shape", "error", message, (name,), "Convert its source again.")
+    path = files.folder / next(iter(files.names))
+    tokens = open_header(path).metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else getattr(tokens, "count", 0)
+    if count > spec.vocab_size:
+        message = f"its tokenizer has {count:,} tokens, and the model {spec.vocab_size:,} rows"
+        yield Finding("tokenizer-vocabulary", "error", message, (), "Convert its source again.")
+    for name, ids in special_ids(open_header(path)).items():
+        if max(ids) >= spec.vocab_size:
+            message = f"{name}_token_id is {max(ids):,}, and the model has {spec.vocab_size:,} rows"
+            yield Finding("special-token", "error", message, (), "Correct the metadata.")
 
 
 def _stacks(subject: _Subject) -> Iterator[Finding]:
@@ -457,12 +533,13 @@ def _values(subject: _Subject) -> Iterator[Finding]:
     if not subject.values:
         return
     files = subject.files
-    readable = {name: info for name, info in files.tensors.items() if info.dtype in FLOATS}
+    kinds_of = {name: dtype for name, (dtype, _) in files.weights.info.items()}  # of a GGUF's blocks, as they are read
+    readable = {name: info for name, info in files.tensors.items() if kinds_of[name] in FLOATS}
     total = sum(info.nbytes for info in readable.values())
     odd: dict[str, list[str]] = defaultdict(list)
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name, info in readable.items():
-        kinds, digest = _look(files.weights.read(name), info.dtype)
+        kinds, digest = _look(files.weights.read(name), kinds_of[name])
         for kind in kinds:
             odd[kind].append(name)
         if not kinds and len(info.shape) > 1:
@@ -512,6 +589,9 @@ def _source(subject: _Subject) -> Iterator[Finding]:
     """What the source has and the checkpoint has not, or has otherwise; what is there under another name is matched."""
     if subject.source is None:
         return
+    if "gguf" in (formats := {subject.files.format, subject.source.format}) and len(formats) > 1:
+        yield from _across(subject, subject.source)
+        return
     ours, theirs = subject.files.tensors, subject.source.tensors
 
     def same(name: str, other: str) -> bool:
@@ -553,6 +633,30 @@ def _source(subject: _Subject) -> Iterator[Finding]:
         if changed:
             message = f"{_count(changed)} of other values than in the source"
             yield Finding("source-value", "error", message, tuple(changed), "gptkit diff tells by how much.")
+
+
+def _across(subject: _Subject, source: Scan) -> Iterator[Finding]:
+    """The same of a GGUF and a checkpoint of another format, by the names and shapes that both trees share."""
+    shapes = []
+    for side in (source.reference, subject.files.reference):
+        try:
+            opened = open_checkpoint(side, headers_only=True, partial=True, **subject.opening)
+        except InvalidInput as error:
+            if side == source.reference:
+                raise
+            yield Finding("not-compared", "error", f"not held against its source: {error.message}")
+            return
+        pairs = [pair for leaf in opened.leaves for pair in zip(leaf.shared, leaf.shared_shapes, strict=True)]
+        shapes.append(dict(pairs))
+    theirs, ours = shapes
+    lost = tuple(name for name in theirs if name not in ours)
+    if lost:
+        message = f"{_count(lost)} of the source's {len(theirs):,} lost, by the names that both share"
+        yield Finding("lost-tensor", "error", message, lost, "Convert the source again.")
+    for name in theirs.keys() & ours.keys():
+        if ours[name] != theirs[name]:
+            message = f"is {list(ours[name])}, in the source {list(theirs[name])}"
+            yield Finding("source-shape", "error", message, (name,), "Convert the source again.")
 
 
 def _same(subject: _Subject, name: str, other: str) -> bool:
@@ -628,10 +732,12 @@ def _parts_of(name: str, shape: tuple[int, ...], left: Mapping[str, tuple[int, .
 
 
 def _loader(subject: _Subject) -> Iterator[Finding]:
-    """What transformers' own class does with these names, told by the class itself, without weights."""
-    if subject.loader is None:
-        return
+    """What the program does with these names: transformers' own class tells it, without weights; llama.cpp's tables."""
     files = subject.files
+    if subject.loader == "llama.cpp":
+        yield from _for_llama_cpp(subject)
+    if subject.loader != "transformers":
+        return
     if files.config is None:
         raise InvalidInput(f"{files.reference} has no {CONFIG}: transformers does not load it")
     tensors = [[name, list(info.shape)] for name, info in files.tensors.items()]
@@ -657,9 +763,54 @@ def _loader(subject: _Subject) -> Iterator[Finding]:
         yield Finding("loader-renames", "note", f"transformers' {kind} renames: {shown}", tuple(told["renamed"]))
 
 
+def _for_llama_cpp(subject: _Subject) -> Iterator[Finding]:
+    """What llama.cpp's tables, those of the gguf package and ours, say of these names."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UsageError("llama.cpp's tables are in the gguf package, which is not installed", "pip install gguf")
+    import gguf
+
+    files = subject.files
+    names = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = max((int(match["index"]) + 1 for name in files.tensors if (match := LAYER.fullmatch(name))), default=0)
+    if files.format == "gguf":
+        kind = open_header(files.folder / next(iter(files.names))).metadata.get("general.architecture")
+        if kind not in names:
+            raise UnknownFamily(f"the gguf package has no architecture called {kind!r:.60}")
+        known = gguf.get_tensor_name_map(names[kind], layers)
+        left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+        if left:
+            message = f"llama.cpp's {kind} has no place for these, and does not load a file with others than its own"
+            yield Finding("loader-ignores", "error", message, left, "Convert its source again.")
+        return
+    if subject.family is not None and isinstance(subject.spec, ModelSpec):
+        try:
+            found = expressed(subject.spec, subject.family.name)
+        except CannotExpress as error:
+            yield Finding("loader-refuses", "error", f"no architecture of llama.cpp's computes this: {error.message}")
+            return
+        beside = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
+        if beside:
+            message = "what convert --to gguf writes has no place for these, and leaves them out"
+            yield Finding("loader-ignores", "warning", message, beside)
+        yield Finding("loader-architecture", "note", f"llama.cpp computes it as its {found.architecture.name}")
+        return
+    said = (files.config or {}).get("model_type")
+    kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
+    if kind is None:
+        raise UnknownFamily(f"the gguf package has no architecture called as the model_type {said!r:.60}")
+    known = gguf.get_tensor_name_map(names[kind], layers)
+    left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+    if left:
+        message = f"the gguf package has no name for these in its {kind}, and converters say so: can not map tensor"
+        remedy = "Where convert_hf_to_gguf.py renames them before it asks, they are right."
+        yield Finding("loader-unmapped", "warning", message, left, remedy)
+    yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
+
+
 RULES: tuple[Callable[[_Subject], Iterable[Finding]], ...] = (
     _files,
     _tree,
+    _gguf,
     _stacks,
     _config,
     _vocabulary,

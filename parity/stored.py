@@ -90,11 +90,11 @@ def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tup
     for name in set(TABLES) & (set(ours) | set(theirs)) - set(both):  # on one side alone, or of another width
         rows[name] = np.arange(min(each[name][0] for each in (ours, theirs) if name in each))
     alone = [name for name in {**ours, **theirs} if name not in both]
-    drafts = [{leaf.checkpoint: leaf for leaf in side.drafts} for side in (source, target)]
-    carried = [name for name in drafts[0] if name in drafts[1]]
+    beside = [{leaf.checkpoint: leaf for leaf in side.beside} for side in (source, target)]
+    carried = [name for name in beside[0] if name in beside[1]]
     both += carried
     for name in carried:
-        x, y = (np.ascontiguousarray(s.read(of[name])) for s, of in zip((source, target), drafts, strict=True))
+        x, y = (np.ascontiguousarray(s.read(of[name])) for s, of in zip((source, target), beside, strict=True))
         different += [] if (x.shape, x.dtype) == (y.shape, y.dtype) and same_bytes(x, y) else [name]
     return BytesVerdict(len(both), source.reference, tuple(different), tuple(cast), required, tuple(alone)), rows
 

@@ -80,7 +80,7 @@ _ERNIE4_5_MOE = _DECODER.architecture(
     config_aliases={"moe_num_experts": ("num_experts",), "moe_k": ("num_experts_per_tok",)},
     dropped=LLAMA_DROPPED,
     stacked=_HELD,
-    drafts=("model.mtp_",),
+    carried={"mtp": ("model.mtp_",)},
     irrelevant=OF_ROUTERS,
     refused={"moe_norm_min": ((1e-12, None), "what weights are divided by is never as small as usual, but may be so")},
 )

@@ -42,6 +42,6 @@ _EXAONE_MOE = _DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 53, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stacked=(*STACKED, Stacked(CORRECTION, (_STORED,))),
-    drafts=("mtp.",),
+    carried={"mtp": ("mtp.",)},
     irrelevant=OF_ROUTERS,
 )

@@ -2,7 +2,7 @@
 window in five layers of six, and rotary positions of their own in either kind of layer.
 
 Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a checkpoint with a vision tower the language
-model is read; what stands beside it is left out.
+model is read; what stands beside it is carried along.
 """
 
 from ..decoder import Decoder, sliding, turned_by_kind, with_defaults, write_by_kind
@@ -41,7 +41,9 @@ GEMMA3 = DECODER.architecture(
         ("model.language_model.", "model."),
         ("language_model.lm_head.", "lm_head."),
     ),
-    outside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    carried={
+        "vision": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+    },
     dropped=LLAMA_DROPPED,
     irrelevant={
         "cache_implementation": "generation",

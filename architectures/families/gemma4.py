@@ -2,8 +2,8 @@
 are normed or made of the keys, the last layers on keys and values of earlier ones, and an input of its own for each.
 
 Source: transformers models/gemma4/{configuration,modeling}_gemma4.py. Of a checkpoint with towers for images and sound
-the language model is read; what stands beside it is left out. Files also hold the projections of keys and values that
-the last layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
+the language model is read, and what stands beside it carried along: projections of keys and values too that the last
+layers do not use. What `use_bidirectional_attention` "vision" changes is about images alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -299,8 +299,12 @@ GEMMA4 = DECODER.architecture(
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),
-    outside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
-    dropped=(*LLAMA_DROPPED, *UNUSED),
+    carried={
+        "vision": ("model.vision_tower.", "model.embed_vision."),
+        "audio": ("model.audio_tower.", "model.embed_audio."),
+        "unused": UNUSED,
+    },
+    dropped=LLAMA_DROPPED,
     irrelevant={
         **dict.fromkeys(
             (

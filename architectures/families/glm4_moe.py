@@ -67,6 +67,6 @@ _GLM4_MOE = _DECODER.architecture(
     stated={"head_dim": 128},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
-    drafts=BEHIND,
+    carried=BEHIND,
     irrelevant={**OF_ROUTERS, **DRAFTS},
 )

@@ -47,7 +47,7 @@ _GLM4_MOE_LITE = _DECODER.architecture(
     token_ids={"bos_token_id": 0, "eos_token_id": 1},
     config_aliases={"n_routed_experts": ("num_local_experts",), "qk_rope_head_dim": ("head_dim",)},
     dropped=LLAMA_DROPPED,
-    drafts=BEHIND,
+    carried=BEHIND,
     stacked=STACKED,
     irrelevant={"qk_head_dim": KNOWN["qk_head_dim"], **OF_ROUTERS, **DRAFTS},
 )

@@ -65,6 +65,6 @@ _HY_V3 = _DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=(*STACKED, *_RENAMED),
-    drafts=BEHIND,
+    carried=BEHIND,
     irrelevant={**OF_ROUTERS, "enable_moe_fp32_combine": "a sum of two numbers rounds the same either way"},
 )

@@ -143,7 +143,7 @@ _LLAMA4_TEXT = _DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     part="text_config",
     renamed=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
-    outside=("vision_model.", "multi_modal_projector."),
+    carried={"vision": ("vision_model.", "multi_modal_projector.")},
     dropped=LLAMA_DROPPED,
     irrelevant={
         **OF_ROUTERS,

@@ -58,7 +58,7 @@ _MELLUM = _DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
-    drafts=("mtp.",),
+    carried={"mtp": ("mtp.",)},
     irrelevant={
         **OF_ROUTERS,
         **dict.fromkeys(

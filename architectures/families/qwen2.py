@@ -62,11 +62,27 @@ def write_windows(spec: ModelSpec) -> dict[str, Any]:
 # transformers' Qwen2Config has no head_dim, but its model takes one where config.json brings it along.
 _DECODER = Decoder(FIELDS, fixed={"attention.qkv_bias": True}, layers=windows, written=write_windows)
 
+# Qwen2VLTextConfig, and Qwen2_5_VLTextConfig alike
+_VISION = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
 _QWEN2 = _DECODER.architecture(
     "qwen2",
     "Qwen2ForCausalLM",
     LEAVES,
     released="2024-01",
     dropped=LLAMA_DROPPED,
+    texts=dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _VISION),
     irrelevant={"use_mrope": "multimodal positions, off in text models"},
 )

@@ -14,4 +14,16 @@ _DECODER = Decoder(
     written=write_windows,
 )
 
-_QWEN3 = _DECODER.architecture("qwen3", "Qwen3ForCausalLM", LEAVES, released="2025-04", dropped=LLAMA_DROPPED)
+_QWEN3 = _DECODER.architecture(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LEAVES,
+    released="2025-04",
+    dropped=LLAMA_DROPPED,
+    texts={
+        "qwen3_vl_text": {
+            "max_position_embeddings": 128000,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        }
+    },
+)

@@ -113,11 +113,20 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     for name, tensor in kept.items():
         # To ggml a dimension of one more or less is the same tensor.
         wanted = shapes.get(name, tensor.shape)
-        shape = wanted if _without_ones(wanted) == _without_ones(tensor.shape) else tensor.shape
+        shape = wanted if without_ones(wanted) == without_ones(tensor.shape) else tensor.shape
         stored[name] = _stored(path, tensor, shape)
         if name in ones:
             stored[name] = replace(stored[name], dtype="F32", decode=partial(_one_less, kind=tensor.type), kind="")
     return Opened(found.spec, found.origin, bound, Weights(stored), (path,), texts, notes)
+
+
+def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
+    """The tree that a file's metadata say, the tensors of such a tree with their shapes, and those that hold nothing it
+    needs. Raises InvalidInput, CannotExpress.
+    """
+    found = _Model(path, open_header(path))
+    shapes = {leaf.checkpoint: leaf.shape for leaf in found.kind.bind(found.spec)}
+    return found.spec, shapes, frozenset(found.dropped)
 
 
 def tensors(path: Path) -> Weights:
@@ -136,7 +145,7 @@ def _stored(path: Path, tensor: GgufTensor, shape: Shape) -> Stored:
     return Stored(path, "F32", *at, decode=partial(dequantised, kind=kind), kind=kind.name)
 
 
-def _without_ones(shape: Shape) -> Shape:
+def without_ones(shape: Shape) -> Shape:
     """A shape without the outermost dimensions that are one."""
     return tuple(dropwhile(lambda size: size == 1, shape))
 

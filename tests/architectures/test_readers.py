@@ -140,11 +140,12 @@ def test_names_under_every_prefix_are_the_text_models() -> None:
         text = transformers.Gemma3ForCausalLM(composite().text_config)
     known = dict.fromkeys(text.state_dict())
     for names in (checkpoint_tensors(whole), whole.state_dict()):
-        found = {GEMMA.canonical_name(name, known, 6) for name in names}
-        assert found - {None} == set(known)
-        assert None in found
-        dropped = [name for name in names if GEMMA.canonical_name(name, known, 6) is None]
-        assert all("vision_tower" in name or "projector" in name for name in dropped)
+        ours = {name: GEMMA.canonical_name(name, known, 6) for name in names}
+        beside = {name for name in names if ours[name] not in known}
+        assert {ours[name] for name in names if name not in beside} == set(known)
+        assert beside
+        assert all("vision_tower" in name or "projector" in name for name in beside)
+        assert {GEMMA.carries(name, 6) for name in beside} == {("vision", name) for name in beside}
 
 
 # --- in part ----------------------------------------------------------------------------------------------------------

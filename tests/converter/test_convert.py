@@ -14,10 +14,12 @@ import transformers
 from helpers.covering import covered, few
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
+from helpers.unknown import composite
 from safetensors.torch import load_file, save_file, save_model
 
 from gptkit import params, verify
 from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures.base import CARRIED, OUTSIDE
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, default_output
 from gptkit.converter.manifest import check_manifest
@@ -236,13 +238,12 @@ def test_gamma_and_beta(gpt2: tuple[Path, Any], tmp_path: Path) -> None:
 @few(4)
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_what_older_files_hold_beside_the_weights_is_left_out_and_told(family: str, tmp_path: Path) -> None:
-    """Buffers, what composite models have beside the language model, and a head that is tied all the same."""
+    """Buffers, and a head that is tied all the same."""
     config = REPRESENTATIVES[family].config
     architecture = architecture_of(config)
     save_hf(config, tmp_path / "source")
     expected = raw_tensors(tmp_path / "source")
     names = [each for template in architecture.dropped if (each := template.format(layer=1)) not in expected]
-    names += [f"{prefix}layers.0.weight" for prefix in architecture.outside]
     more = {name: torch.ones(5, dtype=torch.uint8) for name in names}
     if architecture.spec(config).head.tied:
         table = next(
@@ -676,9 +677,65 @@ def test_a_base_model_whose_head_is_its_own_lacks_it(tmp_path: Path) -> None:
     assert "A base model alone has no head" in str(caught.value)
 
 
-# --- what drafts tokens -----------------------------------------------------------------------------------------------
+# --- what is carried along --------------------------------------------------------------------------------------------
 
-DRAFTS = {family.name: family.drafts for family in ARCHITECTURES.values() if family.drafts}
+DRAFTS = {family.name: family.carried["mtp"] for family in ARCHITECTURES.values() if "mtp" in family.carried}
+BESIDE = [(family.name, group) for family in ARCHITECTURES.values() for group in family.carried if group != "mtp"]
+COMPOSITES = {
+    family.model_types[-1]: family for family in ARCHITECTURES.values() if not {*OUTSIDE}.isdisjoint(family.carried)
+}
+
+
+@few(2)
+@pytest.mark.parametrize(("family", "group"), BESIDE)
+def test_what_no_layer_reads_is_carried_there_and_back_unless_dropped(family: str, group: str, tmp_path: Path) -> None:
+    """Whatever its type is, under each of the names that it may have; a float of another type is cast where asked."""
+    architecture = ARCHITECTURES[family]
+    config = CONFIGS[family + ("-shared" if group == "unused" else "")]
+    save_hf(config, tmp_path / "hf")
+    text = raw_tensors(tmp_path / "hf")
+    last = len(architecture.spec(config).blocks) - 1
+    names = [template.format(layer=last) for template in architecture.carried[group]]
+    names = [name + "0.weight" if name.endswith(".") else name for name in names]
+    assert not {*names} & {*text}
+    more = {name: torch.full((2, 3), number, dtype=torch.int64) for number, name in enumerate(names)}
+    more |= {f"{names[0]}_scale": torch.rand(3)}
+    edited(tmp_path / "hf", lambda weights: weights.update(more))
+    done = convert(tmp_path / "hf", tmp_path / "local")
+    assert any(f"({group}): " in note and CARRIED[group] in note for note in done.source.notes)
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    assert raw_tensors(tmp_path / "back") == raw_tensors(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "without", "hf", drop=[group])
+    assert raw_tensors(tmp_path / "without") == text
+    with pytest.raises(UsageError, match="nothing of 'sight' to leave out"):
+        convert(tmp_path / "hf", tmp_path / "never", drop=["sight"])
+    half = convert(tmp_path / "hf", tmp_path / "half", "hf", dtype="bfloat16")
+    kinds = {name: raw_tensors(tmp_path / "half")[name][0] for name in more}
+    assert kinds == dict.fromkeys(names, "I64") | {f"{names[0]}_scale": "BF16"}
+    assert half.source.carried.keys() == {group}
+
+
+@few(1)
+@pytest.mark.parametrize("family", COMPOSITES)
+@pytest.mark.parametrize("edit", [None, "dtype", "shards"])
+def test_a_composite_model_comes_back_whole(family: str, edit: str | None, tmp_path: Path) -> None:
+    """As transformers saves it; and where its files are others, a composite that transformers loads without a word."""
+    model = composite(family)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "local")
+    how = {None: {}, "dtype": {"dtype": "float64"}, "shards": {"max_shard_bytes": SHARDED}}[edit]
+    convert(tmp_path / "local", tmp_path / "back", "hf", **how)
+    if edit is None:
+        assert contents(tmp_path / "hf").items() <= contents(tmp_path / "back").items()
+    again, info = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(
+        torch.equal(x.double(), y.double())
+        for x, y in zip(again.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    convert(tmp_path / "local", tmp_path / "text", "hf", drop=open_checkpoint(tmp_path / "local").carried.keys())
+    reload(tmp_path / "text", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text"))
 
 
 def test_what_drafts_tokens_is_what_transformers_drops() -> None:
@@ -702,7 +759,7 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
     if base:
         model.base_model.save_pretrained(tmp_path / "hf")
     layers = len(architecture_of(config).spec(config).blocks)
-    name = DRAFTS[family][0].format(layer=layers) + "eh_proj.weight"
+    name = DRAFTS[family][0].format(behind=layers) + "eh_proj.weight"
     name = name.removeprefix("model.") if base else name
     edited(tmp_path / "hf", lambda weights: weights.update({name: torch.randn(48, 96).bfloat16()}))
     convert(tmp_path / "hf", tmp_path / "local")
@@ -721,7 +778,7 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
     edited(tmp_path / "back", lambda weights: weights.update({name: torch.zeros(48, 96).bfloat16()}))
     failed = verify(tmp_path / "hf", tmp_path / "back", mutations=False)
     assert not failed.passed and len(failed.bytes.different) == 1
-    if "{layer}" in DRAFTS[family][0]:
+    if "{behind}" in DRAFTS[family][0]:
         further = name.replace(f".{layers}.", f".{layers + 1}.").replace(f"layers.{layers}.", f"layers.{layers + 1}.")
         edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
         with pytest.raises(CheckpointError, match="no place in the model"):
@@ -732,5 +789,8 @@ def test_another_family_has_no_place_for_what_drafts_tokens(tmp_path: Path) -> N
     save_hf(CONFIGS["deepseek_v3-dense"], tmp_path / "hf")
     edited(tmp_path / "hf", lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.ones(48, 96)}))
     done = convert(tmp_path / "hf", tmp_path / "youtu", "hf:youtu")
-    assert done.source.notes[-1] == "hf:youtu has no place for what drafts tokens: left out"
-    assert open_checkpoint(tmp_path / "youtu").drafts == ()
+    assert (
+        done.source.notes[-1]
+        == "hf:youtu has no place for tensors that draft tokens (multi-token prediction): left out"
+    )
+    assert open_checkpoint(tmp_path / "youtu").carried == {}

@@ -35,6 +35,44 @@ def small(value: Any, key: str = "", layers: int = 0) -> Any:
     return next((min(value, size) for word, size in SMALL.items() if word in key), value)
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "gemma4": {
+        "text_config.per_layer_config": {"1": {"head_dim": 16}},
+        "text_config.vocab_size_per_layer_input": 97,
+        "vision_config": small(CONFIG_MAPPING["gemma4_vision"]().to_dict()),
+    },
+    "llama4": {"vision_config.vision_output_dim": 32, "vision_config.projector_output_dim": 32},
+    "llava": {},
+    "mistral3": {},
+    "qwen2_vl": {
+        "text_config.rope_parameters": _ROPE,
+        "vision_config.embed_dim": 32,
+        "vision_config.depth": 2,
+        "vision_config.num_heads": 4,
+    },
+    "qwen2_5_vl": {
+        "text_config.rope_parameters": _ROPE,
+        "vision_config.out_hidden_size": 32,
+        "vision_config.depth": 2,
+        "vision_config.num_heads": 4,
+    },
+    "qwen3_vl": {"vision_config.depth": 2},
+}
+"""Types of models of images and text, with what must be said to cut them down."""
+
+
+def composite(kind: str, **fields: Any) -> Any:
+    """A model of images and text with random weights."""
+    found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    data = small(CONFIG_MAPPING[kind]().to_dict())
+    for place, value in {**COMPOSITES[kind], **fields}.items():
+        part, _, name = place.rpartition(".")
+        (data[part] if part else data)[name] = value
+    return filled(getattr(transformers, found), transformers.AutoConfig.for_model(**data))
+
+
 def tiny(kind: str) -> Any:
     """A model of that type with random weights, None where transformers makes none of sizes cut down like this."""
     found = CAUSAL[kind]
@@ -43,11 +81,14 @@ def tiny(kind: str) -> Any:
         made = getattr(transformers, found if isinstance(found, str) else found[0])
         with torch.device("meta"):
             model = made(config)
-        if sum(each.numel() for each in model.parameters()) > MOST:
-            return None
-        model = made(config)
+        return filled(made, config) if sum(each.numel() for each in model.parameters()) <= MOST else None
     except Exception:  # whatever its own checks say
         return None
+
+
+def filled(kind: Any, config: Any) -> Any:
+    """A model of that class with random weights."""
+    model = kind(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in model.parameters():

@@ -1,23 +1,28 @@
 """audit: what is wrong with a checkpoint is named with its tensors, and what is right is left in peace."""
 
 import json
+import random
 import shutil
+import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from helpers.command import call
 from helpers.covering import few
-from helpers.hubserver import Hub, Repo
+from helpers.families import CONFIGS, save_hf
+from helpers.gguf_files import write_gguf
+from helpers.hubserver import OLD, Hub, Repo, of_preset
 from helpers.unknown import UNKNOWN, saved
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import gptkit
-from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.errors import GptkitError, InvalidInput, UnknownFamily, UntrustedInput, UsageError
 from gptkit.parity.audit import Audit, audit, fix
 from gptkit.parity.diff import diff
 from gptkit.report.tree import tree_rows
@@ -250,6 +255,23 @@ def test_a_repository_is_held_to_itself_by_headers(tmp_path: Path, hub: Hub) -> 
         audit("org/name", values=True)
 
 
+def test_of_a_repository_of_many_files_only_the_headers_are_asked_for(hub: Hub) -> None:
+    """Of every shard one range of its beginning, of 141 GB 3 MB; an index that lost an entry is told all the same."""
+    repo = hub.repos["org/name"] = of_preset("llama-3-70b", 30)
+    result = audit("org/name")
+    assert result.clean
+    assert result.nbytes > 1.4e11
+    ranges = [line for line in hub.asked if line.startswith("GET") and ".safetensors" in line and INDEX not in line]
+    assert sorted(line.split()[3] for line in ranges) == sorted(name for name in repo.files if name.endswith("tensors"))
+    assert {line.split()[4] for line in ranges} == {"bytes=0-99999"}
+    assert sum(hub.sent.values()) < 4e6
+    places = json.loads(repo.files[INDEX])["weight_map"]
+    places.pop("model.layers.79.mlp.up_proj.weight")
+    repo.files[INDEX] = json.dumps({"weight_map": places}).encode()
+    repo.commit = OLD
+    assert found(audit("org/name"), "unlisted-tensor") == ("model.layers.79.mlp.up_proj.weight",)
+
+
 @few(3)
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_models_of_no_known_family_are_told_by_names(kind: str, tmp_path: Path) -> None:
@@ -274,6 +296,109 @@ def test_models_of_no_known_family_are_told_by_names(kind: str, tmp_path: Path) 
     assert audit(tmp_path / "model").clean
 
 
+GGUF_LOSSES: dict[str, tuple[Callable[[dict[str, Any], Any], object], str, tuple[str, ...]]] = {
+    "nothing": (lambda held, writer: None, "", ()),
+    "a tensor is gone": (
+        lambda held, writer: held.pop("blk.1.ffn_up.weight"),
+        "missing-tensor",
+        ("blk.1.ffn_up.weight",),
+    ),
+    "a tensor came from elsewhere": (
+        lambda held, writer: held.update({"blk.0.ffn_gate_shexp.weight": 2 * held["blk.0.ffn_gate.weight"]}),
+        "extra-tensor",
+        ("blk.0.ffn_gate_shexp.weight",),
+    ),
+    "a tensor is transposed": (
+        lambda held, writer: held.update({"blk.0.ffn_up.weight": held["blk.0.ffn_up.weight"].T.copy()}),
+        "shape",
+        ("blk.0.ffn_up.weight",),
+    ),
+    "a special id has no row": (lambda held, writer: writer.add_eos_token_id(10**6), "special-token", ()),
+    "the tokenizer has more tokens": (
+        lambda held, writer: writer.add_token_list([str(each) for each in range(1000)]),
+        "tokenizer-vocabulary",
+        (),
+    ),
+    "a tensor is not a number": (
+        lambda held, writer: held["blk.1.ffn_up.weight"].__setitem__((0, 0), float("nan")),
+        "not-finite",
+        ("blk.1.ffn_up.weight",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_LOSSES)
+def test_what_a_gguf_lost_is_named(case: str, tmp_path: Path) -> None:
+    """By itself, and beside the checkpoint that it was made from; what llama.cpp has no place for by its tables."""
+    change, rule, named = GGUF_LOSSES[case]
+    model = save_hf(CONFIGS["llama"], tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", "llama", model, change=change)
+    result = audit(tmp_path / "model.gguf", values=True)
+    assert [(each.rule, each.tensors) for each in result.findings] == ([(rule, named)] if rule else [])
+    beside = audit(tmp_path / "model.gguf", source=tmp_path / "hf")
+    assert any(each.rule == "lost-tensor" for each in beside.findings) == (case == "a tensor is gone")
+    loaded = audit(tmp_path / "model.gguf", loader="llama.cpp")
+    assert any(each.rule == "loader-ignores" for each in loaded.findings) == (rule == "extra-tensor")
+    with pytest.raises(InvalidInput, match="not written again"):
+        fix(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_gguf_of_an_unknown_architecture_is_held_to_itself(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "plamo2")
+    for layer in range(6):
+        for name in ("attn_norm", "ffn_up") if layer != 3 else ("attn_norm",):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.full((4, 8), layer + 1.5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert found(audit(tmp_path / "model.gguf"), "layer-incomplete") == ("blk.3.ffn_up.weight",)
+    (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:-64])
+    assert {each.rule for each in audit(tmp_path / "model.gguf").findings} == {"broken-file"}
+
+
+def test_pickles_are_audited_where_they_are_allowed(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "llama", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    held = {name: each for name, each in tensors().items() if name != UP}
+    file = tmp_path / "model" / "pytorch_model.bin"
+    torch.save(held, file)
+    with pytest.raises(UntrustedInput, match="pickle"):
+        audit(tmp_path / "model")
+    result = audit(tmp_path / "model", source="sample:llama", allow_pickle=True, values=True)
+    assert found(result, "lost-tensor") == found(result, "missing-tensor") == (UP,)
+    assert call("audit", tmp_path / "model", "--allow-pickle").exit_code == 3
+    torch.save({f"module.{name}": each for name, each in tensors().items()}, file)
+    assert fix(tmp_path / "model", tmp_path / "mended", source="sample:llama", allow_pickle=True).clean
+    assert diff(tmp_path / "mended", "sample:llama", rank=False).same_bytes
+    names = list(held)
+    file.unlink()
+    shards = {f"pytorch_model-0000{part}-of-00002.bin": names[part - 1 :: 2] for part in (1, 2)}
+    for name, inside in shards.items():
+        torch.save({each: held[each] for each in inside}, file.parent / name)
+    places = {each: name for name, inside in shards.items() for each in inside if each != names[3]}
+    (file.parent / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    result = audit(tmp_path / "model", allow_pickle=True)
+    assert found(result, "unlisted-tensor") == (names[3],)
+    (file.parent / "pytorch_model-00001-of-00002.bin").write_bytes(b"PK")
+    assert "broken-file" in {each.rule for each in audit(tmp_path / "model", allow_pickle=True).findings}
+
+
+def test_what_llama_cpp_makes_of_a_checkpoint_is_told_by_its_tables(tmp_path: Path) -> None:
+    assert found(audit("sample:gpt2", loader="llama.cpp"), "loader-architecture") == ()
+    save_hf(CONFIGS["xglm"], tmp_path / "xglm")
+    refused = audit(tmp_path / "xglm", loader="llama.cpp")
+    assert [each.rule for each in refused.findings] == ["loader-refuses"]
+    assert saved("qwen3_next", tmp_path / "next") is not None
+    file = tmp_path / "next" / "model.safetensors"
+    save_file({**load_file(file), "value_head.weight": torch.ones(1, 32)}, file, metadata={"format": "pt"})
+    assert "value_head.weight" in found(audit(tmp_path / "next", loader="llama.cpp"), "loader-unmapped")
+    edit(tmp_path / "next" / "config.json", lambda data: data.update(model_type="opera"))
+    with pytest.raises(UnknownFamily, match="'opera'"):
+        audit(tmp_path / "next", loader="llama.cpp")
+    with pytest.raises(UsageError, match="what vLLM does with a tensor"):
+        audit("sample:gpt2", loader="vllm")
+
+
 def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
     """A Qwen3-Next with a layer that drafts tokens, saved again by transformers."""
     import transformers
@@ -288,21 +413,80 @@ def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
     assert found(audit(tmp_path / "saved", source=tmp_path / "model"), "lost-tensor") == tuple(drafts)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(data=st.data())
-def test_broken_files_are_findings_or_errors(data: st.DataObject, tmp_path: Path) -> None:
-    """Whatever a byte of an index, a header or a config is changed to; the folder itself is never written to."""
+# --- broken files -----------------------------------------------------------------------------------------------------
+
+SHARD = "model-00001-of-00003.safetensors"
+GGUF = "model.gguf"
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**63, 1e308, "", "../x", "/etc/passwd", "a\x00", "\ud800", "x" * 5000, [], {}, [[]] * 50),
+    *("BF16", "F4", "I64", "../model-00002-of-00003.safetensors", SHARD, "model.safetensors", [2**40, 2**40], [0, 1]),
+)
+
+
+def broken_json(value: Any, draw: random.Random) -> Any:
+    """A value with one place in it removed, doubled or of another value."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(list(value))
+        rest = {name: each for name, each in value.items() if name != key}
+        how = draw.random()
+        if how < 0.15:
+            return rest
+        if how < 0.3:
+            return {**value, str(draw.choice(ODD))[:60]: value[key]}
+        return {**value, key: broken_json(value[key], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        at = draw.randrange(len(value))
+        return [*value[:at], broken_json(value[at], draw), *value[at + draw.randrange(2) :]]
+    return draw.choice(ODD)
+
+
+def broken(name: str, raw: bytes, draw: random.Random) -> bytes:
+    """A file's bytes with some of the first of them changed, or what they say in JSON."""
+    length = struct.unpack("<Q", raw[:8])[0] if name == SHARD else 0
+    text = raw[8 : 8 + length] if name == SHARD else raw
+    if name != GGUF and draw.random() < 0.6:
+        made = json.dumps(broken_json(json.loads(text), draw)).encode()
+        return struct.pack("<Q", len(made)) + made + raw[8 + length :] if name == SHARD else made
+    data = bytearray(raw)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(min(len(data), 3000))
+        data[at : at + draw.randrange(4)] = draw.randbytes(draw.randrange(4))
+    return bytes(data[: draw.randrange(len(data))] if draw.random() < 0.1 else data)
+
+
+def listed(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_broken_files_are_findings_or_errors(count: int, tmp_path: Path) -> None:
+    """Whatever of an index, a header or a config is changed: nothing but typed errors and findings, nothing is written
+    but what was asked for, and never to the checkpoint itself.
+    """
     folder = write(tmp_path / "model", dict(list(tensors().items())[:6]))
-    file = folder / data.draw(st.sampled_from([INDEX, "config.json", "model-00001-of-00003.safetensors"]))
-    raw = bytearray(file.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, min(len(raw), 600) - 1))
-        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    file.write_bytes(raw)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    try:
-        audit(folder, source="sample:llama")
-        fix(folder, tmp_path / "out", force=True)
-    except GptkitError:
-        pass
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    gptkit.convert("sample:llama", tmp_path / GGUF, to="gguf")
+    (folder / GGUF).write_bytes((tmp_path / GGUF).read_bytes())
+    (tmp_path / GGUF).unlink()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    around = {*listed(tmp_path), ".out.lock", "out"}
+    told: Counter[str] = Counter()
+    for number in range(count):
+        draw = random.Random(number)
+        name = draw.choice([INDEX, "config.json", SHARD, GGUF])
+        raw = broken(name, whole[name], draw)
+        (folder / name).write_bytes(raw)
+        try:
+            if name == GGUF:
+                told["found" if audit(folder / GGUF).findings else "nothing"] += 1
+            else:
+                told["found" if audit(folder, source="sample:llama").findings else "nothing"] += 1
+                fix(folder, tmp_path / "out", force=True)
+                told["mended"] += 1
+        except GptkitError:
+            told["refused"] += 1
+        except Exception as error:
+            raise AssertionError(f"mutation {number}, of {name}") from error
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**whole, name: raw}, number
+        assert listed(tmp_path) <= around, number
+        (folder / name).write_bytes(whole[name])
+    assert all(told[kind] > count // 50 for kind in ("found", "mended", "refused")), told
