@@ -100,7 +100,7 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
     largest layer's are there once, under "layer".
     """
-    inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
+    inputs = len(spec.blocks) * run.rows * spec.stream_size * run.size
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
     return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
@@ -115,7 +115,7 @@ def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
     before = Keeping(program, run)
     found = before.found + Keeping(spec.after_blocks(), run).found
     if stream and before.keeps(program[-1]):
-        found[before.views[program[-1].id].storage.row] -= run.rows * spec.hidden_size * run.size
+        found[before.views[program[-1].id].storage.row] -= run.rows * spec.stream_size * run.size
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
@@ -291,8 +291,16 @@ class Keeping:
             case ops.Given():
                 result.storage.kept_elsewhere = operation.again
                 result.heads_first = operation.again
+            case ops.Scale(weights=((_, shape),)) if shape != (1,):  # one of a number is not trained
+                self._keep(self._given(operation))
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.AltUp():
+                result = self._in_streams(operation, result)
+            case ops.Sparse():
+                self._keep(self._given(operation))
+                self._keep(result)
+                found[operation.row] += size // int(operation.shape[-1])  # the deviation of each row
             case ops.Temper():
                 found[operation.row] += run.tokens * (
                     run.size if operation.temperature.counts == "positions" else FLOAT
@@ -355,7 +363,9 @@ class Keeping:
                 cost = ACTIVATION_COSTS[operation.function]
                 if cost.input:
                     self._keep(self._given(operation))
-                if cost.result:
+                if operation.wide and run.size < run.wide:  # a copy, which no other operation reads
+                    found[operation.row] += numbers * run.wide
+                elif cost.result:
                     self._keep(result)
                 found[operation.row] += (cost.kept - cost.input) * size
                 if operation.weights:  # which elements are above 0, and what is made of each number learnt for a side
@@ -396,6 +406,27 @@ class Keeping:
                     found[chosen.storage.row] -= chosen.size // run.size * LONG
             case _:
                 raise ops.unknown(operation, "the memory of training")
+        return result
+
+    def _in_streams(self, operation: ops.AltUp, result: _View) -> _View:
+        """What a step with several streams keeps, and its result: a view of a stream is one of all."""
+        run, first = self.run, self._given(operation)
+        match operation.step:
+            case "pick":
+                return _View(operation.id, first.storage, result.size)
+            case "predict":
+                self._keep(first)
+                self._keep(self._given(operation, 1))
+            case "correct":  # what the second input is off, and the numbers that it is multiplied by
+                coefficients = self._given(operation, 2)
+                self.found[operation.row] += self._given(operation, 1).size + coefficients.size
+            case "split" | "join":  # of the others: themselves, times the length wanted, and three numbers of length
+                self._keep(first)
+                others = [self._given(operation, index) for index in range(1, len(operation.inputs))]
+                for other in others:
+                    self._keep(other)
+                lengths = 2 * run.rows * run.size
+                self.found[operation.row] += sum(other.size + lengths for other in others) + lengths
         return result
 
     def _cached(self, operation: ops.Cache, result: _View) -> _View:

@@ -67,10 +67,12 @@ class Embedding(Component, frozen=True):
 class LayerEmbedding(Component, frozen=True):
     """What a token has for each layer beside the stream: `width` numbers for each of so many layers, side by side in
     one row of a table (Gemma 3n). They are summed · (row + norm(projected · projection(x))), x the token's embedding;
-    each layer's are normed by themselves, and its `LayerInput` takes them in.
+    each layer's are normed by themselves, and its `LayerInput` takes them in. A token beyond the table's rows has the
+    first. `scaling` "rounded" rounds both numbers to the dtype of the rows before they multiply.
     """
 
     label = "embedding"
+    rounds = ("scaling",)
     tells = ("table", "norm")
     given = ("hidden_size", "layers")
 
@@ -81,6 +83,7 @@ class LayerEmbedding(Component, frozen=True):
     norm: Norm
     projected: Positive
     summed: Positive
+    scaling: Literal["exact", "rounded"] = "exact"
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:

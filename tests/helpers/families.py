@@ -58,6 +58,9 @@ GEMMA = {**LLAMA, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 1
 GEMMA2 = {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 16}
 GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA3N |= {"vocab_size_per_layer_input": 90, "hidden_size_per_layer_input": 12, "laurel_rank": 10}
+GEMMA3N |= {"num_kv_shared_layers": 0, "altup_num_inputs": 3, "final_logit_softcapping": 3.0}
 GEMMA4 = {**GEMMA, "model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 16, "global_head_dim": 24}
 GEMMA4 |= {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 12}
 GEMMA4_SHORT = {**GEMMA4, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -481,6 +484,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**GEMMA3, "sliding_window_pattern": 2},
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 24},
         "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    },
+    "gemma3n_text": {**GEMMA3N, "num_hidden_layers": 7, "num_kv_shared_layers": 2},
+    "gemma3n_text-sparse": {
+        **GEMMA3N,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+        "intermediate_size": [88, 80, 72, 96, 88, 88],
+    },
+    "gemma3n_text-active": {
+        **GEMMA3N,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 2,
+        "num_hidden_layers": 11,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "hidden_activation": "silu",
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "gemma3n_text-composite": {
+        "model_type": "gemma3n",
+        "text_config": {**GEMMA3N, "altup_num_inputs": 2, "num_hidden_layers": 5, "vocab_size_per_layer_input": 101},
+        "vision_config": {"model_type": "gemma3n_vision", "hidden_size": 24},
+        "image_token_id": 5,
         "tie_word_embeddings": True,
     },
     "gemma4_text": {**GEMMA4, "num_hidden_layers": 7},
@@ -1577,7 +1606,7 @@ def randomised_reference(
     with torch.no_grad():
         for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype
             if module._non_persistent_buffers_set:
-                model._init_weights(module)
+                (module if isinstance(module, transformers.PreTrainedModel) else model)._init_weights(module)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens
