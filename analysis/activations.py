@@ -271,6 +271,8 @@ class Keeping:
             size = self._bytes(operation)
             if isinstance(operation, ops.Linear):
                 size = self.run.rows * operation.inputs_wide * self.run.size
+            elif isinstance(operation, ops.AltUp) and operation.step == "pick":
+                size *= operation.count
             self.views[name] = _View(name, _Storage(size, "norms"), size)
         return self.views[name]
 

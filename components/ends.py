@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
 from .feed_forward import FEW, MADE
 from .norms import Norm
-from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, linear
+from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, Tokens, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head", "LayerEmbedding"]
@@ -128,7 +128,7 @@ class LayerEmbedding(Component, frozen=True):
         """Of the embeddings of "tokens", `source`."""
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
-        found: list[AnyOperation] = [Given(ids, ("tokens",), shape, row, words="token ids")]
+        found: list[AnyOperation] = [Tokens(ids, (), shape, row)]
         found += self.table.operations(f"{path}.table", ids, shape)
         rows = found[-1].id
         found.append(Given(x, (source,), wide, row, words="the token's embedding"))

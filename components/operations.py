@@ -338,7 +338,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
     """A step with several streams of a token, (streams, B, T, hidden).
 
     - split: the first input, and each other as long as it, become streams
-    - pick: the stream `index`
+    - pick: the stream `index` of `count`
     - predict: each stream and the sum of all times a token's numbers, one for each pair of streams
     - correct: the predicted streams, each with a number times what the second input is off the one with `index`
     - spread: the streams with the second input added to all but the first
@@ -347,6 +347,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
 
     step: Literal["split", "pick", "predict", "correct", "spread", "join"]
     index: int = 0
+    count: int = 1
 
 
 # fmt: off

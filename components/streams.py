@@ -48,7 +48,7 @@ class Streams(Component, frozen=True):
         name, one = ("into", shape) if split else ("out_of", shape[1:])
         found: list[AnyOperation] = []
         if not split:
-            found += (_pick(f"{path}.stream.{i}", source, one, i) for i in range(self.count))
+            found += (_pick(self, f"{path}.stream.{i}", source, one, i) for i in range(self.count))
         read = [source if split else f"{path}.stream.{i}" for i in range(self.count)]
         made = [_linear(self, f"{name}.{i}", path, read[i + 1], one) for i in range(self.count - 1)]
         inputs = (read[0], *(each.id for each in made))
@@ -129,10 +129,10 @@ class AlternatingUpdates(Component, frozen=True):
         """Of all streams the predicted ones, `.predicted`, and the active one of them, `.active`."""
         wide = (self.count, *shape)
         return (
-            _pick(f"{path}.first", source, shape, self.active),
+            _pick(self, f"{path}.first", source, shape, self.active),
             *self._routed(path, f"{path}.first", shape, "prediction", self.count**2),
             AltUp(f"{path}.predicted", (source, f"{path}.prediction"), wide, "streams", step="predict"),
-            _pick(f"{path}.active", f"{path}.predicted", shape, self.active),
+            _pick(self, f"{path}.active", f"{path}.predicted", shape, self.active),
         )
 
     def corrected(self, path: str, source: str, shape: Sizes) -> Program:
@@ -147,7 +147,7 @@ class AlternatingUpdates(Component, frozen=True):
         """The active one of the corrected streams, times a weight."""
         own = (("weight", (self.hidden_size,)),)
         return (
-            _pick(f"{path}.computed", f"{path}.corrected", shape, self.active),
+            _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),
             Scale(f"{path}.scale", (f"{path}.computed",), shape, "streams", own, factor=1.0),
         )
 
@@ -199,6 +199,6 @@ def _linear(node: Component, name: str, path: str, source: str, shape: Sizes) ->
     return Linear(f"{path}.{name}", (source,), shape, "streams", (("weight", weight),), inputs_wide=weight[1])
 
 
-def _pick(name: str, source: str, shape: Sizes, index: int) -> AltUp:
+def _pick(node: Streams | AlternatingUpdates, name: str, source: str, shape: Sizes, index: int) -> AltUp:
     """One of several streams."""
-    return AltUp(name, (source,), shape, "streams", step="pick", index=index)
+    return AltUp(name, (source,), shape, "streams", step="pick", index=index, count=node.count)
