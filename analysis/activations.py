@@ -473,13 +473,14 @@ class Keeping:
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
         operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
-        sinks = queries if mixing.softmax.weights and not mixing.softmax.behind else 0
-        if (
-            mixing.softmax.behind
-        ):  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
+        behind = mixing.softmax.sunk == "behind it"
+        sinks = queries if mixing.softmax.weights and not behind else 0
+        if behind:  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
             narrowed = 0 if weights == run.wide else queries * weights
             found["scores"] += (pairs + queries) * scored + queries * run.wide + narrowed + size
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
-        found["scores"] += queries * LONG if sinks else 0  # where the largest is, which is taken away beside sinks
+        found["scores"] += (
+            sinks * LONG if mixing.softmax.sunk == "in softmax" else 0
+        )  # where the largest is, which is taken away beside sinks
         return _View(operation.id, _Storage(size, row), size)

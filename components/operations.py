@@ -214,14 +214,14 @@ class Softmax(Operation, frozen=True, kw_only=True):
     `chunked` those of its own chunk of so many.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink); with `behind` it is not among these, and their sum is multiplied
-    by what is left to them.
+    without a value, beside those of the keys (a sink), which are first made less by the largest; with `sunk` "in
+    float32" they are not, and "behind it" it is not among these, and their sum is multiplied by what is left to them.
     """
 
     window: int | None = None
     chunked: bool = False
     wide: bool = True
-    behind: bool = False
+    sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
 
 
 class Mix(Operation, frozen=True, kw_only=True):
@@ -393,7 +393,7 @@ def attend(
     window: int | None = None,
     chunked: bool = False,
     wide: bool = True,
-    sinks: Literal["", "in softmax", "behind it"] = "",
+    sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
@@ -411,8 +411,7 @@ def attend(
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
     weights = (("sinks", (heads,)),) if sinks else ()
-    behind = sinks == "behind it"
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, behind=behind, **sight)
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, sunk=sinks or "in softmax", **sight)
     yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", **sight)
 
 

@@ -98,6 +98,8 @@ LONG_ROPE = {
 }
 
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+FLINT = {"model_type": "flint", "head_dim": 16, "num_hidden_layers": 5, "sliding_window": 16}
+FLINT |= {"shared_expert_intermediate_size": 56}
 KOLIBRI1 = {
     **{name: value for name, value in GROUPED_LLAMA.items() if name != "intermediate_size"},
     **EXPERTS,
@@ -497,7 +499,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text-active": {
         **GEMMA3N,
-        "altup_num_inputs": 4,
+        "altup_num_inputs": 8,
         "altup_active_idx": 2,
         "num_hidden_layers": 11,
         "attention_bias": True,
@@ -637,6 +639,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "clip_qkv": 0.5,
         "attention_bias": True,
+    },
+    "flint": {**GROUPED_LLAMA, **EXPERTS, **FLINT},
+    "flint-sparse": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        **FLINT,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         **GROUPED_LLAMA,
