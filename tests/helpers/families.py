@@ -100,6 +100,7 @@ LONG_ROPE = {
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
 FLINT = {"model_type": "flint", "head_dim": 16, "num_hidden_layers": 5, "sliding_window": 16}
 FLINT |= {"shared_expert_intermediate_size": 56}
+ARIA = {"model_type": "aria_text", "intermediate_size": 40, "moe_num_experts": 4}
 KOLIBRI1 = {
     **{name: value for name, value in GROUPED_LLAMA.items() if name != "intermediate_size"},
     **EXPERTS,
@@ -1428,6 +1429,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 24,
             "llama_4_scaling_beta": 0.7,
         },
+    },
+    "aria_text": {**GROUPED_LLAMA, **ARIA},
+    "aria_text-composite": {
+        "model_type": "aria",
+        "text_config": {
+            **GROUPED_LLAMA,
+            **ARIA,
+            "moe_num_experts": 5,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+            "attention_bias": True,
+            "head_dim": 16,
+        },
+        "vision_config": {"model_type": "idefics3_vision", "hidden_size": 24},
+        "image_token_id": 5,
     },
     "afmoe": {
         **GROUPED_LLAMA,
