@@ -43,6 +43,7 @@ class SubLayer(Component, frozen=True):
         "sum_norm": "norms of sums left out",
         "multiplier": "branches not scaled",
         "low_rank": "residual of low rank left out",
+        "onto": "inputs of layers added to the computed stream",
     }
 
     mixer: Mixer
@@ -112,6 +113,7 @@ class Block(Component, frozen=True):
         "parallel": "parallel block run in series",
         "residual": "residual taken from the stream, not from the norm",
         "scale": "what leaves blocks not scaled",
+        "altup": "streams of a token not updated",
     }
 
     sublayers: tuple[SubLayer, ...]

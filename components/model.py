@@ -32,6 +32,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         "positions": "table of positions left out",
         "final_norm": "norm of the last output left out",
         "layer_inputs": "inputs of layers left out",
+        "streams": "one stream a token",
     }
 
     embedding: Embedding
