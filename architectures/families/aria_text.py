@@ -12,6 +12,9 @@ from .gpt_oss import EXPERT, MLP, both
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 from .qwen2_moe import shared
 
+SILU = {"silu": "silu", "swish": "silu"}
+"""Routed experts have it whatever is said, and those that all tokens go through have what is."""
+
 DECODER = Decoder(
     {
         **with_defaults(USUAL, intermediate_size=4096),
@@ -25,7 +28,6 @@ DECODER = Decoder(
     mixtures=Mixtures(expert={"fused": True, "arithmetic": "conv1d"}),
     whole_heads=True,
 )
-SILU = {"silu": "silu", "swish": "silu"}  # of experts it is whatever is said, of those that all go through what is
 
 LEAVES = (
     *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
