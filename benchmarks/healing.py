@@ -23,7 +23,21 @@ CHANGES: dict[str, dict[str, str]] = {
 }
 """Name -> the swap of the GPT-2 sample."""
 TEACHER = "sample:gpt2"
-COLUMNS = (*("change", "KL before", "healed", "±", "recovered", "perplexity before", "healed", "±", "floor's KL", "±", "seconds"),)
+COLUMNS = (
+    *(
+        "change",
+        "KL before",
+        "healed",
+        "±",
+        "recovered",
+        "perplexity before",
+        "healed",
+        "±",
+        "floor's KL",
+        "±",
+        "seconds",
+    ),
+)
 PAGE = """# What healing gives back
 
 What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes

@@ -34,7 +34,7 @@ from . import gemma2
 from .gemma import GEMMA_IDS
 from .gemma2 import NORMS, SANDWICH
 from .gemma3 import KINDS
-from .gemma4 import BEHIND, INPUTS, LATE, MADE, TOWERS, UNUSED
+from .gemma4 import BEHIND, INPUTS, LATE, TOWERS, UNUSED
 from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 
@@ -178,6 +178,7 @@ STREAMS = {
     for i in range(MOST_STREAMS - 1)
 }
 HEAD = "lm_head"
+MADE = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
 LEAVES = (
     *leaves_of(EMBEDDING),
     *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
