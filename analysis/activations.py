@@ -100,7 +100,7 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
     largest layer's are there once, under "layer".
     """
-    inputs = len(spec.blocks) * run.rows * spec.hidden_size * run.size
+    inputs = len(spec.blocks) * run.rows * spec.stream_size * run.size
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
     return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
@@ -115,7 +115,7 @@ def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
     before = Keeping(program, run)
     found = before.found + Keeping(spec.after_blocks(), run).found
     if stream and before.keeps(program[-1]):
-        found[before.views[program[-1].id].storage.row] -= run.rows * spec.hidden_size * run.size
+        found[before.views[program[-1].id].storage.row] -= run.rows * spec.stream_size * run.size
     found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
     return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
 
@@ -271,6 +271,8 @@ class Keeping:
             size = self._bytes(operation)
             if isinstance(operation, ops.Linear):
                 size = self.run.rows * operation.inputs_wide * self.run.size
+            elif isinstance(operation, ops.AltUp) and operation.step == "pick":
+                size *= operation.count
             self.views[name] = _View(name, _Storage(size, "norms"), size)
         return self.views[name]
 
@@ -291,8 +293,16 @@ class Keeping:
             case ops.Given():
                 result.storage.kept_elsewhere = operation.again
                 result.heads_first = operation.again
+            case ops.Scale(weights=((_, shape),)) if shape != (1,):  # one of a number is not trained
+                self._keep(self._given(operation))
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.AltUp():
+                result = self._in_streams(operation, result)
+            case ops.Sparse():
+                self._keep(self._given(operation))
+                self._keep(result)
+                found[operation.row] += size // int(operation.shape[-1])  # the deviation of each row
             case ops.Temper():
                 found[operation.row] += run.tokens * (
                     run.size if operation.temperature.counts == "positions" else FLOAT
@@ -355,7 +365,9 @@ class Keeping:
                 cost = ACTIVATION_COSTS[operation.function]
                 if cost.input:
                     self._keep(self._given(operation))
-                if cost.result:
+                if operation.wide and run.size < run.wide:  # a copy, which no other operation reads
+                    found[operation.row] += numbers * run.wide
+                elif cost.result:
                     self._keep(result)
                 found[operation.row] += (cost.kept - cost.input) * size
                 if operation.weights:  # which elements are above 0, and what is made of each number learnt for a side
@@ -396,6 +408,27 @@ class Keeping:
                     found[chosen.storage.row] -= chosen.size // run.size * LONG
             case _:
                 raise ops.unknown(operation, "the memory of training")
+        return result
+
+    def _in_streams(self, operation: ops.AltUp, result: _View) -> _View:
+        """What a step with several streams keeps, and its result: a view of a stream is one of all."""
+        run, first = self.run, self._given(operation)
+        match operation.step:
+            case "pick":
+                return _View(operation.id, first.storage, result.size)
+            case "predict":
+                self._keep(first)
+                self._keep(self._given(operation, 1))
+            case "correct":  # what the second input is off, and the numbers that it is multiplied by
+                coefficients = self._given(operation, 2)
+                self.found[operation.row] += self._given(operation, 1).size + coefficients.size
+            case "split" | "join":  # of the others: themselves, times the length wanted, and three numbers of length
+                self._keep(first)
+                others = [self._given(operation, index) for index in range(1, len(operation.inputs))]
+                for other in others:
+                    self._keep(other)
+                lengths = 2 * run.rows * run.size
+                self.found[operation.row] += sum(other.size + lengths for other in others) + lengths
         return result
 
     def _cached(self, operation: ops.Cache, result: _View) -> _View:
@@ -440,13 +473,14 @@ class Keeping:
         operand(k, mixing.key_heads(k.heads, run), scored, copied=way == "unfused" or moved(k))
         operand(v, mixing.key_heads(v.heads, run), weights, copied=moved(v))
         pairs, queries = mixing.pairs(run), run.rows * heads
-        sinks = queries if mixing.softmax.weights and not mixing.softmax.behind else 0
-        if (
-            mixing.softmax.behind
-        ):  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
+        behind = mixing.softmax.sunk == "behind it"
+        sinks = queries if mixing.softmax.weights and not behind else 0
+        if behind:  # the scores, the logarithm of each row's sum, its share, and what is multiplied by it
             narrowed = 0 if weights == run.wide else queries * weights
             found["scores"] += (pairs + queries) * scored + queries * run.wide + narrowed + size
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
-        found["scores"] += queries * LONG if sinks else 0  # where the largest is, which is taken away beside sinks
+        found["scores"] += (
+            sinks * LONG if mixing.softmax.sunk == "in softmax" else 0
+        )  # where the largest is, which is taken away beside sinks
         return _View(operation.id, _Storage(size, row), size)

@@ -73,6 +73,10 @@ def work_of(operation: ops.AnyOperation) -> Work:
             return Work(channels * width, state=channels * (width - 1), repeats=None)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
+        case ops.AltUp(step="predict", shape=(streams, *_, width)):
+            return Work(int(streams) ** 2 * int(width))
+        case ops.AltUp() | ops.Sparse():
+            return Work()
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below
         case ops.Product() | ops.Scale() | ops.Shift() | ops.Add() | ops.Choose() | ops.Combine() | ops.Temper():

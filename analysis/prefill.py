@@ -32,7 +32,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     for block in spec.blocks:
         worst = max(worst, held + layers[block].most)
         held += layers[block].left
-    last = stream = run.rows * spec.hidden_size * run.size
+    last = stream = run.rows * spec.stream_size * run.size
     if ends:  # norms of all tokens, and then logits of those that are asked for
         program = spec.after_blocks()
         first = next(index for index, each in enumerate(program) if each.row == "head")
@@ -109,6 +109,16 @@ class Following:
                 return _Step(size, size if weighs else 0)
             case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
+            case ops.Sparse():
+                return _Step(size)
+            case ops.AltUp(step="pick"):
+                return _Step()
+            case ops.AltUp(step="spread"):
+                return _Step(onto=operation.inputs[0])
+            case ops.AltUp(step="join"):  # beside it the streams, before they are one
+                return _Step(size, size * len(operation.inputs))
+            case ops.AltUp():  # what is multiplied, or put together
+                return _Step(size, size)
             case ops.Norm():
                 numbers = size // run.size
                 if operation.lies == "kernel":

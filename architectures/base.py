@@ -97,11 +97,11 @@ class Stacked:
     checkpoint: tuple[str, ...]
 
     def bound(self, spec: ModelSpec) -> Iterator[tuple[str, list[list[str]]]]:
-        """Of each layer that has experts: the parameter, and the names of its parts, those of an expert together."""
+        """Of each layer that has experts, or of all: the parameter, and its parts' names, an expert's together."""
         for layer, block in enumerate(spec.blocks):
-            count = getattr(block.mixer("feed_forward"), "experts", None)
+            count = getattr(block.mixer("feed_forward"), "experts", None) if self.of_experts else 1
             if count is not None:
-                experts = range(count if self.of_experts else 1)
+                experts = range(count)
                 names = [[each.format(layer=layer, expert=expert) for each in self.checkpoint] for expert in experts]
                 yield self.parameter.format(layer=layer), names
 

@@ -51,7 +51,8 @@ as the changed model was.
 
 {table}
 
-± is the largest less the smallest over seeds; *seconds* are those of one healing run on one thread. `make healing` writes this page.
+± is the largest less the smallest over seeds; *seconds* are those of one healing run on one thread. `make healing`
+writes this page.
 """
 
 

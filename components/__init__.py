@@ -24,3 +24,4 @@ from .model import *
 from .norms import *
 from .positions import *
 from .serialise import *
+from .streams import *

@@ -53,7 +53,8 @@ class Attention(Mixer, Component, frozen=True):
     (Hunyuan). `v_norm` is on each head's values (Gemma 4). `mixed_norm` is on what all heads give, before the output
     projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks`
     a head has one more score, of a key with no value (gpt-oss); `sunk` says whether it is among those of the softmax,
-    or what heads give is multiplied by what it leaves to the others (Granite). `temperature` is on the queries, last of
+    kept in fp32 in a model of any dtype or not, or what heads give is multiplied by what it leaves to the others
+    (Granite). `temperature` is on the queries, last of
     all.
 
     `kv_from` says what keys and values are made of: the "input", each by a projection; with "keys" one projection makes
@@ -133,7 +134,7 @@ class Attention(Mixer, Component, frozen=True):
     kept: Literal["window", "all"] = "window"
     lie: Literal["as cached", "as projected"] = "as cached"
     kernel: Literal["any", "eager"] = "any"
-    sunk: Literal["in softmax", "behind it"] = "in softmax"
+    sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
 
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:

@@ -14,14 +14,15 @@ from .feed_forward import FeedForward, GatedFeedForward
 from .latent_attention import LatentAttention
 from .mixture import MixtureOfExperts
 from .norms import Norm
-from .operations import Add, AnyOperation, Program, Scale, Sizes, Stream
+from .operations import Add, AltUp, AnyOperation, Program, Scale, Sizes, Stream
+from .streams import AlternatingUpdates, LowRankResidual
 from .words import NOT_THERE, Words
 
 __all__ = ["Block", "BlockScale", "SubLayer"]
 
 NORMS = ("norm", "output_norm", "sum_norm")
 
-OWN = ("parallel", "residual", "scale", "sums")  # a block's fields beside its sub-layers
+OWN = ("parallel", "residual", "scale", "altup", "sums")  # a block's fields beside its sub-layers
 
 PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
@@ -30,7 +31,9 @@ class SubLayer(Component, frozen=True):
     """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
 
     Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
-    `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite).
+    `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite). With
+    `low_rank` r x becomes (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n). In a layer with `altup` what goes `onto`
+    "others" is added to all streams but the first, and is of the active one of the corrected streams.
     """
 
     tells = ("mixer", *NORMS)
@@ -39,13 +42,21 @@ class SubLayer(Component, frozen=True):
         "output_norm": "norms of sub-layers' outputs left out",
         "sum_norm": "norms of sums left out",
         "multiplier": "branches not scaled",
+        "low_rank": "residual of low rank left out",
+        "onto": "inputs of layers added to the computed stream",
     }
 
     mixer: Mixer
     norm: Norm | None = None
+    low_rank: LowRankResidual | None = None
     output_norm: Norm | None = None
     sum_norm: Norm | None = None
     multiplier: Positive = 1.0
+    onto: Literal["stream", "others"] = "stream"
+
+    def __post_init__(self) -> None:
+        if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
+            raise ConfigError("a residual of low rank is of a norm's output, in a sum without a norm")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         """As of any component; `path` is the block's, and the parts' paths begin with it."""
@@ -56,8 +67,8 @@ class SubLayer(Component, frozen=True):
     def parts(self) -> dict[str, Any]:
         """Its fields by the names that they have in a block: "attention_norm", "attention", …"""
         slot = self.mixer.slot
-        named = {"norm": self.norm, "": self.mixer}
-        named |= {name: getattr(self, name) for name in ("output_norm", "sum_norm", "multiplier")}
+        named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
+        named |= {name: getattr(self, name) for name in ("output_norm", "sum_norm", "multiplier", "onto")}
         return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
 
     def words(self) -> dict[str, Words]:
@@ -84,7 +95,8 @@ class BlockScale(Component, frozen=True):
 
 
 class Block(Component, frozen=True):
-    """One layer: its sub-layers, one after the other, and what multiplies the stream behind them, `scale`.
+    """One layer: its sub-layers, one after the other, and what multiplies the stream behind them, `scale`. With `altup`
+    the stream is several, of which they compute one.
 
     With `parallel` all of them read the layer's input, through norms of their own or, where one has none, through the
     first one's, and their results are added to it together: the last one's and then those before, or with `sums`
@@ -101,12 +113,14 @@ class Block(Component, frozen=True):
         "parallel": "parallel block run in series",
         "residual": "residual taken from the stream, not from the norm",
         "scale": "what leaves blocks not scaled",
+        "altup": "streams of a token not updated",
     }
 
     sublayers: tuple[SubLayer, ...]
     parallel: bool = False
     residual: Literal["stream", "normed"] = "stream"
     scale: BlockScale | None = None
+    altup: AlternatingUpdates | None = None
     sums: Literal["branches first", "stream first"] = "branches first"
 
     def __post_init__(self) -> None:
@@ -121,13 +135,24 @@ class Block(Component, frozen=True):
         for sublayer in self.sublayers:
             if self.residual == "normed" and sublayer.norm is None:
                 raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")
-            if self.parallel and sublayer.sum_norm is not None:
-                raise ConfigError("a parallel block has one sum, and no norms of the sums of its sub-layers")
+            if self.parallel and (sublayer.sum_norm is not None or sublayer.low_rank is not None):
+                raise ConfigError("a parallel block has one sum, and none of its sub-layers, with norms or residuals")
+        others = [sublayer.onto == "others" for sublayer in self.sublayers]
+        if others != sorted(others) or all(others) or (any(others) and self.altup is None):
+            raise ConfigError("sub-layers onto other streams come last, in a block with altup")
+        if self.altup is not None and (self.parallel or self.scale is not None or self.residual == "normed"):
+            raise ConfigError("a block with altup is serial, adds to the stream and is not scaled")
+        if self.altup is not None and sum(others) > 1:
+            raise ConfigError("one sub-layer alone goes onto other streams")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
-        scale = None if self.scale is None else self.scale.mapped(change, f"{path}.scale" if path else "scale")
-        return change(msgspec.structs.replace(self, sublayers=sublayers, scale=scale), path)
+        own = {
+            name: part.mapped(change, f"{path}.{name}" if path else name)
+            for name in ("scale", "altup")
+            if (part := getattr(self, name)) is not None
+        }
+        return change(msgspec.structs.replace(self, sublayers=sublayers, **own), path)
 
     def slips(self) -> dict[str, Block]:
         alone = self.parallel and all(sublayer.norm is not None for sublayer in self.sublayers)
@@ -137,10 +162,12 @@ class Block(Component, frozen=True):
         """How wide each part is that meets the stream: (name, size)."""
         for sublayer in self.sublayers:
             for name, part in sublayer.parts().items():
-                if isinstance(part, Mixer):
+                if isinstance(part, Mixer | LowRankResidual):
                     yield name, part.hidden_size
                 elif isinstance(part, Norm):
                     yield name, part.size
+        if self.altup is not None:
+            yield "altup", self.altup.hidden_size
 
     def entries(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -263,7 +290,11 @@ class Block(Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         """From the stream `source` to the sum that leaves the block; ids are the modules' names within it."""
         end = "block_output"  # until where the module has a name for its results
-        found: list[AnyOperation] = [Stream(source, (source,), shape, "norms", held=end)]
+        streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)
+        found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end)]
+        if self.altup is not None:
+            found += self.altup.predicted(f"{path}altup", source, shape)
+            source = found[-1].id
 
         def run(name: str, node: Component, read: str, held: str = end) -> str:
             program: Program = node.operations(f"{path}{name}", read, shape)
@@ -277,12 +308,18 @@ class Block(Component, frozen=True):
 
         branches, total, shared = [], source, source
         for index, sublayer in enumerate(self.sublayers):
-            slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1
+            slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1 and self.altup is None
+            if self.altup is not None and sublayer.onto == "others":
+                found += self.altup.corrected(f"{path}altup", total, shape)
+                found += self.altup.scaled(f"{path}altup", shape)
+                total = found[-1].id
             read = shared if self.parallel else total
             if sublayer.norm is not None:
-                following = "" if last or self.parallel else f"{self.sublayers[index + 1].mixer.slot}_norm"
+                behind = self.sublayers[index + 1 : index + 2]
+                following = "" if self.parallel or not behind else f"{behind[0].mixer.slot}_norm"
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
             shared = read if index == 0 else shared
+            beside = "" if sublayer.low_rank is None else run(f"{slot}_low_rank", sublayer.low_rank, read)
             scaled, kept = sublayer.multiplier != 1, "" if last else end  # of a branch the last result has the name
             normed = sublayer.output_norm is not None
             branch = run(slot, sublayer.mixer, read, "" if normed or scaled else kept)
@@ -295,11 +332,22 @@ class Block(Component, frozen=True):
             if self.parallel:
                 branches.append(branch)
                 continue
+            if sublayer.onto == "others":
+                found.append(AltUp(end, (f"{path}altup.corrected", branch), streams, "streams", step="spread"))
+                continue
             past = read if self.residual == "normed" else total
-            total = add(end if last else f"{slot}_output", past, branch, past)
+            total = add(end if last and not beside else f"{slot}_output", past, branch, past)
+            if beside:
+                total = add(f"{slot}_augmented", total, beside, total)
+                name = end if last else f"{slot}_halved"
+                found.append(Scale(name, (total,), shape, "norms", held=end, factor=0.5**0.5))
+                total = name
             if sublayer.sum_norm is not None:  # whose result has the sum's name
                 found[-1] = msgspec.structs.replace(found[-1], held="")
                 total = run(f"{slot}_sum_norm", sublayer.sum_norm, total)
+        if self.altup is not None and self.sublayers[-1].onto == "stream":
+            *first, corrected = self.altup.corrected(f"{path}altup", total, shape)
+            found += (*first, msgspec.structs.replace(corrected, id=end))
         if self.parallel and self.sums == "stream first":
             for index, branch in enumerate(branches):
                 total = add(end if index == len(branches) - 1 else f"sum_{index + 1}", total, branch, total)
@@ -321,7 +369,7 @@ class Block(Component, frozen=True):
         Raises:
             MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
         """
-        looked = (*NORMS[1:], *(("multiplier",) if self.residual == "normed" else ()))
+        looked = (*NORMS[1:], "low_rank", *(("multiplier",) if self.residual == "normed" else ()))
         for index, sublayer in enumerate(self.sublayers):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:

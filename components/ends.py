@@ -8,7 +8,7 @@ from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
 from .feed_forward import FEW, MADE
 from .norms import Norm
-from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, linear
+from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, Tokens, linear
 from .words import Words
 
 __all__ = ["Embedding", "Head", "LayerEmbedding"]
@@ -67,10 +67,12 @@ class Embedding(Component, frozen=True):
 class LayerEmbedding(Component, frozen=True):
     """What a token has for each layer beside the stream: `width` numbers for each of so many layers, side by side in
     one row of a table (Gemma 3n). They are summed · (row + norm(projected · projection(x))), x the token's embedding;
-    each layer's are normed by themselves, and its `LayerInput` takes them in.
+    each layer's are normed by themselves, and its `LayerInput` takes them in. A token beyond the table's rows has the
+    first. `scaling` "rounded" rounds both numbers to the dtype of the rows before they multiply.
     """
 
     label = "embedding"
+    rounds = ("scaling",)
     tells = ("table", "norm")
     given = ("hidden_size", "layers")
 
@@ -81,6 +83,7 @@ class LayerEmbedding(Component, frozen=True):
     norm: Norm
     projected: Positive
     summed: Positive
+    scaling: Literal["exact", "rounded"] = "exact"
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
@@ -125,7 +128,7 @@ class LayerEmbedding(Component, frozen=True):
         """Of the embeddings of "tokens", `source`."""
         row, every, wide = "embedding", (*shape, self.layers, self.width), (*shape, self.hidden_size)
         ids, x = f"{path}.tokens", f"{path}.embedded"
-        found: list[AnyOperation] = [Given(ids, ("tokens",), shape, row, words="token ids")]
+        found: list[AnyOperation] = [Tokens(ids, (), shape, row)]
         found += self.table.operations(f"{path}.table", ids, shape)
         rows = found[-1].id
         found.append(Given(x, (source,), wide, row, words="the token's embedding"))

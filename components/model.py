@@ -13,6 +13,7 @@ from .ends import Embedding, Head, LayerEmbedding
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Stream, Tokens
 from .positions import LearnedPositions, SinusoidalPositions
+from .streams import Streams
 from .words import Words
 
 __all__ = ["ModelSpec", "differences", "without_rounding"]
@@ -20,21 +21,24 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known. Without
-    a `final_norm` the head reads the last block's output (where norms stand behind the sums, say).
+    a `final_norm` the head reads the last block's output (where norms stand behind the sums, say). With `streams` each
+    layer passes on several, and has an `altup`.
     """
 
-    tells = ("embedding", "positions", "layer_inputs", "blocks", "final_norm", "head", "context_length")
+    tells = ("embedding", "positions", "layer_inputs", "streams", "blocks", "final_norm", "head", "context_length")
     notes = ("context_length",)
     by_length: ClassVar[dict[str, Any]] = {"context_length": None}
     forgotten: ClassVar[dict[str, str]] = {
         "positions": "table of positions left out",
         "final_norm": "norm of the last output left out",
         "layer_inputs": "inputs of layers left out",
+        "streams": "one stream a token",
     }
 
     embedding: Embedding
     positions: LearnedPositions | SinusoidalPositions | None = None
     layer_inputs: LayerEmbedding | None = None
+    streams: Streams | None = None
     blocks: tuple[Block, ...]
     final_norm: Norm | None = None
     head: Head
@@ -51,6 +55,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.head.tied and self.head.width != self.embedding.width:
             raise ConfigError(f"a tied head of width {self.head.width} on a table of width {self.embedding.width}")
 
+        count = None if self.streams is None else self.streams.count
+        for layer, block in enumerate(self.blocks):
+            if count != (None if block.altup is None else block.altup.count):
+                raise ConfigError(f"layer {layer} is not for {count or 1} streams, which the model has")
         self._given()
 
     def _given(self) -> None:
@@ -66,14 +74,12 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if getattr(block.attention, "kv_from", "") == "earlier":
                 raise ConfigError(f"layer {layer} takes keys of an earlier layer, and none makes such")
             made.add(heads)
-        rows = self.vocab_size if inputs is None else inputs.table.vocab_size
-        if rows < self.vocab_size:
-            raise ConfigError(f"layer_inputs of {rows} tokens in a vocabulary of {self.vocab_size}")
 
     @property
     def beside(self) -> str:
         """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
+        there["streams"] = self.streams is not None
         return " and ".join(name for name, is_there in there.items() if is_there)
 
     @property
@@ -87,6 +93,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         yield from ((name, node.size) for name, node in norms.items() if node is not None)
         if self.layer_inputs is not None:
             yield "layer_inputs", self.layer_inputs.hidden_size
+        if self.streams is not None:
+            yield "streams", self.streams.hidden_size
         for block, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1]):
             first = next(run)[0]
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
@@ -117,6 +125,11 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     @property
     def hidden_size(self) -> int:
         return self.embedding.hidden_size
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of a token that a layer passes on to the next."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +176,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             own = tuple(self.positions.shapes().items())
             found.append(Positions("positions", (), shape[1:], "embedding", own, offset=self.positions.offset))
             found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
+        if self.streams is not None:
+            found += self.streams.operations("streams", found[-1].id, found[-1].shape)
         return tuple(found)
 
     def block_operations(self, block: Block) -> Program:
@@ -172,8 +187,12 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def after_blocks(self) -> Program:
         """From the last block's sum to logits."""
         stream: Sizes = ("B", "T", self.hidden_size)
-        norm = () if self.final_norm is None else self.final_norm.operations("final_norm", "block_output", stream)
-        return (*norm, *self.head.operations("head", norm[-1].id if norm else "block_output", stream))
+        found: list[AnyOperation] = []
+        if self.streams is not None:
+            found += self.streams.operations("streams", "block_output", (self.streams.count, *stream))
+        if self.final_norm is not None:
+            found += self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
+        return (*found, *self.head.operations("head", found[-1].id if found else "block_output", stream))
 
 
 @lru_cache(maxsize=256)

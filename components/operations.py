@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "Activation", "Add", "Alibi", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve", "Embed",
-    "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate", "Scale",
-    "Scan", "Scores", "Shift", "Sizes", "Softmax", "Stream", "Temper", "Tokens", "attend", "linear", "out_of",
-    "unknown",
+    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve",
+    "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate",
+    "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens", "attend", "linear",
+    "out_of", "unknown",
 ]
 # fmt: on
 
@@ -41,7 +41,8 @@ class Operation(msgspec.Struct, frozen=True):
     order of the operation's arguments. shape: of the result. row: under which row of a table of costs its products and
     its result are counted. weights: the module's own, by name. copies: so many modules alike, of which a token takes
     some. apart: so many are run one after the other, each on its share of the tokens. held: the id of the operation
-    until which the module has a name for the result; without one it is gone after its last use.
+    until which the module has a name for the result; without one it is gone after its last use. tied: the operation
+    whose weights it uses.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Operation(msgspec.Struct, frozen=True):
     copies: int = 1
     apart: int = 1
     held: str = ""
+    tied: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -112,9 +114,8 @@ class Linear(Operation, frozen=True, kw_only=True):
 
     together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
     whose result the rows lie in `groups`. joined: their results are put side by side in a tensor of their own. choice:
-    the input that tells which of the copies a token takes. tied: the operation whose weight it uses. window: of the
-    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
-    weight too, of which it makes a copy.
+    the input that tells which of the copies a token takes. window: of the cached tokens that it reads, how many are
+    seen. wide: its input is taken in fp32 at least, and with "both" its weight too, of which it makes a copy.
     """
 
     inputs_wide: int
@@ -125,7 +126,6 @@ class Linear(Operation, frozen=True, kw_only=True):
     groups: int = 1
     joined: bool = False
     choice: str | None = None
-    tied: str | None = None
     window: int | None = None
 
     @property
@@ -214,14 +214,14 @@ class Softmax(Operation, frozen=True, kw_only=True):
     `chunked` those of its own chunk of so many.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
-    without a value, beside those of the keys (a sink); with `behind` it is not among these, and their sum is multiplied
-    by what is left to them.
+    without a value, beside those of the keys (a sink), which are first made less by the largest; with `sunk` "in
+    float32" they are not, and "behind it" it is not among these, and their sum is multiplied by what is left to them.
     """
 
     window: int | None = None
     chunked: bool = False
     wide: bool = True
-    behind: bool = False
+    sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
 
 
 class Mix(Operation, frozen=True, kw_only=True):
@@ -253,9 +253,16 @@ class Convolve(Operation, frozen=True, kw_only=True):
 
 
 class Activation(Operation, frozen=True, kw_only=True):
-    """A function of each element."""
+    """A function of each element. wide: in fp32 at least."""
 
     function: Function
+    wide: bool = False
+
+
+class Sparse(Operation, frozen=True, kw_only=True):
+    """What of each element is above the number below which `share` of a row lie where it is normal, and 0 of others."""
+
+    share: float
 
 
 class Product(Operation, frozen=True, kw_only=True):
@@ -265,7 +272,9 @@ class Product(Operation, frozen=True, kw_only=True):
 
 
 class Scale(Operation, frozen=True, kw_only=True):
-    """The input times a number, and times its weight, where it has one: a number too, and one that is not trained."""
+    """The input times a number, and times its weight, where it has one: a number too, and one that is not trained, or
+    one a column.
+    """
 
     factor: float
 
@@ -325,10 +334,27 @@ class Combine(Operation, frozen=True, kw_only=True):
     weighs: bool = True
 
 
+class AltUp(Operation, frozen=True, kw_only=True):
+    """A step with several streams of a token, (streams, B, T, hidden).
+
+    - split: the first input, and each other as long as it, become streams
+    - pick: the stream `index` of `count`
+    - predict: each stream and the sum of all times a token's numbers, one for each pair of streams
+    - correct: the predicted streams, each with a number times what the second input is off the one with `index`
+    - spread: the streams with the second input added to all but the first
+    - join: the mean of the first input and each other, as long as it
+    """
+
+    step: Literal["split", "pick", "predict", "correct", "spread", "join"]
+    index: int = 0
+    count: int = 1
+
+
 # fmt: off
 AnyOperation = (
     Tokens | Stream | Given | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap
     | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
+    | Sparse | AltUp
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""
@@ -367,7 +393,7 @@ def attend(
     window: int | None = None,
     chunked: bool = False,
     wide: bool = True,
-    sinks: Literal["", "in softmax", "behind it"] = "",
+    sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
@@ -385,8 +411,7 @@ def attend(
         yield Cap(f"{path}.capped", (last,), seen, "scores", limit=cap)
         last = f"{path}.capped"
     weights = (("sinks", (heads,)),) if sinks else ()
-    behind = sinks == "behind it"
-    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, behind=behind, **sight)
+    yield Softmax(f"{path}.weights", (last,), seen, "scores", weights, wide=wide, sunk=sinks or "in softmax", **sight)
     yield Mix(f"{path}.mixed", (f"{path}.weights", v), ("B", "T", heads, value_dim), "attention", **sight)
 
 

@@ -6,7 +6,7 @@ scaled_dot_product_attention (flash where the hardware has it). They differ in t
 paths do, and each follows its counterpart there to the bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import CACHE_LINE, LayerCache
 from .context import Context
-from .layers import FusedLinears, Linear, capped, clipped
+from .layers import FusedLinears, Linear, capped, clipped, kept_wide
 from .registry import build_module, computes, module_of
 
 Kernel = Literal["sdpa", "eager"]
@@ -69,6 +69,8 @@ class Mixing:
             return mixed * left.to(mixed.dtype)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+            if spec.sunk == "in float32":
+                return F.softmax(scores, dim=-1)[..., :-1].to(v.dtype) @ v
             # As transformers' gpt-oss, before it is rounded; of `max` autograd keeps a number a row, of `amax` all.
             scores = scores - scores.max(dim=-1, keepdim=True).values
             return F.softmax(scores, dim=-1, dtype=wide)[..., :-1].to(v.dtype) @ v
@@ -151,6 +153,13 @@ class AttentionModule(nn.Module):
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
         self.gate_proj = Linear(hidden, q, False, spec.arithmetic) if spec.gated else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttentionModule":
+        sinks = None if self.sinks is None else self.sinks.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if sinks is not None and self.sinks is not None and self.spec.sunk == "in float32":
+            self.sinks = nn.Parameter(kept_wide(fn)(sinks), self.sinks.requires_grad)
+        return self
 
     @staticmethod
     def cache(spec: Attention) -> LayerCache | None:

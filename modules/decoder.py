@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ..components import (
     Block,
-    BlockScale,
     Component,
     Embedding,
     Head,
     LayerEmbedding,
     LearnedPositions,
+    LowRankResidual,
     Mixer,
     ModelSpec,
     Norm,
@@ -36,6 +36,7 @@ from .context import Context
 from .layers import Linear, capped
 from .positions import sinusoids
 from .registry import build_module
+from .streams import Scaling
 
 
 class EmbeddingModule(nn.Module):
@@ -69,20 +70,11 @@ class LayerEmbeddingModule(nn.Module):
 
     def forward(self, input_ids: Tensor, x: Tensor) -> Tensor:
         spec, by_layer = self.spec, (self.spec.layers, self.spec.width)
-        rows = torch.unflatten(self.table(input_ids), -1, by_layer)
-        projected = self.norm(torch.unflatten(self.projection(x) * spec.projected, -1, by_layer))
-        return (projected + rows) * spec.summed  # type: ignore[no-any-return]
-
-
-class BlockScaleModule(nn.Module):
-    """x times one number, which training leaves as it is, since it is a buffer in transformers."""
-
-    def __init__(self, _: BlockScale) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        rows = torch.unflatten(self.table(input_ids.where(input_ids < spec.table.vocab_size, 0)), -1, by_layer)
+        numbers = (spec.projected, spec.summed)
+        first, last = map(x.new_tensor, numbers) if spec.scaling == "rounded" else numbers
+        projected = self.norm(torch.unflatten(self.projection(x) * first, -1, by_layer))
+        return (projected + rows) * last  # type: ignore[no-any-return]
 
 
 class PositionsModule(nn.Module):
@@ -139,20 +131,36 @@ class BlockModule(nn.Module):
             for name, part in sublayer.parts().items():
                 if isinstance(part, Mixer):
                     self.add_module(name, build_module(part, kernel))
-                elif isinstance(part, Norm):
+                elif isinstance(part, Norm | LowRankResidual):
                     self.add_module(name, build_module(part))
-        self.scale = None if spec.scale is None else BlockScaleModule(spec.scale)
+        self.scale = None if spec.scale is None else Scaling()
+        self.altup = None if spec.altup is None else build_module(spec.altup)
 
-    def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:  # (B, T, hidden)
+    def forward(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None = None) -> Tensor:
+        """x (B, T, hidden), or (streams, B, T, hidden) where there are several."""
+        if self.altup is not None:
+            streams: Tensor = self.altup.predicted(x)
+            x = self._in_turn(streams[self.altup.spec.active], context, cache)
+            streams = self.altup.corrected(streams, x)
+            for sublayer in self.spec.sublayers:
+                if sublayer.onto == "others":
+                    branch = self._branch(sublayer, self.altup.scaled(streams), context, cache)
+                    streams = self.altup.spread(streams, branch)
+            return streams
         x = self._together(x, context, cache) if self.spec.parallel else self._in_turn(x, context, cache)
         return x if self.scale is None else self.scale(x)
 
     def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
         for sublayer in self.spec.sublayers:
+            if sublayer.onto == "others":
+                continue
             read = x if sublayer.norm is None else self._part(sublayer, "norm")(x)
             past = x if self.spec.residual == "stream" else read
+            beside = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
             branch = self._branch(sublayer, read, context, cache)
             x = past + branch
+            if beside is not None:
+                x = (x + beside) / 2**0.5
             if sublayer.sum_norm is not None:
                 x = self._part(sublayer, "sum_norm")(x)
         return x
@@ -226,6 +234,7 @@ class Decoder(nn.Module):
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
         self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
+        self.streams = None if spec.streams is None else build_module(spec.streams)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = HeadModule(spec.head)
@@ -283,6 +292,7 @@ class Decoder(nn.Module):
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
             x = x + self.positions(position_ids, x.dtype)
+        x = x if self.streams is None else self.streams.split(x)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         for layer, block in enumerate(self.blocks):
@@ -290,6 +300,7 @@ class Decoder(nn.Module):
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.length += steps
+        x = x if self.streams is None else self.streams.join(x)
         x = x if self.final_norm is None else self.final_norm(x)
         logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
         return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class _GatedFeedForwardModule(nn.Module):
         self.inner_norm = build_module(spec.inner_norm) if spec.inner_norm else None
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
-        self.limit, self.up_shift = spec.limit, spec.up_shift
+        self.limit, self.up_shift, self.sparsity = spec.limit, spec.up_shift, spec.sparsity
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         if self.limit is not None or self.up_shift:
@@ -58,7 +59,7 @@ class _GatedFeedForwardModule(nn.Module):
                 torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if self.fused is None else self.raised(x)
             )
         elif self.fused is None:
-            gate = self.activation(self.gate_proj(x))
+            gate = self.activation(sparse(self.gate_proj(x), self.sparsity))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
             inner = self.gated(self.raised(x))
@@ -77,9 +78,19 @@ class _GatedFeedForwardModule(nn.Module):
     def gated(self, raised: Tensor) -> Tensor:
         """activation(gate) · up of what `raised` gives."""
         gate, up = raised.chunk(2, dim=-1)
+        gate = sparse(gate, self.sparsity)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.activation(gate) * (up + self.up_shift if self.up_shift else up)
+
+
+def sparse(x: Tensor, share: float | None) -> Tensor:
+    """What of x is above the number below which that share of a row lie where it is normal; x without a share."""
+    if share is None:
+        return x
+    deviations = torch.erfinv(2 * torch.tensor(share, device=x.device) - 1) * math.sqrt(2)  # in fp32, as transformers
+    least = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * deviations.to(x.dtype)
+    return (x - least).relu_()
 
 
 @computes(LayerInput)

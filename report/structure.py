@@ -173,11 +173,11 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
         if each.id not in gathered:
             op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
             residual = each.residual if isinstance(each, ops.Add) else None
-            choice, tied = (each.choice, each.tied) if isinstance(each, ops.Linear) else (None, None)
+            choice = each.choice if isinstance(each, ops.Linear) else None
             choice = each.inputs[1] if isinstance(each, ops.Gather) else choice
             words = _caption(each, operations, positions)
             start = (each.id, op, inputs, each.shape, each)
-            nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, tied))
+            nodes.append(Node(*start, *words, each.weights, each.copies, residual, choice, each.tied))
     return tuple(nodes)
 
 
@@ -209,6 +209,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("embedding norm" if operation.id == "embedding.norm" else last, kind, formula)
         case ops.Linear(tied=tied):
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
+            if tied in others:
+                return _Caption(last, f"the {tied}'s", "x·Wᵀ")
             if tied is None:
                 return _Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
             theirs = sizes((operation.shape[-1], operation.inputs_wide))
@@ -253,6 +255,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):
             return _Caption(function)
+        case ops.Sparse(share=share):
+            return _Caption("sparse", f"{share:g} of units 0", f"max(x − mean − Φ⁻¹({share:g}) · deviation, 0)")
+        case ops.AltUp(step=step, index=index):
+            return _Caption(*_STEPS[step], "") if step != "pick" else _Caption(f"stream {index}")
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
             if isinstance(gate, ops.Activation) and gate.shape == up.shape:
@@ -292,6 +298,16 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("tokens by expert", formula="weight(e) · x")
         case _:
             raise ops.unknown(operation, "the drawing")
+
+
+_STEPS = {
+    "split": ("streams", "each as long as the first"),
+    "predict": ("predicted", "streams + streams · numbers"),
+    "correct": ("corrected", "streams + numbers · (x − the active one)"),
+    "spread": ("+", "all streams but the first"),
+    "join": ("mean of streams", "each as long as the first"),
+}
+"""Of steps with several streams the title and what stands below it."""
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:

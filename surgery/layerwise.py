@@ -68,7 +68,7 @@ def unknown(where: str, component: object, expected: str) -> SwapRefused:
 
 def unnormed(path: str, mixer: Component) -> None:
     """Raise SwapRefused where a mixer norms all that its output projection reads, for a swap that changes that."""
-    for name in ("mixed_norm", "inner_norm"):
+    for name in ("mixed_norm", "inner_norm", "sparsity"):
         if getattr(mixer, name, None) is not None:
             raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
     if getattr(mixer, "gated", False):

@@ -343,8 +343,9 @@ def _refuse_shared(spec: ModelSpec) -> None:
     """Raise SwapRefused where layers read beside the stream what others made, or are scaled with all that enters them,
     or where values are no projections of their own, by the field that says so.
     """
-    if spec.layer_inputs is not None:
-        raise SwapRefused("the model has layer_inputs, unknown to this swap")
+    for name in ("layer_inputs", "streams"):
+        if getattr(spec, name) is not None:
+            raise SwapRefused(f"the model has {name}, unknown to this swap")
     for layer, block in enumerate(spec.blocks):
         if block.scale is not None:
             raise SwapRefused(f"blocks.{layer} has a scale of all that leaves it, unknown to this swap")

@@ -87,6 +87,8 @@ ASK_FOR_MORE = {
     ("LatentAttention", "q_rank"),
     ("Attention", "kv_from"),
     ("ModelSpec", "layer_inputs"),
+    ("ModelSpec", "streams"),
+    ("Block", "altup"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
 other field names. Who forgets them finds no place for a tensor, and needs no verifier.

@@ -50,6 +50,7 @@ KINDS = {
     ),
     SLIDING: RotaryKind(1e4, "", scaled=False),
 }
+LATE = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}  # layers on keys and values of earlier ones
 EVERY = 6  # one layer of so many sees all tokens
 HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What may be otherwise in layers that see all tokens, and the field that says so where `per_layer_config` does not."""
@@ -114,8 +115,7 @@ def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[
             "v_norm": replace(norm, gain="none"),
             "kv_from": "keys" if kind == FULL and keys_alone else "input",
         }
-    late = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}
-    return [found[kind] if layer < count - shared else found[kind] | late for layer, kind in enumerate(types)]
+    return [found[kind] if layer < count - shared else found[kind] | LATE for layer, kind in enumerate(types)]
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
@@ -284,6 +284,10 @@ LEAVES = (
     *EXPERTS,
     *leaves_of(BEHIND),
 )
+TOWERS = {
+    "vision": ("model.vision_tower.", "model.embed_vision."),
+    "audio": ("model.audio_tower.", "model.embed_audio."),
+}
 UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 
 GEMMA4 = DECODER.architecture(
@@ -299,11 +303,7 @@ GEMMA4 = DECODER.architecture(
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),
-    carried={
-        "vision": ("model.vision_tower.", "model.embed_vision."),
-        "audio": ("model.audio_tower.", "model.embed_audio."),
-        "unused": UNUSED,
-    },
+    carried={**TOWERS, "unused": UNUSED},
     dropped=LLAMA_DROPPED,
     irrelevant={
         **dict.fromkeys(

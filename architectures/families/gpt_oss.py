@@ -62,12 +62,12 @@ _DECODER = Decoder(
     written=write_sliding,
 )
 
-_MLP, _EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
+MLP, EXPERT = T + "mlp.experts.", B + "feed_forward.experts.{expert}."
 
 
-def _both(suffix: str) -> tuple[str, str]:
+def both(suffix: str) -> tuple[str, str]:
     """The shared names of an expert's gate and up."""
-    return f"{_EXPERT}gate_proj.{suffix}", f"{_EXPERT}up_proj.{suffix}"
+    return f"{EXPERT}gate_proj.{suffix}", f"{EXPERT}up_proj.{suffix}"
 
 
 _TURNS: dict[str, Any] = {"split": "part", "parts": ("1", "1"), "each": "experts"}
@@ -76,17 +76,17 @@ _LEAVES = (
     Leaf(T + "self_attn.sinks", B + "attention.sinks"),
     *leaves_of({**ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
     Leaf(
-        _MLP + "gate_up_proj",
-        _both("weight"),
+        MLP + "gate_up_proj",
+        both("weight"),
         Layout("experts hidden (intermediate part)", "(intermediate part) hidden", **_TURNS),
     ),
-    Leaf(_MLP + "gate_up_proj_bias", _both("bias"), Layout("experts (intermediate part)", **_TURNS)),
+    Leaf(MLP + "gate_up_proj_bias", both("bias"), Layout("experts (intermediate part)", **_TURNS)),
     Leaf(
-        _MLP + "down_proj",
-        _EXPERT + "down_proj.weight",
+        MLP + "down_proj",
+        EXPERT + "down_proj.weight",
         Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
     ),
-    Leaf(_MLP + "down_proj_bias", _EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
+    Leaf(MLP + "down_proj_bias", EXPERT + "down_proj.bias", Layout("experts hidden", each="experts")),
     *leaves_of({**NORMS, **ENDS}),
 )
 

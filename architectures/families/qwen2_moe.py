@@ -49,10 +49,12 @@ def mixed_leaves(
     return by_name((*leaves, *leaves_of(modules), *biased))
 
 
-def sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
-    """All layers but those of `mlp_only_layers` whose number, from 1, `decoder_sparse_step` divides."""
+def sparse(config: ConfigReader, layers: int, usual: Sequence[int] = ()) -> Sequence[bool]:
+    """All layers but those of `mlp_only_layers`, or the `usual` ones, whose number, from 1, `decoder_sparse_step`
+    divides.
+    """
     step, dense = config.integer("decoder_sparse_step", 1), config.raw("mlp_only_layers")
-    dense = [] if dense is None else dense
+    dense = [*usual] if dense is None else dense
     if not isinstance(dense, list) or any(type(each) is not int for each in dense):
         raise config.fail("mlp_only_layers", dense, "a list of layers")
     return [(layer + 1) % step == 0 and layer not in dense for layer in range(layers)]

@@ -16,7 +16,7 @@ def _window(config: ConfigReader, name: str, default: int) -> int | None:
     return width if config.boolean("use_sliding_window", False) else None
 
 
-_DECODER = Decoder(
+DECODER = Decoder(
     {
         **with_defaults(qwen2_moe.FIELDS, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4),
         "attention_bias": BIAS,
@@ -32,7 +32,7 @@ _DECODER = Decoder(
     written=lambda spec: {"use_sliding_window": spec.blocks[0].attention.window is not None},
 )
 
-_QWEN3_MOE = _DECODER.architecture(
+_QWEN3_MOE = DECODER.architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     mixed_leaves(ROUTED),

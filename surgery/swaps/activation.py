@@ -23,7 +23,7 @@ from ...components import Activation, GatedFeedForward, MixtureOfExperts, ModelS
 from ...errors import SwapRefused
 from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
-from ..layerwise import in_words, tensors_of, with_blocks
+from ..layerwise import in_words, tensors_of, unnormed, with_blocks
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
 from .mlp import Dense, dense_of, paths, with_dense
@@ -149,6 +149,8 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, two units of it for each old one."""
     found = different(spec, asked, new)
+    for layer, dense in found.items():
+        unnormed(f"blocks.{layer}.feed_forward", dense)
     kind = "silu" if new == "silu" else "gelu"
     known = (old.activation for old in found.values())
     other = next((old for old in known if old not in FROM[kind] or how(old, new) == "exact"), None)

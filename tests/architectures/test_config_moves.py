@@ -50,7 +50,7 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     if name == "vocab_size_per_layer_input":
         yield from (101, 128)
     if isinstance(value, list):
-        yield from ([each] * layers for each in (0, 1))
+        yield from ([each] * layers for each in (0, 0.5, 1))
     if name == "mlp_layer_types":
         yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name == "layer_types":

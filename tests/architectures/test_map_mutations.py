@@ -260,7 +260,7 @@ def in_use(family: str) -> list[Leaf]:
         name.format(layer=layer, expert=expert): name
         for leaf in ARCHITECTURES[family].leaves
         for name in leaf.names
-        for layer, expert in itertools.product(range(9), range(16))
+        for layer, expert in itertools.product(range(11), range(16))
     }
     templates = {(layout, names[name]) for layout, name in bound}
     return [leaf for leaf in ARCHITECTURES[family].leaves if (leaf.layout, leaf.names[0]) in templates]

@@ -58,6 +58,9 @@ GEMMA = {**LLAMA, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 1
 GEMMA2 = {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 16}
 GEMMA2 |= {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_hidden_layers": 3, "sliding_window": 16}
+GEMMA3N |= {"vocab_size_per_layer_input": 90, "hidden_size_per_layer_input": 12, "laurel_rank": 10}
+GEMMA3N |= {"num_kv_shared_layers": 0, "altup_num_inputs": 3, "final_logit_softcapping": 3.0}
 GEMMA4 = {**GEMMA, "model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 16, "global_head_dim": 24}
 GEMMA4 |= {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 12}
 GEMMA4_SHORT = {**GEMMA4, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
@@ -95,6 +98,9 @@ LONG_ROPE = {
 }
 
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+FLINT = {"model_type": "flint", "head_dim": 16, "num_hidden_layers": 5, "sliding_window": 16}
+FLINT |= {"shared_expert_intermediate_size": 56}
+ARIA = {"model_type": "aria_text", "intermediate_size": 40, "moe_num_experts": 4}
 KOLIBRI1 = {
     **{name: value for name, value in GROUPED_LLAMA.items() if name != "intermediate_size"},
     **EXPERTS,
@@ -483,6 +489,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "tie_word_embeddings": True,
     },
+    "gemma3n_text": {**GEMMA3N, "num_hidden_layers": 7, "num_kv_shared_layers": 2},
+    "gemma3n_text-sparse": {
+        **GEMMA3N,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.0, 0.0],
+        "intermediate_size": [88, 80, 72, 96, 88, 88],
+    },
+    "gemma3n_text-active": {
+        **GEMMA3N,
+        "altup_num_inputs": 8,
+        "altup_active_idx": 2,
+        "num_hidden_layers": 11,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "hidden_activation": "silu",
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "gemma3n_text-composite": {
+        "model_type": "gemma3n",
+        "text_config": {**GEMMA3N, "altup_num_inputs": 2, "num_hidden_layers": 5, "vocab_size_per_layer_input": 101},
+        "vision_config": {"model_type": "gemma3n_vision", "hidden_size": 24},
+        "image_token_id": 5,
+        "tie_word_embeddings": True,
+    },
     "gemma4_text": {**GEMMA4, "num_hidden_layers": 7},
     "gemma4_text-shared": {
         **GEMMA4,
@@ -608,6 +640,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "clip_qkv": 0.5,
         "attention_bias": True,
+    },
+    "flint": {**GROUPED_LLAMA, **EXPERTS, **FLINT},
+    "flint-sparse": {
+        **GROUPED_LLAMA,
+        **EXPERTS,
+        **FLINT,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
     },
     "gpt_oss": {
         **GROUPED_LLAMA,
@@ -1385,6 +1430,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.7,
         },
     },
+    "aria_text": {**GROUPED_LLAMA, **ARIA},
+    "aria_text-composite": {
+        "model_type": "aria",
+        "text_config": {
+            **GROUPED_LLAMA,
+            **ARIA,
+            "moe_num_experts": 5,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+            "attention_bias": True,
+            "head_dim": 16,
+        },
+        "vision_config": {"model_type": "idefics3_vision", "hidden_size": 24},
+        "image_token_id": 5,
+    },
     "afmoe": {
         **GROUPED_LLAMA,
         **EXPERTS,
@@ -1577,7 +1637,7 @@ def randomised_reference(
     with torch.no_grad():
         for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype
             if module._non_persistent_buffers_set:
-                model._init_weights(module)
+                (module if isinstance(module, transformers.PreTrainedModel) else model)._init_weights(module)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens

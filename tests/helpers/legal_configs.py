@@ -252,6 +252,28 @@ def gemma3(chosen: random.Random) -> Config:
     return found | ({} if "layer_types" in found else sometimes(chosen, {"sliding_window_pattern": 2}))
 
 
+def gemma3n(chosen: random.Random) -> Config:
+    """Streams, residuals of low rank, sparse units, inputs of layers, and keys of earlier ones."""
+    found = gemma3(chosen)
+    for name in ("sliding_window_pattern", "query_pre_attn_scalar"):
+        found.pop(name, None)
+    layers, streams = found["num_hidden_layers"], chosen.choice((2, 3, 5))
+    kinds = [chosen.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+    found |= {
+        "layer_types": kinds,
+        "final_logit_softcapping": chosen.choice((0.5, 3.0, 30.0)),
+        "hidden_size_per_layer_input": chosen.choice((1, 3, 8)),
+        "vocab_size_per_layer_input": chosen.choice((VOCAB - 5, VOCAB, VOCAB + 3)),
+        "laurel_rank": chosen.choice((1, 3, 8)),
+        "altup_num_inputs": streams,
+        "altup_active_idx": chosen.randrange(streams),
+        "num_kv_shared_layers": int(layers > 1 and {*kinds[:-1]} == {*kinds}),
+    }
+    shares = {"activation_sparsity_pattern": [chosen.choice((0, 0.25, 0.95)) for _ in range(layers)]}
+    units = {"intermediate_size": [chosen.choice((16, 33)) for _ in range(layers)]}
+    return found | sometimes(chosen, {**shares, **units})
+
+
 def gemma4(chosen: random.Random) -> Config:
     """Heads and rotary positions by kind of layer, keys of earlier layers, and inputs of layers."""
     found = gemma(chosen)
@@ -782,6 +804,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "youtu": youtu,
     "minicpm3": minicpm3,

@@ -46,10 +46,11 @@ def test_as_is_said(name: str) -> None:
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name not in drawn:
-            begins = 1 if name.endswith(".scale.weight") else 0 if name.endswith("bias") else starts
+            zero = name.endswith(("bias", "altup.scale.weight"))
+            begins = 0 if zero else 1 if name.endswith(".scale.weight") else starts
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue
-        wrote = ("o_proj.weight", "down_proj.weight", "embedding.projection.weight")
+        wrote = ("o_proj.weight", "down_proj.weight", "right_proj.weight", "embedding.projection.weight")
         writes = name.endswith(wrote) and not any(each in name for each in ("v_down", "q_down"))
         expected, error = small if writes else DEVIATION, 5 / math.sqrt(array.size)
         assert abs(array.std() / expected - 1) < error and abs(array.mean() / expected) < error, name

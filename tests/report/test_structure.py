@@ -1,5 +1,6 @@
 """The graph that is drawn: followed node by node it gives the decoder's logits, and every node of it counts."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,7 +71,8 @@ class Following:
         return self.ids
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
-        return self.module(node, path).weight[ids]
+        table = self.module(node, path).weight
+        return table[ids.where(ids < len(table), 0)]
 
     def stream(self, node: Node, path: str, x: Tensor) -> Tensor:
         return x
@@ -93,9 +95,13 @@ class Following:
         return module.weight[self.at + module.spec.offset]
 
     def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
-        return self.module(node, path)(x.flatten(2) if len(node.shape) < x.dim() else x)
+        return self.module(replace(node, id=node.tied or node.id), path)(
+            x.flatten(2) if len(node.shape) < x.dim() else x
+        )
 
     def linear(self, node: Node, path: str, x: Tensor, chosen: Any = None) -> Tensor:
+        if node.tied and path:
+            return F.linear(x, self.decoder.get_submodule(path + node.tied).weight)
         if node.tied:
             return F.linear(
                 x, self.decoder.get_submodule(node.tied).weight, getattr(self.module(node, path), "bias", None)
@@ -185,6 +191,28 @@ class Following:
             return torch.tanh(x / limit) * limit
         x = x.reshape(*x.shape[:2], *node.shape[2:]) if len(node.shape) == 4 else x
         return x.clamp(max=limit) if node.id.endswith("gate_limited") else x.clamp(-limit, limit)
+
+    def sparse(self, node: Node, path: str, x: Tensor) -> Tensor:
+        half = torch.tensor(node.operation.share, dtype=torch.float32)  # type: ignore[union-attr]
+        deviations = torch.erfinv(2 * half - 1) * math.sqrt(2)
+        return (x - x.mean(-1, keepdim=True) - x.std(-1, keepdim=True, correction=0) * deviations).clamp(min=0)
+
+    def altup(self, node: Node, path: str, x: Tensor, *others: Tensor) -> Tensor:
+        operation: Any = node.operation
+        if operation.step == "pick":
+            return x[operation.index]
+        if operation.step == "predict":
+            count = x.shape[0]
+            return x + torch.einsum("ibtd,btoi->obtd", x, others[0].unflatten(-1, (count, count)))
+        if operation.step == "correct":
+            computed, numbers = others
+            off = computed - x[operation.index]
+            return x + torch.stack([off * (1 + number[..., None]) for number in numbers.unbind(-1)])
+        if operation.step == "spread":
+            return torch.stack([x[0], *(each + others[0] for each in x[1:])])
+        length = x.norm(dim=-1, keepdim=True)
+        found = torch.stack([x, *(each * length / each.norm(dim=-1, keepdim=True) for each in others)])
+        return found if operation.step == "split" else found.mean(0)
 
     def product(self, node: Node, path: str, one: Tensor, other: Tensor) -> Tensor:
         return one * other

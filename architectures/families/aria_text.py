@@ -1,0 +1,76 @@
+"""Aria's language model (Rhymes AI, 2410.05993): llama with a mixture in every layer, beside experts that all tokens go
+through.
+
+Source: transformers models/aria/{configuration,modeling}_aria.py. One tensor holds all experts, [in, out]. Of a
+checkpoint with a vision tower the language model is read; what stands beside it is carried along.
+"""
+
+from ..base import Leaf, Stacked, leaves_of
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..layout import Layout
+from .gpt_oss import EXPERT, MLP, both
+from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
+from .qwen2_moe import shared
+
+SILU = {"silu": "silu", "swish": "silu"}
+"""Routed experts have it whatever is said, and those that all tokens go through have what is."""
+
+DECODER = Decoder(
+    {
+        **with_defaults(USUAL, intermediate_size=4096),
+        "hidden_act": Field("activation", "silu", lambda config, name, default: config.choice(name, default, SILU)),
+        "attention_bias": BIAS,
+        "moe_num_experts": Field("mixture.experts", 8),
+        "moe_topk": Field("mixture.top_k", 2),
+        "moe_num_shared_experts": Field("shared_experts", 2),
+    },
+    fixed={"mixture.chosen_by": "logits", "mixture.scored_in": "input"},
+    mixtures=Mixtures(expert={"fused": True, "arithmetic": "conv1d"}),
+    whole_heads=True,
+)
+
+LEAVES = (
+    *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
+    Leaf(
+        MLP + "fc1.weight",
+        both("weight"),
+        Layout(
+            "experts hidden (part intermediate)",
+            "(part intermediate) hidden",
+            split="part",
+            parts=("1", "1"),
+            each="experts",
+        ),
+    ),
+    Leaf(
+        MLP + "fc2.weight",
+        EXPERT + "down_proj.weight",
+        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+    ),
+    *leaves_of({**shared("shared_experts"), **NORMS, **ENDS}),
+)
+
+ARIA_TEXT = DECODER.architecture(
+    "aria_text",
+    "AriaTextForCausalLM",
+    LEAVES,
+    released="2024-10",
+    model_types=("aria_text", "aria"),
+    token_ids={"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+    part="text_config",
+    renamed=(
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    ),
+    carried={
+        "vision": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+    },
+    dropped=LLAMA_DROPPED,
+    stacked=(Stacked(MLP + "gate_up_proj", (MLP + "fc1.weight",)), Stacked(MLP + "down_proj", (MLP + "fc2.weight",))),
+    irrelevant=dict.fromkeys(
+        ("vision_config", "projector_patch_to_query_dict", "image_token_id", "image_token_index"),
+        "about images, which the language model does not read",
+    ),
+    refused={"mlp_bias": ((False,), "biases of experts that all tokens go through alone have no place here")},
+)

@@ -1,0 +1,70 @@
+"""Flint (Recursive 2026): qwen3-moe with sinks, rotary positions and a window in most layers, and a sigmoid router
+beside a shared expert.
+
+Source: transformers models/flint/{configuration,modeling}_flint.py. Routers and sinks stay in fp32 in a model of any
+dtype, and so do scores.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ..base import Leaf, Stacked
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, Mixtures, turned_in_windows, with_defaults, write_sliding
+from . import qwen3_moe
+from .llama import LEAVES, LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared, sparse, written
+
+FIELDS = with_defaults(
+    {name: each for name, each in qwen3_moe.DECODER.fields.items() if name != "sliding_window"},
+    vocab_size=150144,
+    num_hidden_layers=49,
+    head_dim=128,
+    max_position_embeddings=262144,
+    moe_intermediate_size=512,
+    num_experts=256,
+    num_experts_per_tok=6,
+    norm_topk_prob=True,
+)
+SINKS = T + "self_attn.softmax_offset"  # in files
+DENSE = (0, 1)  # layers that are, where nothing else is said
+
+
+def windows(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
+    """One layer of four sees all tokens, and so do the first and the last."""
+    whole = [layer < 2 or layer % 4 == 1 or layer == count - 1 for layer in range(count)]
+    types = config.layer_types(["full_attention" if each else "sliding_attention" for each in whole])
+    width = config.integer("sliding_window", 513)
+    return [{"window": width if kind == "sliding_attention" else None} for kind in types]
+
+
+DECODER = Decoder(
+    {**FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
+    head_norms="same",
+    fixed={
+        "norm.cast": "after_weight",
+        "attention.sinks": True,
+        "attention.sunk": "in float32",
+        "attention.scores": "float32, then scaled",
+        "mixture.scores": "sigmoid",
+        "mixture.routed_in": "float32",
+        "mixture.wide_router": True,
+    },
+    layers=turned_in_windows(windows),
+    mixtures=Mixtures(partial(sparse, usual=DENSE), written),
+    written=write_sliding,
+)
+
+FLINT = DECODER.architecture(
+    "flint",
+    "FlintForCausalLM",
+    mixed_leaves({**ROUTED, **shared("shared_expert")}, (*LEAVES, Leaf(SINKS, B + "attention.sinks"))),
+    released="2026",
+    config_aliases={"num_experts": ("num_local_experts",)},
+    dropped=LLAMA_DROPPED,
+    stacked=(*STACKED, Stacked(T + "self_attn.sinks", (SINKS,))),
+    irrelevant=OF_ROUTERS,
+    reference=lambda _: ("eager",),
+    reference_quirk="no fused kernel has sinks, and transformers has none for flint",
+)

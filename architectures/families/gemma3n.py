@@ -1,0 +1,225 @@
+"""Gemma 3n (Google 2025), its text model: Gemma 3 with four streams a token, of which a layer computes one and guesses
+the others, a residual of low rank beside attention, an input of its own for each layer, few active units in the first
+feed-forwards, and the last layers on keys and values of earlier ones.
+
+Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py. Of a checkpoint with towers for images and
+sound the language model is read, and what stands beside it carried along: projections of keys and values too that the
+last layers do not use.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import (
+    MOST_STREAMS,
+    AlternatingUpdates,
+    Attention,
+    GatedFeedForward,
+    LayerEmbedding,
+    LayerInput,
+    LowRankResidual,
+    ModelSpec,
+    RMSNorm,
+    Streams,
+    SubLayer,
+)
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, none_or_more, sliding, turned_by_kind, with_defaults, write_by_kind
+from ..obstacles import of_kind
+from ..rope import ROTARY
+from . import gemma2
+from .gemma import GEMMA_IDS
+from .gemma2 import NORMS, SANDWICH
+from .gemma3 import KINDS
+from .gemma4 import BEHIND, INPUTS, LATE, TOWERS, UNUSED
+from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
+
+
+def _read_width(config: ConfigReader, name: str, default: int) -> int:
+    """The first layer's units; the others' are read when layers are there."""
+    said = config.raw(name, default)
+    return config.integer(name, default) if not isinstance(said, list) else 1
+
+
+FIELDS = with_defaults(
+    {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
+    vocab_size=262400,
+    hidden_size=2048,
+    intermediate_size=16384,
+    num_hidden_layers=35,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+)
+FIELDS["intermediate_size"] = FIELDS["intermediate_size"]._replace(read=_read_width)
+FIELDS["final_logit_softcapping"] = FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
+WINDOWS = turned_by_kind(sliding(5, 512), KINDS, FIELDS["max_position_embeddings"])
+SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
+
+
+def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, positions, and where its keys and values come from."""
+    found = WINDOWS(config, count, head_dim)
+    shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
+    if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
+        raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
+    norm = RMSNorm(size=head_dim, eps=FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
+    norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}
+    return [{**each, **norms, **(LATE if layer >= count - shared else {})} for layer, each in enumerate(found)]
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `layers` and `read` read."""
+    first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
+    inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
+    return {
+        **write_by_kind(KINDS)(spec),
+        "intermediate_size": [each.intermediate_size for each in inners],
+        "activation_sparsity_pattern": [each.sparsity or 0.0 for each in inners],
+        "num_kv_shared_layers": sum(of_kind(each.attention, Attention).kv_from == "earlier" for each in spec.blocks),
+        "hidden_size_per_layer_input": inputs.width,
+        "vocab_size_per_layer_input": inputs.table.vocab_size,
+        "altup_num_inputs": of_kind(spec.streams, Streams).count,
+        "altup_active_idx": of_kind(first.altup, AlternatingUpdates).active,
+        "laurel_rank": of_kind(first.sublayers[0].low_rank, LowRankResidual).rank,
+    }
+
+
+DECODER = Decoder(
+    FIELDS,
+    norms=NORMS,
+    fixed={
+        "norm.cast": "after_weight",
+        "attention.scale": 1.0,
+        "embedding.multiplier": lambda values: values["hidden"] ** 0.5,
+        "embedding.scaling": "rounded",
+    },
+    rotary=None,
+    layers=layers,
+    written=written,
+    whole_heads=True,
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    spec = DECODER.read(config)
+    hidden, count, norm = spec.hidden_size, len(spec.blocks), of_kind(spec.final_norm, RMSNorm)
+    if hidden % of_kind(spec.blocks[0].attention, Attention).heads:
+        raise config.fail("hidden_size", hidden, "a multiple of num_attention_heads")
+    width = config.integer("hidden_size_per_layer_input", 256)
+    rows = config.integer("vocab_size_per_layer_input", 262144)
+    streams = config.integer("altup_num_inputs", 4, most=MOST_STREAMS)
+    active = none_or_more(config, "altup_active_idx", 0)
+    if streams < 2 or active >= streams:
+        raise config.fail("altup_active_idx", active, f"one of two streams at least, not of {streams}")
+    altup = AlternatingUpdates(hidden_size=hidden, count=streams, norm=norm, active=active)
+    low_rank = LowRankResidual(hidden_size=hidden, rank=config.integer("laurel_rank", 64), norm=norm)
+    blocks = []
+    for block, units, share in zip(spec.blocks, _units(config, count), _shares(config, count), strict=True):
+        inner = replace(of_kind(block.feed_forward, GatedFeedForward), intermediate_size=units, sparsity=share or None)
+        attention, feed_forward = block.replaced(feed_forward=inner).sublayers
+        mixer = LayerInput(hidden_size=hidden, width=width, activation=inner.activation)
+        own = SubLayer(mixer=mixer, output_norm=norm, onto="others")
+        blocks.append(replace(block, sublayers=(replace(attention, low_rank=low_rank), feed_forward, own), altup=altup))
+    inputs = LayerEmbedding(
+        table=replace(spec.embedding, vocab_size=rows, hidden_size=count * width, multiplier=width**0.5),
+        hidden_size=hidden,
+        layers=count,
+        width=width,
+        norm=replace(norm, size=width),
+        projected=hidden**-0.5,
+        summed=2.0**-0.5,
+        scaling="rounded",
+    )
+    return replace(spec, blocks=tuple(blocks), layer_inputs=inputs, streams=Streams(hidden_size=hidden, count=streams))
+
+
+def _units(config: ConfigReader, count: int) -> list[int]:
+    """Of each layer's feed-forward."""
+    said = config.raw("intermediate_size", FIELDS["intermediate_size"].default)
+    if not isinstance(said, list):
+        return [said] * count
+    if len(said) != count or any(type(each) is not int or not 1 <= each < 2**31 for each in said):
+        raise config.fail("intermediate_size", said, f"a positive integer, or {count} of them")
+    return said
+
+
+def _shares(config: ConfigReader, count: int) -> list[float]:
+    """Which share of each layer's units is 0."""
+    said, sparse = config.raw("activation_sparsity_pattern"), SPARSE if count > SPARSE else 0
+    if said is None:
+        return [SPARSITY] * sparse + [0.0] * (count - sparse)
+    numbers = isinstance(said, list) and all(type(each) in (int, float) and 0 <= each < 1 for each in said)
+    if not numbers or len(said) != count:
+        raise config.fail("activation_sparsity_pattern", said, f"{count} numbers from 0 and below 1")
+    return list(map(float, said))
+
+
+UPDATES = {
+    **{
+        f"{T}altup.{theirs}": f"{B}altup.{ours}"
+        for theirs, ours in (
+            ("correction_coefs", "correction"),
+            ("prediction_coefs", "prediction"),
+            ("modality_router", "router"),
+            ("router_norm", "norm"),
+        )
+    },
+    T + "laurel.linear_left": B + "attention_low_rank.left_proj",
+    T + "laurel.linear_right": B + "attention_low_rank.right_proj",
+    T + "laurel.post_laurel_norm": B + "attention_low_rank.norm",
+}
+STREAMS = {
+    f"model.altup_{theirs}.{i}": f"streams.{ours}.{i}"
+    for theirs, ours in (("projections", "into"), ("unembed_projections", "out_of"))
+    for i in range(MOST_STREAMS - 1)
+}
+HEAD = "lm_head"
+MADE = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
+LEAVES = (
+    *leaves_of(EMBEDDING),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
+    *leaves_of({**FEED_FORWARD, **SANDWICH}),
+    Leaf(T + "altup.correct_output_scale", B + "altup.scale.weight"),
+    *leaves_of({**UPDATES, **INPUTS}),
+    *leaves_of({name: each for name, each in BEHIND.items() if name != HEAD}),
+    *leaves_of({**STREAMS, HEAD: BEHIND[HEAD]}),
+)
+
+GEMMA3N = DECODER.architecture(
+    "gemma3n_text",
+    "Gemma3nForCausalLM",
+    LEAVES,
+    released="2025-06",
+    model_types=("gemma3n_text", "gemma3n"),
+    hf_config="Gemma3nTextConfig",
+    kinds=DECODER.kinds | {*ROTARY, AlternatingUpdates, LayerEmbedding, LayerInput, LowRankResidual, Streams},
+    read=read,
+    token_ids=GEMMA_IDS,
+    part="text_config",
+    renamed=(("model.language_model.", "model."),),
+    carried={**TOWERS, "unused": UNUSED},
+    dropped=LLAMA_DROPPED,
+    irrelevant={
+        "altup_coef_clip": "about training, in which transformers clips numbers of the streams",
+        **dict.fromkeys(
+            (
+                "vision_config",
+                "audio_config",
+                "audio_soft_tokens_per_image",
+                "vision_soft_tokens_per_image",
+                "boi_token_id",
+                "eoi_token_id",
+                "image_token_id",
+                "boa_token_id",
+                "eoa_token_id",
+                "audio_token_id",
+            ),
+            "about images and sound, which the language model does not read",
+        ),
+    },
+    refused={"altup_correct_scale": ((True,), "its files have a scale of corrections that nothing would use")},
+)

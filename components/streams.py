@@ -1,0 +1,204 @@
+"""What carries a token in several streams from layer to layer, and a residual of low rank. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from ..errors import ConfigError
+from .base import Component, Size, Weight
+from .norms import Norm
+from .operations import Activation, Add, AltUp, AnyOperation, Linear, Program, Scale, Sizes, linear, out_of
+from .words import Words
+
+__all__ = ["MOST_STREAMS", "AlternatingUpdates", "LowRankResidual", "Streams"]
+
+MOST_STREAMS = 8
+Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
+
+
+class Streams(Component, frozen=True):
+    """A token's embedding as `count` streams: itself, and what matrices make of it, as long as it; behind the last
+    layer the mean of the first and of what other matrices make of the others, as long as the first (Gemma 3n).
+    """
+
+    label = "streams"
+    given = ("hidden_size",)
+
+    hidden_size: Size
+    count: Count
+
+    def weights(self) -> dict[str, Weight]:
+        square = Weight((self.hidden_size, self.hidden_size), "inner")
+        return {f"{name}.{i}.weight": square for name in ("into", "out_of") for i in range(self.count - 1)}
+
+    def words(self) -> dict[str, Words]:
+        return {"streams": Words(f"{self.count}", {"count": self.count}, f"{self.count} a token")}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        turned = [*range(1, self.hidden_size), 0]
+        return {"rows of streams shifted by one": {f"into.{i}": turned for i in range(self.count - 1)}}
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        """From one stream (B, T, hidden) to all, (streams, B, T, hidden), or from all to one."""
+        split = len(shape) == 3
+        name, one = ("into", shape) if split else ("out_of", shape[1:])
+        found: list[AnyOperation] = []
+        if not split:
+            found += (_pick(self, f"{path}.stream.{i}", source, one, i) for i in range(self.count))
+        read = [source if split else f"{path}.stream.{i}" for i in range(self.count)]
+        made = [_linear(self, f"{name}.{i}", path, read[i + 1], one) for i in range(self.count - 1)]
+        inputs = (read[0], *(each.id for each in made))
+        if split:
+            return (*made, AltUp(f"{path}.split", inputs, (self.count, *shape), "streams", step="split"))
+        return (*found, *made, AltUp(f"{path}.join", inputs, one, "streams", step="join"))
+
+
+class AlternatingUpdates(Component, frozen=True):
+    """Layers that compute one of a token's streams and guess the others (AltUp, 2301.13310).
+
+    Before the layer's sub-layers all streams are predicted of all by numbers that a router makes of the stream number
+    `active`; the sub-layers read that one. Behind them every stream is corrected: by what the active one was off, times
+    numbers that the same router makes of what they gave. `norm` is before the router, whose input is divided by its
+    width. Sub-layers `onto` the others read the active one of the corrected, times a weight.
+    """
+
+    label = "streams"
+    given = ("hidden_size",)
+    tells = ("count", "norm")
+    forgotten: ClassVar[dict[str, str]] = {"active": "the first stream computed, not the active one"}
+
+    hidden_size: Size
+    count: Count
+    norm: Norm
+    active: Annotated[int, Meta(ge=0, lt=MOST_STREAMS)] = 0
+
+    def __post_init__(self) -> None:
+        if self.active >= self.count:
+            raise ConfigError(f"stream {self.active} of {self.count} streams")
+        if self.norm.size != self.hidden_size:
+            raise ConfigError(f"norm of size {self.norm.size} on a stream of {self.hidden_size}")
+
+    def weights(self) -> dict[str, Weight]:
+        count = self.count
+        return {
+            "router.weight": Weight((count, self.hidden_size), "router"),
+            "prediction.weight": Weight((count**2, count), "inner"),
+            "correction.weight": Weight((count, count), "inner"),
+            "scale.weight": Weight((self.hidden_size,), "gain", 0.0),
+        }
+
+    def words(self) -> dict[str, Words]:
+        data, norm = {"count": self.count, "norm": self.norm.named().data}, self.norm.named().long
+        return {"altup": Words(f"of {self.count}", data, f"of {self.count} streams, {norm}")}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        count = self.count
+        turned = [row * count + column for column in range(count) for row in range(count)]
+        return {
+            "predictions of streams transposed": {"prediction": turned},
+            "corrections those of the next stream": {"correction": [*range(1, count), 0]},
+        }
+
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - all of it is on all of them
+        return self
+
+    def small(self, hidden: int) -> Self:
+        return replace(self, hidden_size=hidden, norm=self.norm.small(hidden))
+
+    def _routed(self, path: str, source: str, shape: Sizes, step: str, rows: int) -> Iterator[AnyOperation]:
+        """The numbers of a step, of the active stream; norm and router are those of the first step in either."""
+        own: dict[str, Any] = {} if step == "prediction" else {"weights": ()}
+        at = path if step == "prediction" else f"{path}.{step}"
+
+        def again(each: Any, name: str) -> Any:
+            return replace(each, id=f"{at}.{name}", **own, **({"tied": f"{path}.{name}"} if own else {}))
+
+        (norm,) = out_of("streams", self.norm.operations(f"{path}.norm", source, shape))
+        yield again(norm, "norm")
+        yield Scale(f"{at}.routed", (f"{at}.norm",), shape, "streams", factor=1 / self.hidden_size)
+        few: Sizes = (*shape[:-1], self.count)
+        yield again(linear(self, "router", path, f"{at}.routed", few, "streams"), "router")
+        yield Activation(f"{at}.numbers", (f"{at}.router",), few, "streams", function="tanh", wide=True)
+        yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
+
+    def predicted(self, path: str, source: str, shape: Sizes) -> Program:
+        """Of all streams the predicted ones, `.predicted`, and the active one of them, `.active`."""
+        wide = (self.count, *shape)
+        return (
+            _pick(self, f"{path}.first", source, shape, self.active),
+            *self._routed(path, f"{path}.first", shape, "prediction", self.count**2),
+            AltUp(f"{path}.predicted", (source, f"{path}.prediction"), wide, "streams", step="predict"),
+            _pick(self, f"{path}.active", f"{path}.predicted", shape, self.active),
+        )
+
+    def corrected(self, path: str, source: str, shape: Sizes) -> Program:
+        """Of what the sub-layers gave the corrected streams."""
+        inputs = (f"{path}.predicted", source, f"{path}.correction")
+        return (
+            *self._routed(path, source, shape, "correction", self.count),
+            AltUp(f"{path}.corrected", inputs, (self.count, *shape), "streams", step="correct", index=self.active),
+        )
+
+    def scaled(self, path: str, shape: Sizes) -> Program:
+        """The active one of the corrected streams, times a weight."""
+        own = (("weight", (self.hidden_size,)),)
+        return (
+            _pick(self, f"{path}.computed", f"{path}.corrected", shape, self.active),
+            Scale(f"{path}.scale", (f"{path}.computed",), shape, "streams", own, factor=1.0),
+        )
+
+
+class LowRankResidual(Component, frozen=True):
+    """x + norm(right(left(x))), `rank` wide between the two, beside what a mixer makes of x (LAuReL, 2411.07501)."""
+
+    label = "low rank"
+    given = ("hidden_size",)
+    tells = ("rank", "norm")
+
+    hidden_size: Size
+    rank: Size
+    norm: Norm
+
+    def __post_init__(self) -> None:
+        if self.norm.size != self.hidden_size:
+            raise ConfigError(f"norm of size {self.norm.size} on a stream of {self.hidden_size}")
+
+    def weights(self) -> dict[str, Weight]:
+        return {
+            "left_proj.weight": Weight((self.rank, self.hidden_size), "reads"),
+            "right_proj.weight": Weight((self.hidden_size, self.rank), "writes"),
+        }
+
+    def words(self) -> dict[str, Words]:
+        norm = self.norm.named()
+        return {"low rank": Words(f"{self.rank}", {"rank": self.rank, "norm": norm.data}, f"{self.rank}, {norm.long}")}
+
+    def small(self, hidden: int) -> Self:
+        return replace(self, hidden_size=hidden, rank=min(self.rank, 8), norm=self.norm.small(hidden))
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
+        return {"r": self.rank}
+
+    def share(self, devices: int) -> Self:  # noqa: ARG002 - all of it is on all of them
+        return self
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        left = linear(self, "left_proj", path, source, (*shape[:-1], self.rank), self.label)
+        right = linear(self, "right_proj", path, left.id, shape, self.label)
+        norm = tuple(out_of(self.label, self.norm.operations(f"{path}.norm", right.id, shape)))
+        return (left, right, *norm, Add(f"{path}.sum", (source, norm[-1].id), shape, self.label, residual=source))
+
+
+def _linear(node: Component, name: str, path: str, source: str, shape: Sizes) -> AnyOperation:
+    """As `linear`, of one of several matrices in a list."""
+    weight = node.shapes()[f"{name}.weight"]
+    return Linear(f"{path}.{name}", (source,), shape, "streams", (("weight", weight),), inputs_wide=weight[1])
+
+
+def _pick(node: Streams | AlternatingUpdates, name: str, source: str, shape: Sizes, index: int) -> AltUp:
+    """One of several streams."""
+    return AltUp(name, (source,), shape, "streams", step="pick", index=index, count=node.count)
