@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 ORDER = (
     *("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
-    *("load", "inspect", "convert", "check", "swap", "swaps", "verify", "generate"),
+    *("load", "inspect", "convert", "extract", "check", "swap", "swaps", "verify", "generate"),
     *("tokenize", "train", "heal", "ablate", "fit-scaling", "eval", "demo"),
 )
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
