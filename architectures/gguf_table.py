@@ -20,11 +20,24 @@ _B, _T = "blocks.{layer}.", "blk.{layer}."
 
 # --- tensors ---
 
+_ENDS = {
+    "token_embd": "embedding",
+    "token_embd_norm": "embedding.norm",
+    "position_embd": "positions",
+    "per_layer_token_embd": "layer_inputs.table",
+    "per_layer_model_proj": "layer_inputs.projection",
+    "per_layer_proj_norm": "layer_inputs.norm",
+    "output_norm": "final_norm",
+    "output": "head",
+}
+"""llama.cpp's modules outside of layers -> ours."""
+
 _NAMES = {
     "attn_norm": "attention_norm",
     "attn_q": "attention.q_proj",
     "attn_k": "attention.k_proj",
     "attn_v": "attention.v_proj",
+    "attn_gate": "attention.gate_proj",
     "attn_output": "attention.o_proj",
     "attn_output_norm": "feed_forward_norm",
     "attn_q_norm": "attention.q_norm",
@@ -33,8 +46,8 @@ _NAMES = {
     "attn_q_a_norm": "attention.q_norm",
     "attn_q_b": "attention.q_up_proj",
     "attn_kv_a_norm": "attention.kv_norm",
-    "post_attention_norm": "attention_output_norm",
     "attn_sub_norm": "attention.mixed_norm",
+    "post_attention_norm": "attention_output_norm",
     "ffn_norm": "feed_forward_norm",
     "ffn_sub_norm": "feed_forward.inner_norm",
     "ffn_gate": "feed_forward.gate_proj",
@@ -46,72 +59,35 @@ _NAMES = {
     "ffn_up_shexp": "feed_forward.shared.up_proj",
     "ffn_down_shexp": "feed_forward.shared.down_proj",
     "post_ffw_norm": "feed_forward_output_norm",
+    "pre_ffw_norm_2": "feed_forward.mixture.expert_norm",
+    "post_ffw_norm_1": "feed_forward.dense_output_norm",
+    "post_ffw_norm_2": "feed_forward.mixture_output_norm",
+    "inp_gate": "layer_input.gate_proj",
+    "proj": "layer_input.down_proj",
+    "post_norm": "layer_input_output_norm",
+    "layer_output_scale": "scale",
 }
 """llama.cpp's modules of a layer -> ours."""
 
-
-def _of(modules: str, biased: str = "", **other: str) -> tuple[Leaf, ...]:
-    """The tensors of modules that lie as ours do, and the biases of those that llama.cpp reads any of; `other` are
-    modules that are something else here than in `NAMES`.
-    """
-    names = {each: other.get(each, _NAMES[each]) for each in modules.split()}
-    biases = modules.split() if biased == "all" else biased.split()
-    return tuple(
-        Leaf(f"{_T}{there}.{suffix}", f"{_B}{here}.{suffix}")
-        for there, here in names.items()
-        for suffix in ("weight", "bias")
-        if suffix == "weight" or there in biases
-    )
-
-
-def _ends(*modules: str) -> tuple[Leaf, ...]:
-    """The token table, the last norm and the head, and the biases of `modules` among them."""
-    names = {"token_embd": "embedding", "output_norm": "final_norm", "output": "head"}
-    return tuple(
-        Leaf(f"{there}.{suffix}", f"{here}.{suffix}")
-        for there, here in names.items()
-        for suffix in ("weight", "bias")
-        if suffix == "weight" or there in modules
-    )
+_GROUPS = {
+    "ends": "token_embd output_norm output",
+    "norms": "attn_norm ffn_norm",
+    "qkv": "attn_q attn_k attn_v",
+    "heads": "attn_q_norm attn_k_norm",
+    "gated": "ffn_gate ffn_up ffn_down",
+    "plain": "ffn_up ffn_down",
+    "post": "post_attention_norm post_ffw_norm",
+    "latent": "attn_q attn_q_a attn_q_a_norm attn_q_b attn_kv_a_mqa attn_kv_a_norm attn_output",
+    "mixture": "ffn_gate_inp experts",
+    "shared": "ffn_gate_shexp ffn_up_shexp ffn_down_shexp",
+    "dense_beside": "ffn_norm=feed_forward.dense_norm ffn_gate=feed_forward.dense.gate_proj"
+    " ffn_up=feed_forward.dense.up_proj ffn_down=feed_forward.dense.down_proj"
+    " ffn_gate_inp=feed_forward.mixture.router",
+}
+"""Modules that often stand together."""
 
 
-_QKV, _GATED, _PLAIN, _NORMS = (
-    "attn_q attn_k attn_v",
-    "ffn_gate ffn_up ffn_down",
-    "ffn_up ffn_down",
-    "attn_norm ffn_norm",
-)
-_HEADS, _POST = "attn_q_norm attn_k_norm", "post_attention_norm post_ffw_norm"
-_SHARED = _of("ffn_gate_shexp ffn_up_shexp ffn_down_shexp")
-
-# llama.cpp rotates neighbouring rows of some models, transformers row i with row i + half.
-_PERMUTED = tuple(
-    Leaf(
-        f"{_T}attn_{x}.{suffix}",
-        f"{_B}attention.{x}_proj.{suffix}",
-        Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
-    )
-    for x, heads in (("q", "heads"), ("k", "kv_heads"))
-    for suffix, rest in (("weight", " hidden"), ("bias", ""))
-)
-# All queries, then all keys, then all values, whatever the family's own order.
-_FUSED = tuple(
-    Leaf(f"{_T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
-    for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
-)
-_GATE_UP = Leaf(
-    _T + "ffn_up.weight",
-    (_B + "feed_forward.gate_proj.weight", _B + "feed_forward.up_proj.weight"),
-    Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
-)
-# A norm of every head's own: one tensor, of two dimensions.
-_BY_HEAD = tuple(
-    Leaf(f"{_T}attn_{x}_norm.weight", f"{_B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
-    for x, n in (("q", "heads"), ("k", "kv_heads"))
-)
-
-
-def _stacked(suffix: str) -> tuple[Leaf, ...]:
+def _experts_of(suffix: str) -> tuple[Leaf, ...]:
     """The weights or biases of all experts, one tensor for each of their three."""
     shapes = {"gate": "intermediate hidden", "up": "intermediate hidden", "down": "hidden intermediate"}
     return tuple(
@@ -124,53 +100,103 @@ def _stacked(suffix: str) -> tuple[Leaf, ...]:
     )
 
 
-def _fused(mixture: str) -> tuple[Leaf, ...]:
-    """The weights of all experts of a mixture, one tensor for what reads them and one for what they write."""
-    name = f"{_B}{mixture}.experts.{{expert}}."
-    names = (f"{name}gate_proj.weight", f"{name}up_proj.weight")
-    pattern = "experts (part intermediate) hidden"
+def _read_together(there: str, inner: str, axes: str, each: str | None = None) -> Leaf:
+    """One tensor of what gates and what feeds."""
+    names = (f"{_B}feed_forward.{inner}gate_proj.weight", f"{_B}feed_forward.{inner}up_proj.weight")
+    return Leaf(f"{_T}{there}.weight", names, Layout(axes, split="part", parts=("1", "1"), each=each))
+
+
+def _experts_together(mixture: str = "") -> tuple[Leaf, ...]:
+    """The weights of all experts, one tensor for what reads them and one for what they write."""
+    expert, layout = f"{mixture}experts.{{expert}}.", Layout("experts hidden intermediate", each="experts")
     return (
-        Leaf(_T + "ffn_gate_up_exps.weight", names, Layout(pattern, split="part", parts=("1", "1"), each="experts")),
-        Leaf(
-            _T + "ffn_down_exps.weight",
-            f"{name}down_proj.weight",
-            Layout("experts hidden intermediate", each="experts"),
-        ),
+        _read_together("ffn_gate_up_exps", expert, "experts (part intermediate) hidden", "experts"),
+        Leaf(_T + "ffn_down_exps.weight", f"{_B}feed_forward.{expert}down_proj.weight", layout),
     )
 
 
-_MIXTURE = (*_of("ffn_gate_inp"), *_stacked("weight"))
-_CHOICE = Leaf(_T + "exp_probs_b.bias", _B + "feed_forward.choice.bias")
-_LATENT = (
-    *_of("attn_q attn_q_a attn_q_a_norm attn_q_b"),
-    Leaf(
-        _T + "attn_kv_a_mqa.weight", (_B + "attention.kv_down_proj.weight", _B + "attention.k_rope_proj.weight"), DOWN
-    ),
-    *_of("attn_kv_a_norm attn_output"),
-)
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps"))
 _KEYS, _VALUES = _B + "attention.k_up_proj.weight", _B + "attention.v_up_proj.weight"
-# Keys are turned, so that queries can be multiplied by them.
-_ABSORBED = (
-    Leaf(_T + "attn_k_b.weight", _KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
-    Leaf(_T + "attn_v_b.weight", _VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
+_FUSED = tuple(
+    Leaf(f"{_T}attn_qkv.{suffix}", qkv(suffix), Layout(pattern, split="slot", parts=("heads", "kv_heads", "kv_heads")))
+    for suffix, pattern in (("weight", "(slot head_dim) hidden"), ("bias", "(slot head_dim)"))
 )
-_FALCON_NORMS = tuple(
-    Leaf(f"{_T}{there}.{suffix}", f"{_B}{here}.{suffix}", when=when)
-    for there, here, when in (
-        ("attn_norm", "attention_norm", other_norms),
-        ("attn_norm", "feed_forward_norm", two_parallel_norms),
-        ("attn_norm_2", "attention_norm", two_parallel_norms),
-    )
-    for suffix in ("weight", "bias")
-)
-_POSITIONS = Leaf("position_embd.weight", "positions.weight")
+_APART = {
+    # llama.cpp rotates neighbouring rows of some models, transformers row i with row i + half.
+    "permuted": tuple(
+        Leaf(
+            f"{_T}attn_{x}.{suffix}",
+            f"{_B}attention.{x}_proj.{suffix}",
+            Layout(f"({heads} half two){rest}", f"({heads} two half){rest}"),
+        )
+        for x, heads in (("q", "heads"), ("k", "kv_heads"))
+        for suffix, rest in (("weight", " hidden"), ("bias", ""))
+    ),
+    # All queries, then all keys, then all values, whatever the family's own order.
+    "fused": _FUSED,
+    "attn_qkv": _FUSED[:1],
+    # A norm of every head's own: one tensor, of two dimensions.
+    "by_head": tuple(
+        Leaf(f"{_T}attn_{x}_norm.weight", f"{_B}attention.{x}_norm.weight", Layout(f"{n} head_dim", f"({n} head_dim)"))
+        for x, n in (("q", "heads"), ("k", "kv_heads"))
+    ),
+    "attn_sinks": (Leaf(_T + "attn_sinks.weight", _B + "attention.sinks"),),
+    "attn_kv_a_mqa": (
+        Leaf(
+            _T + "attn_kv_a_mqa.weight",
+            (_B + "attention.kv_down_proj.weight", _B + "attention.k_rope_proj.weight"),
+            DOWN,
+        ),
+    ),
+    "attn_kv_b": (Leaf(_T + "attn_kv_b.weight", (_KEYS, _VALUES), UP),),
+    # Keys are turned, so that queries can be multiplied by them.
+    "absorbed": (
+        Leaf(_T + "attn_k_b.weight", _KEYS, Layout("heads kv_rank nope_dim", "(heads nope_dim) kv_rank")),
+        Leaf(_T + "attn_v_b.weight", _VALUES, Layout("heads value_dim kv_rank", "(heads value_dim) kv_rank")),
+    ),
+    "falcon_norms": tuple(
+        Leaf(f"{_T}{there}.{suffix}", f"{_B}{here}.{suffix}", when=when)
+        for there, here, when in (
+            ("attn_norm", "attention_norm", other_norms),
+            ("attn_norm", "feed_forward_norm", two_parallel_norms),
+            ("attn_norm_2", "attention_norm", two_parallel_norms),
+        )
+        for suffix in ("weight", "bias")
+    ),
+    "gate_up": (_read_together("ffn_up", "", "(part intermediate) hidden"),),
+    "gate_up_shexp": (_read_together("ffn_up_shexp", "shared.", "(part shared) hidden"),),
+    "experts": _experts_of("weight"),
+    "experts_biases": _experts_of("bias"),
+    "experts_together": _experts_together(),
+    "mixture_beside": (
+        Leaf(_T + "ffn_gate_inp.scale", _B + "feed_forward.mixture.router_norm.weight"),
+        Leaf(_T + "ffn_down_exps.scale", _B + "feed_forward.mixture.expert_scale.weight"),
+        *_experts_together("mixture."),
+    ),
+    "choice": (Leaf(_T + "exp_probs_b.bias", _B + "feed_forward.choice.bias"),),
+    "exp_probs_b": (Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),),
+    "xielu": tuple(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
+}
+"""What lies otherwise than ours."""
 
-_PRE = _of(f"{_NORMS} attn_v attn_output {_GATED}", "attn_v")
-_LLAMA = (*_ends(), *_PRE, *_PERMUTED)
-_ADJACENT = (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"))
-_ALONE = (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output", _QKV))
-_NORMED = _ends("output_norm")
-_LATENT_BLOCK = (*_ends(), *_of(f"{_NORMS} {_GATED}"), *_LATENT)
+
+def _leaves(modules: str) -> tuple[Leaf, ...]:
+    """The tensors of modules, or of groups of them. With + llama.cpp reads their biases too; behind = is what one is
+    here, where that is not what it is elsewhere.
+    """
+    found: list[Leaf] = []
+    for each in modules.split():
+        name, biased = each.removesuffix("+"), each.endswith("+")
+        if name in _GROUPS:
+            found += _leaves(" ".join(module + "+" * biased for module in _GROUPS[name].split()))
+        elif name in _APART:
+            found += _APART[name]
+        else:
+            there, _, here = name.partition("=")
+            places = (there, _ENDS[there]) if there in _ENDS else (_T + there, _B + (here or _NAMES[there]))
+            found += [Leaf(*(f"{place}.{suffix}" for place in places)) for suffix in ("weight", "bias")[: 1 + biased]]
+    return tuple(found)
+
 
 # --- metadata ---
 
@@ -182,6 +208,13 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+
+
+def _sizes(*without: str) -> dict[str, str]:
+    """The keys of a model's sizes but for some."""
+    return {key: name for key, name in _SIZES.items() if key not in without}
+
+
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _GIVEN = {WIDTH: "head_dim"}
 _USUAL = {**_SIZES, **_RMS, **_GIVEN}
@@ -264,7 +297,7 @@ def _is_lite(facts: Facts) -> bool:
 
 
 _LATENT_FIELDS = {
-    **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
+    **_sizes("attention.head_count_kv"),
     **_RMS,
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
@@ -313,16 +346,7 @@ _GRANITE_SWA: dict[str, Any] = {
     "assumed": {"layer_rope_theta": _bases},
     "windows": _every(None),
 }
-_SINKS = (Leaf(_T + "attn_sinks.weight", _B + "attention.sinks"),)
-_SWIGLU = Leaf(
-    _T + "ffn_up_shexp.weight",
-    (_B + "feed_forward.shared.gate_proj.weight", _B + "feed_forward.shared.up_proj.weight"),
-    Layout("(part shared) hidden", split="part", parts=("1", "1")),
-)
-_XIELU = tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps"))
 _SCALING, _GROWTH = "rope_scaling", "attention.temperature_scale"
-_GEMMA_LEAVES = (*_ends()[:2], *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"))
-_SANDWICH = _of(f"{_NORMS} {_POST} {_QKV} attn_output {_GATED}")
 _PARTIAL = RotaryKind(part=PART)
 _SCALED_EXPERTS = {
     "expert_weights_scale": "routed_scaling_factor",
@@ -330,37 +354,6 @@ _SCALED_EXPERTS = {
     "expert_shared_count": "n_shared_experts",
     "leading_dense_block_count": "first_k_dense_replace",
 }
-
-_DENSE, _BESIDE = "feed_forward.dense", "feed_forward.mixture"
-_GEMMA4_LEAVES = (
-    *_ends(),
-    Leaf("per_layer_token_embd.weight", "layer_inputs.table.weight"),
-    Leaf("per_layer_model_proj.weight", "layer_inputs.projection.weight"),
-    Leaf("per_layer_proj_norm.weight", "layer_inputs.norm.weight"),
-    *_SANDWICH,
-    *_of(_HEADS),
-    Leaf(_T + "layer_output_scale.weight", _B + "scale.weight"),
-    *(
-        Leaf(f"{_T}{there}.weight", f"{_B}{here}.weight")
-        for there, here in {
-            "inp_gate": "layer_input.gate_proj",
-            "proj": "layer_input.down_proj",
-            "post_norm": "layer_input_output_norm",
-            "pre_ffw_norm_2": f"{_BESIDE}.expert_norm",
-            "post_ffw_norm_1": "feed_forward.dense_output_norm",
-            "post_ffw_norm_2": "feed_forward.mixture_output_norm",
-        }.items()
-    ),
-    *_of(
-        f"ffn_norm {_GATED} ffn_gate_inp",
-        ffn_norm="feed_forward.dense_norm",
-        ffn_gate_inp=f"{_BESIDE}.router",
-        **{f"ffn_{name}": f"{_DENSE}.{name}_proj" for name in ("gate", "up", "down")},
-    ),
-    Leaf(_T + "ffn_gate_inp.scale", f"{_B}{_BESIDE}.router_norm.weight"),
-    Leaf(_T + "ffn_down_exps.scale", f"{_B}{_BESIDE}.expert_scale.weight"),
-    *_fused(_BESIDE),
-)
 
 
 def _sliding(facts: Facts) -> list[bool]:
@@ -422,7 +415,6 @@ def _every_so_many(config: Mapping[str, Any]) -> int:
     return config["moe_layers"][0] + 1 if config["moe_layers"] else 0
 
 
-_GPT2_LEAVES = (*_NORMED, _POSITIONS, *_of(_NORMS, "all"), *_FUSED, *_of(f"attn_output {_PLAIN}", "all"))
 _GPT2_FIELDS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -431,55 +423,33 @@ _GPT2_FIELDS = {
     "attention.head_count": "n_head",
     **_layer_norm("layer_norm_epsilon"),
 }
+# fmt: off
 _ROWS = (
-    GgufArchitecture(
-        "llama",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE),
-        {**_USUAL, **_experts("num_local_experts")},
-        "mixtral",
-        told=("expert_count",),
-        assumed={"sliding_window": None},
-        divisors=("llama3", "longrope"),
+    GgufArchitecture("llama", _leaves("ends norms attn_v+ attn_output+ permuted mixture"),
+        {**_USUAL, **_experts("num_local_experts")}, "mixtral", told=("expert_count",),
+        assumed={"sliding_window": None}, divisors=("llama3", "longrope"),
     ),
-    GgufArchitecture(
-        "llama",
-        (*_ends(), *_of(f"{_NORMS} {_HEADS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED),
-        _USUAL,
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        divisors=("llama3", "longrope"),
+    GgufArchitecture("llama", _leaves("ends norms heads attn_v+ attn_output+ gated+ permuted"), _USUAL,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, divisors=("llama3", "longrope"),
         also=("mistral", "internlm3", "iquestcoder"),
     ),
-    GgufArchitecture("qwen2", (*_ALONE, *_of(_GATED)), _USUAL, assumed={"use_sliding_window": False}, square=True),
     GgufArchitecture(
-        "qwen3",
-        (*_ALONE, *_of(f"{_HEADS} {_GATED}")),
-        _USUAL,
-        assumed={"use_sliding_window": False},
-        biases={"attention_bias": "attn_q"},
-    ),
-    GgufArchitecture(
-        "gpt2",
-        _GPT2_LEAVES,
-        _GPT2_FIELDS,
-        always={"attention.head_count_kv": _field_of("n_head")},
-        assumed={"activation_function": "gelu_new"},
-        rotary=None,
+        "qwen2", _leaves("ends norms qkv+ attn_output gated"), _USUAL, assumed={"use_sliding_window": False},
         square=True,
     ),
     GgufArchitecture(
-        "bloom",
-        (
-            *_NORMED,
-            Leaf("token_embd_norm.weight", "embedding.norm.weight"),
-            Leaf("token_embd_norm.bias", "embedding.norm.bias"),
-            *_of(_NORMS, "all"),
-            *_FUSED,
-            *_of(f"attn_output {_PLAIN}", "all"),
-        ),
+        "qwen3", _leaves("ends norms qkv+ attn_output heads gated"), _USUAL, assumed={"use_sliding_window": False},
+        biases={"attention_bias": "attn_q"},
+    ),
+    GgufArchitecture(
+        "gpt2", _leaves("token_embd output_norm+ output position_embd norms+ fused attn_output+ plain+"), _GPT2_FIELDS,
+        always={"attention.head_count_kv": _field_of("n_head")}, assumed={"activation_function": "gelu_new"},
+        rotary=None, square=True,
+    ),
+    GgufArchitecture(
+        "bloom", _leaves("token_embd output_norm+ output token_embd_norm+ norms+ fused attn_output+ plain+"),
         {
-            "embedding_length": "hidden_size",
-            "block_count": "n_layer",
-            "attention.head_count": "n_head",
+            "embedding_length": "hidden_size", "block_count": "n_layer", "attention.head_count": "n_head",
             **_layer_norm("layer_norm_epsilon"),
         },
         always={
@@ -487,252 +457,140 @@ _ROWS = (
             "feed_forward_length": lambda config: 4 * config["hidden_size"],
             "attention.head_count_kv": _field_of("n_head"),
         },
-        assumed={"seq_length": _whole("context_length")},
-        rotary=None,
-        square=True,
+        assumed={"seq_length": _whole("context_length")}, rotary=None, square=True,
     ),
-    GgufArchitecture(
-        "falcon",
-        # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
-        (*_NORMED, *_FALCON_NORMS, _FUSED[0], *_of(f"attn_output {_PLAIN}")),
+    # llama.cpp reads no biases of Falcon's linears, and knows neither its ALiBi nor its serial blocks.
+    GgufArchitecture("falcon", _leaves("token_embd output_norm+ output falcon_norms attn_qkv attn_output plain"),
         {
-            **{key: name for key, name in _SIZES.items() if not key.endswith(("kv", "forward_length"))},
-            "attention.head_count_kv": "num_kv_heads",
-            "feed_forward_length": "ffn_hidden_size",
-            **_layer_norm("layer_norm_epsilon"),
+            **_sizes("attention.head_count_kv", "feed_forward_length"), "attention.head_count_kv": "num_kv_heads",
+            "feed_forward_length": "ffn_hidden_size", **_layer_norm("layer_norm_epsilon"),
         },
         always={"tensor_data_layout": "jploski"},
         assumed={
             "new_decoder_architecture": _grouped,
             "multi_query": lambda facts: not _grouped(facts) and facts.raw("attention.head_count_kv") == 1,
             "num_ln_in_parallel_attn": lambda facts: (2 if _two_norms(facts) else 1) if _grouped(facts) else None,
-            "parallel_attn": True,
-            "alibi": False,
-            "bias": False,
-            "activation": "gelu",
+            "parallel_attn": True, "alibi": False, "bias": False, "activation": "gelu",
         },
         square=True,
     ),
-    GgufArchitecture("gemma", _GEMMA_LEAVES, _USUAL, tied=True),
-    GgufArchitecture(
-        "gemma2",
-        (*_ends()[:2], *_SANDWICH),
+    GgufArchitecture("gemma", _leaves("token_embd output_norm norms qkv attn_output gated"), _USUAL, tied=True),
+    GgufArchitecture("gemma2", _leaves("token_embd output_norm norms post qkv attn_output gated"),
         {
-            **_USUAL,
-            "attn_logit_softcapping": "attn_logit_softcapping",
+            **_USUAL, "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        assumed={"query_pre_attn_scalar": _query_scale(46)},
-        windows=_every(2),
-        tied=True,
+        assumed={"query_pre_attn_scalar": _query_scale(46)}, windows=_every(2), tied=True,
     ),
-    GgufArchitecture(
-        "gemma3",
-        (*_ends(), *_SANDWICH, *_of(_HEADS)),
-        {**_USUAL, "final_logit_softcapping": "final_logit_softcapping"},
-        "gemma3_text",
+    GgufArchitecture("gemma3", _leaves("ends norms post qkv attn_output gated heads"),
+        {**_USUAL, "final_logit_softcapping": "final_logit_softcapping"}, "gemma3_text",
         absent={"final_logit_softcapping": None, LOCAL_BASE: 10_000.0},
-        assumed={"query_pre_attn_scalar": _query_scale(62)},
-        windows=_every(6),
-        unwindowed=True,
-        by_kind=True,
+        assumed={"query_pre_attn_scalar": _query_scale(62)}, windows=_every(6), unwindowed=True, by_kind=True,
     ),
-    GgufArchitecture(
-        "phi3",
-        (*_ends(), *_of(f"{_NORMS} attn_output"), _FUSED[0], _GATE_UP, *_of("ffn_down")),
+    GgufArchitecture("phi3", _leaves("ends norms attn_output attn_qkv gate_up ffn_down"),
         {**_USUAL, "rope.scaling.original_context_length": ORIGINAL},
-        absent={"rope.scaling.original_context_length": None},
-        assumed={"sliding_window": None},
-        rotary=_PARTIAL,
-        divisors=("longrope",),
-        square=True,
+        absent={"rope.scaling.original_context_length": None}, assumed={"sliding_window": None}, rotary=_PARTIAL,
+        divisors=("longrope",), square=True,
     ),
-    GgufArchitecture(
-        "qwen3moe",
-        (*_ALONE, *_of(_HEADS), *_MIXTURE),
-        {**_USUAL, **_experts(width="moe_intermediate_size")},
-        "qwen3_moe",
-        assumed={"norm_topk_prob": True, "use_sliding_window": False},
-        biases={"attention_bias": "attn_q"},
+    GgufArchitecture("qwen3moe", _leaves("ends norms qkv+ attn_output heads mixture"),
+        {**_USUAL, **_experts(width="moe_intermediate_size")}, "qwen3_moe",
+        assumed={"norm_topk_prob": True, "use_sliding_window": False}, biases={"attention_bias": "attn_q"},
     ),
-    GgufArchitecture(
-        "qwen2moe",
-        (*_ALONE, *_MIXTURE, *_of("ffn_gate_inp_shexp"), *_SHARED),
+    GgufArchitecture("qwen2moe", _leaves("ends norms qkv+ attn_output mixture ffn_gate_inp_shexp shared"),
         {
-            **_USUAL,
-            **_experts(width="moe_intermediate_size"),
+            **_USUAL, **_experts(width="moe_intermediate_size"),
             "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
-        "qwen2_moe",
-        assumed={"norm_topk_prob": False, "use_sliding_window": False},
-        biases={"qkv_bias": "attn_q"},
-        tied=False,
-        square=True,
+        "qwen2_moe", assumed={"norm_topk_prob": False, "use_sliding_window": False}, biases={"qkv_bias": "attn_q"},
+        tied=False, square=True,
     ),
-    GgufArchitecture(
-        "gptneox",
-        (*_NORMED, *_of(_NORMS, "all"), *_FUSED, *_of(f"attn_output {_PLAIN}", "all")),
+    GgufArchitecture("gptneox", _leaves("token_embd output_norm+ output norms+ fused attn_output+ plain+"),
         {
-            **{key: name for key, name in _SIZES.items() if key != "attention.head_count_kv"},
-            **_layer_norm("layer_norm_eps"),
+            **_sizes("attention.head_count_kv"), **_layer_norm("layer_norm_eps"),
             "use_parallel_residual": "use_parallel_residual",
         },
-        "gpt_neox",
-        always={"attention.head_count_kv": _field_of("num_attention_heads")},
-        rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
-        tied=False,
+        "gpt_neox", always={"attention.head_count_kv": _field_of("num_attention_heads")},
+        rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"), tied=False, square=True,
+    ),
+    GgufArchitecture("starcoder2", _leaves("token_embd output_norm+ output norms+ qkv+ attn_output+ plain+"),
+        {**_SIZES, **_GIVEN, **_layer_norm("norm_epsilon")}, assumed={"use_bias": True, "sliding_window": None},
         square=True,
     ),
-    GgufArchitecture(
-        "starcoder2",
-        (*_NORMED, *_of(f"{_NORMS} {_QKV} attn_output {_PLAIN}", "all")),
-        {**_SIZES, **_GIVEN, **_layer_norm("norm_epsilon")},
-        assumed={"use_bias": True, "sliding_window": None},
-        square=True,
-    ),
-    GgufArchitecture(
-        "stablelm",
-        (*_NORMED, *_of(_NORMS, "all"), *_of(f"{_QKV} attn_output {_GATED}", _QKV)),
+    # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
+    GgufArchitecture("stablelm", _leaves("token_embd output_norm+ output norms+ qkv+ attn_output gated"),
         {**_SIZES, **_layer_norm("layer_norm_eps")},
-        # The converter writes a key that llama.cpp does not read, and that is wrong where config.json says nothing.
         assumed={"use_parallel_residual": lambda facts: "blk.0.ffn_norm.weight" not in facts.shapes},
-        biases={"use_qkv_bias": "attn_q"},
-        rotary=_PARTIAL,
-        tied=False,
+        biases={"use_qkv_bias": "attn_q"}, rotary=_PARTIAL, tied=False, square=True,
+    ),
+    GgufArchitecture(
+        "olmo2", _leaves("ends post qkv heads attn_output gated"), _USUAL, "olmo3", told=("attention.sliding_window",),
+        windows=_every(4), by_kind=True, tied=False, square=True,
+    ),
+    GgufArchitecture("olmo2", _leaves("ends post qkv heads attn_output gated"), _USUAL, tied=False, square=True),
+    GgufArchitecture("olmo", _leaves("token_embd output attn_v attn_output gated permuted"),
+        {**_SIZES, **_GIVEN, "attention.clamp_kqv": "clip_qkv"}, always={"attention.layer_norm_epsilon": 1e-5},
+        absent={"attention.clamp_kqv": None}, square=True,
+    ),
+    GgufArchitecture("phi2", _leaves("token_embd output_norm+ output+ attn_norm+ qkv+ attn_output+ plain+"),
+        {**_SIZES, **_layer_norm("layer_norm_eps")}, "phi", rotary=_PARTIAL, tied=False, square=True,
+    ),
+    GgufArchitecture("command-r", _leaves("token_embd output_norm attn_norm qkv attn_output gated by_head"),
+        {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"}, "cohere",
+        assumed={"use_qk_norm": lambda facts: facts.layers >= 64}, tied=True, square=True,
+    ),
+    GgufArchitecture("cohere2", _leaves("token_embd output_norm attn_norm qkv attn_output gated"),
+        {**_SIZES, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"}, windows=_every(4), tied=True,
         square=True,
     ),
-    GgufArchitecture(
-        "olmo2",
-        (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")),
-        _USUAL,
-        "olmo3",
-        told=("attention.sliding_window",),
-        windows=_every(4),
-        by_kind=True,
-        tied=False,
-        square=True,
+    GgufArchitecture("granite", _leaves("ends norms attn_v+ attn_output+ gated+ permuted"), _GRANITE_FIELDS,
+        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, **_GRANITE,
     ),
-    GgufArchitecture(
-        "olmo2", (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")), _USUAL, tied=False, square=True
-    ),
-    GgufArchitecture(
-        "olmo",
-        (_ends()[0], _ends()[2], *_of(f"attn_v attn_output {_GATED}"), *_PERMUTED),
-        {**_SIZES, **_GIVEN, "attention.clamp_kqv": "clip_qkv"},
-        always={"attention.layer_norm_epsilon": 1e-5},
-        absent={"attention.clamp_kqv": None},
-        square=True,
-    ),
-    GgufArchitecture(
-        "phi2",
-        (*_ends("output_norm", "output"), *_of(f"attn_norm {_QKV} attn_output {_PLAIN}", "all")),
-        {**_SIZES, **_layer_norm("layer_norm_eps")},
-        "phi",
-        rotary=_PARTIAL,
-        tied=False,
-        square=True,
-    ),
-    GgufArchitecture(
-        "command-r",
-        (*_ends()[:2], *_of(f"attn_norm {_QKV} attn_output {_GATED}"), *_BY_HEAD),
-        {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
-        "cohere",
-        assumed={"use_qk_norm": lambda facts: facts.layers >= 64},
-        tied=True,
-        square=True,
-    ),
-    GgufArchitecture(
-        "cohere2",
-        (*_ends()[:2], *_of(f"attn_norm {_QKV} attn_output {_GATED}")),
-        {**_SIZES, **_layer_norm("layer_norm_eps"), "logit_scale": "logit_scale"},
-        windows=_every(4),
-        tied=True,
-        square=True,
-    ),
-    GgufArchitecture(
-        "granite",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED),
-        _GRANITE_FIELDS,
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        **_GRANITE,
-    ),
-    GgufArchitecture(
-        "granitemoe",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE, *_SHARED),
+    GgufArchitecture("granitemoe", _leaves("ends norms attn_v+ attn_output+ permuted mixture shared"),
         {
-            **_GRANITE_FIELDS,
-            **_experts("num_local_experts"),
+            **_GRANITE_FIELDS, **_experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
-        "granitemoeshared",
-        told=("expert_shared_feed_forward_length",),
-        biases={"attention_bias": "attn_q"},
+        "granitemoeshared", told=("expert_shared_feed_forward_length",), biases={"attention_bias": "attn_q"},
         **_GRANITE,
     ),
-    GgufArchitecture(
-        "granitemoe",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output", "attn_v attn_output"), *_PERMUTED, *_MIXTURE),
-        {**_GRANITE_FIELDS, **_experts("num_local_experts")},
-        biases={"attention_bias": "attn_q"},
-        **_GRANITE,
+    GgufArchitecture("granitemoe", _leaves("ends norms attn_v+ attn_output+ permuted mixture"),
+        {**_GRANITE_FIELDS, **_experts("num_local_experts")}, biases={"attention_bias": "attn_q"}, **_GRANITE,
     ),
-    GgufArchitecture(
-        "gpt-oss",
-        (
-            *_ends(),
-            *_of(f"attn_norm {_QKV} attn_output", f"{_QKV} attn_output"),
-            *_SINKS,
-            *_of("post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *_of("ffn_gate_inp", "all"),
-            *_stacked("weight"),
-            *_stacked("bias"),
+    GgufArchitecture("gpt-oss",
+        _leaves(
+            "ends attn_norm qkv+ attn_output+ attn_sinks post_attention_norm=feed_forward_norm ffn_gate_inp+ experts"
+            " experts_biases",
         ),
-        {**_USUAL, **_experts("num_local_experts")},
-        "gpt_oss",
+        {**_USUAL, **_experts("num_local_experts")}, "gpt_oss",
         always={"expert_feed_forward_length": _field_of("intermediate_size")},
-        absent={"feed_forward_length": _whole("expert_feed_forward_length")},
-        rotary=RotaryKind(usual={}),
-        windows=_every(2),
-        tied=False,
+        absent={"feed_forward_length": _whole("expert_feed_forward_length")}, rotary=RotaryKind(usual={}),
+        windows=_every(2), tied=False,
     ),
     GgufArchitecture(
-        "deepseek2",
-        (*_LATENT_BLOCK, *_ABSORBED, *_MIXTURE, *_SHARED),
-        _DEEPSEEK_FIELDS,
-        "deepseek_v2",
-        told=("expert_count",),
-        **{**_DEEPSEEK, "always": {**_DEEPSEEK["always"], "expert_gating_func": 1}},
+        "deepseek2", _leaves("ends norms gated latent absorbed mixture shared"), _DEEPSEEK_FIELDS, "deepseek_v2",
+        told=("expert_count",), **{**_DEEPSEEK, "always": {**_DEEPSEEK["always"], "expert_gating_func": 1}},
     ),
-    GgufArchitecture(
-        "deepseek2",
-        (*_LATENT_BLOCK, *_ABSORBED, *_MIXTURE, _CHOICE, *_SHARED),
+    GgufArchitecture("deepseek2", _leaves("ends norms gated latent absorbed mixture choice shared"),
         {
-            **_DEEPSEEK_FIELDS,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
+            **_DEEPSEEK_FIELDS, "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
             "expert_weights_norm": "norm_topk_prob",
         },
-        "deepseek_v3",
-        also=("glm4_moe_lite", "youtu"),
+        "deepseek_v3", also=("glm4_moe_lite", "youtu"),
         **{
             **_DEEPSEEK,
             "absent": {
-                **_DEEPSEEK["absent"],
-                "expert_group_count": 1,
-                "expert_group_used_count": 1,
+                **_DEEPSEEK["absent"], "expert_group_count": 1, "expert_group_used_count": 1,
                 "expert_weights_norm": False,
             },
             "always": {**_DEEPSEEK["always"], "expert_gating_func": 2},
         },
     ),
-    GgufArchitecture(
-        "minicpm3",
-        (*_LATENT_BLOCK, Leaf(_T + "attn_kv_b.weight", (_KEYS, _VALUES), UP)),
+    GgufArchitecture("minicpm3", _leaves("ends norms gated latent attn_kv_b"),
         {**_LATENT_FIELDS, "attention.q_lora_rank": "q_lora_rank", "attention.value_length": "v_head_dim"},
         absent={
             "attention.value_length": lambda facts: (
                 facts.integer("embedding_length") // facts.integer("attention.head_count")
-            )
+            ),
         },
         always={
             "attention.head_count_kv": _field_of("num_attention_heads"),
@@ -741,146 +599,83 @@ _ROWS = (
         assumed={
             "num_key_value_heads": _whole("attention.head_count"),
             "qk_nope_head_dim": lambda facts: facts.integer(WIDTH) - facts.integer("rope.dimension_count"),
-            "scale_emb": 12.0,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
+            "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256,
         },
-        latent=True,
-        divisors=("longrope",),
+        latent=True, divisors=("longrope",),
     ),
-    GgufArchitecture(
-        "chatglm",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output", _QKV), _GATE_UP, *_of("ffn_down")),
-        _USUAL,
-        "glm",
-        biases={"attention_bias": "attn_q"},
-        rotary=_PARTIAL,
-        square=True,
+    GgufArchitecture("chatglm", _leaves("ends norms qkv+ attn_output gate_up ffn_down"), _USUAL, "glm",
+        biases={"attention_bias": "attn_q"}, rotary=_PARTIAL, square=True,
     ),
-    GgufArchitecture(
-        "glm4",
-        (*_ends(), *_of(f"{_NORMS} {_POST} {_QKV} attn_output", _QKV), _GATE_UP, *_of("ffn_down")),
-        _USUAL,
-        biases={"attention_bias": "attn_q"},
-        rotary=_PARTIAL,
+    GgufArchitecture("glm4", _leaves("ends norms post qkv+ attn_output gate_up ffn_down"), _USUAL,
+        biases={"attention_bias": "attn_q"}, rotary=_PARTIAL,
     ),
-    GgufArchitecture(
-        "exaone4",
-        (*_ends(), *_of(f"{_POST} {_QKV} {_HEADS} attn_output {_GATED}")),
-        _USUAL,
-        windows=lambda layers: 4 if layers == 64 else 0,
-        divisors=("llama3",),
-        square=True,
+    GgufArchitecture("exaone4", _leaves("ends post qkv heads attn_output gated"), _USUAL,
+        windows=lambda layers: 4 if layers == 64 else 0, divisors=("llama3",), square=True,
     ),
-    GgufArchitecture(
-        "exaone-moe",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"), *_MIXTURE, _CHOICE, *_SHARED),
+    GgufArchitecture("exaone-moe", _leaves("ends norms qkv heads attn_output gated mixture choice shared"),
         {
-            **_USUAL,
-            **_experts(width="moe_intermediate_size"),
+            **_USUAL, **_experts(width="moe_intermediate_size"),
             **{key: name for key, name in _SCALED_EXPERTS.items() if name != "first_k_dense_replace"},
-            "expert_shared_count": "num_shared_experts",
-            "expert_group_count": "n_group",
+            "expert_shared_count": "num_shared_experts", "expert_group_count": "n_group",
             "expert_group_used_count": "topk_group",
         },
-        "exaone_moe",
-        absent={"expert_group_count": 1, "expert_group_used_count": 1},
+        "exaone_moe", absent={"expert_group_count": 1, "expert_group_used_count": 1},
         always={
             "expert_gating_func": 2,
             "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
             "leading_dense_block_count": lambda config: config["mlp_layer_types"].count("dense"),
         },
-        assumed={"mlp_layer_types": _dense_first},
-        windows=_every(4),
-        divisors=("llama3",),
-        tied=False,
+        assumed={"mlp_layer_types": _dense_first}, windows=_every(4), divisors=("llama3",), tied=False,
     ),
-    GgufArchitecture(
-        "nemotron",
-        (*_NORMED, *_of(_NORMS, "all"), *_of(f"{_QKV} attn_output {_PLAIN}", "all")),
-        {**_SIZES, **_GIVEN, **_layer_norm("norm_eps")},
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        rotary=_PARTIAL,
-        tied=False,
-        square=True,
+    GgufArchitecture("nemotron", _leaves("token_embd output_norm+ output norms+ qkv+ attn_output+ plain+"),
+        {**_SIZES, **_GIVEN, **_layer_norm("norm_eps")}, biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
+        rotary=_PARTIAL, tied=False, square=True,
     ),
-    GgufArchitecture(
-        "olmoe",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE),
-        {**_USUAL, **_experts()},
-        # llama.cpp wants as many heads of keys and values as of queries.
+    # llama.cpp wants as many heads of keys and values as of queries.
+    GgufArchitecture("olmoe", _leaves("ends norms qkv heads attn_output mixture"), {**_USUAL, **_experts()},
         always={"attention.head_count_kv": _field_of("num_attention_heads")},
-        assumed={"norm_topk_prob": False, "clip_qkv": None},
-        tied=False,
-        square=True,
+        assumed={"norm_topk_prob": False, "clip_qkv": None}, tied=False, square=True,
     ),
-    GgufArchitecture(
-        "smollm3",
-        (*_ends(), *_PRE, *_PERMUTED),
-        _USUAL,
+    GgufArchitecture("smollm3", _leaves("ends norms attn_v+ attn_output gated permuted"), _USUAL,
         assumed={"no_rope_layers": _layers_without(4), "use_sliding_window": False},
     ),
-    GgufArchitecture(
-        "mpt",
-        (*_ends(), *_of(_NORMS), _FUSED[0], *_of(f"attn_output {_PLAIN}")),
+    GgufArchitecture("mpt", _leaves("ends norms attn_qkv attn_output plain"),
         {
-            "context_length": "max_seq_len",
-            "embedding_length": "d_model",
-            "block_count": "n_layers",
-            "attention.head_count": "n_heads",
-            **_layer_norm("layer_norm_epsilon"),
+            "context_length": "max_seq_len", "embedding_length": "d_model", "block_count": "n_layers",
+            "attention.head_count": "n_heads", **_layer_norm("layer_norm_epsilon"),
             "attention.clamp_kqv": "attn_config.clip_qkv",
         },
         absent={"attention.clamp_kqv": None},
         always={
             "feed_forward_length": lambda config: 4 * config["d_model"],
-            "attention.head_count_kv": _field_of("n_heads"),
-            "attention.max_alibi_bias": 8.0,
+            "attention.head_count_kv": _field_of("n_heads"), "attention.max_alibi_bias": 8.0,
         },
-        rotary=None,
-        square=True,
+        rotary=None, square=True,
     ),
-    GgufArchitecture(
-        "ernie4_5-moe",
-        (*_ADJACENT, *_MIXTURE, _CHOICE, *_SHARED),
+    GgufArchitecture("ernie4_5-moe", _leaves("ends norms qkv attn_output gated mixture choice shared"),
         {
-            **_USUAL,
-            **_experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
-            "expert_shared_count": "moe_num_shared_experts",
-            "leading_dense_block_count": "moe_layer_start_index",
+            **_USUAL, **_experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
+            "expert_shared_count": "moe_num_shared_experts", "leading_dense_block_count": "moe_layer_start_index",
         },
-        "ernie4_5_moe",
-        absent={"leading_dense_block_count": 0},
+        "ernie4_5_moe", absent={"leading_dense_block_count": 0},
         always={
             "expert_shared_feed_forward_length": _field_of("moe_num_shared_experts", "moe_intermediate_size"),
             "interleave_moe_layer_step": 1,
         },
         assumed={"moe_layer_end_index": lambda facts: facts.layers - 1, "moe_layer_interval": 1, "use_bias": False},
     ),
-    GgufArchitecture("ernie4_5", _ADJACENT, _USUAL, assumed={"use_bias": False}),
-    GgufArchitecture(
-        "hunyuan-moe",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE, *_SHARED),
-        {**_USUAL, **_experts(chosen="moe_topk")},
-        "hunyuan_v1_moe",
+    GgufArchitecture("ernie4_5", _leaves("ends norms qkv attn_output gated"), _USUAL, assumed={"use_bias": False}),
+    GgufArchitecture("hunyuan-moe", _leaves("ends norms qkv heads attn_output mixture shared"),
+        {**_USUAL, **_experts(chosen="moe_topk")}, "hunyuan_v1_moe",
         always={
             "expert_feed_forward_length": _field_of("intermediate_size"),
             "expert_shared_feed_forward_length": _field_of("intermediate_size"),
         },
     ),
-    GgufArchitecture(
-        "hy_v3",
-        (
-            *_ends(),
-            *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"),
-            *_MIXTURE,
-            Leaf(_T + "exp_probs_b", _B + "feed_forward.choice.bias"),
-            *_SHARED,
-        ),
+    GgufArchitecture("hy_v3", _leaves("ends norms qkv heads attn_output gated mixture exp_probs_b shared"),
         {**_USUAL, **_experts(width="moe_intermediate_size"), "expert_weights_scale": "router_scaling_factor"},
         always={
-            "expert_gating_func": 2,
-            "expert_weights_norm": True,
+            "expert_gating_func": 2, "expert_weights_norm": True,
             "expert_shared_feed_forward_length": _field_of("num_shared_experts", "moe_intermediate_size"),
         },
         assumed={
@@ -893,239 +688,123 @@ _ROWS = (
             ],
         },
     ),
-    GgufArchitecture(
-        "afmoe",
-        (
-            *_ends(),
-            *_of(f"{_NORMS} {_POST} {_QKV} {_HEADS} attn_output {_GATED}"),
-            Leaf(_T + "attn_gate.weight", _B + "attention.gate_proj.weight"),
-            *_MIXTURE,
-            _CHOICE,
-            *_SHARED,
-        ),
+    GgufArchitecture("afmoe", _leaves("ends norms post qkv heads attn_output gated attn_gate mixture choice shared"),
         {
-            **_USUAL,
-            **_experts(width="moe_intermediate_size"),
-            "expert_shared_count": "num_shared_experts",
-            "expert_weights_scale": "route_scale",
-            "leading_dense_block_count": "num_dense_layers",
+            **_USUAL, **_experts(width="moe_intermediate_size"), "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": "route_scale", "leading_dense_block_count": "num_dense_layers",
         },
         absent={"expert_weights_scale": 1.0, "leading_dense_block_count": 0},
-        always={"expert_gating_func": 2, "expert_weights_norm": True},
-        assumed={"mup_enabled": True},
-        windows=_every(4),
+        always={"expert_gating_func": 2, "expert_weights_norm": True}, assumed={"mup_enabled": True}, windows=_every(4),
     ),
-    GgufArchitecture(
-        "dbrx",
-        (*_ends(), *_of("attn_norm attn_output_norm attn_output"), _FUSED[0], *_MIXTURE),
+    GgufArchitecture("dbrx", _leaves("ends attn_norm attn_output_norm attn_output attn_qkv mixture"),
         {
-            "context_length": "max_seq_len",
-            "embedding_length": "d_model",
-            "block_count": "n_layers",
-            "attention.head_count": "n_heads",
-            "attention.head_count_kv": "attn_config.kv_n_heads",
-            "attention.clamp_kqv": "attn_config.clip_qkv",
-            "feed_forward_length": "ffn_config.ffn_hidden_size",
+            "context_length": "max_seq_len", "embedding_length": "d_model", "block_count": "n_layers",
+            "attention.head_count": "n_heads", "attention.head_count_kv": "attn_config.kv_n_heads",
+            "attention.clamp_kqv": "attn_config.clip_qkv", "feed_forward_length": "ffn_config.ffn_hidden_size",
             **_experts("ffn_config.moe_num_experts", "ffn_config.moe_top_k"),
         },
-        always={"attention.layer_norm_epsilon": 1e-5},
-        tied=False,
-        square=True,
+        always={"attention.layer_norm_epsilon": 1e-5}, tied=False, square=True,
     ),
+    GgufArchitecture("hunyuan-dense", _leaves("ends norms qkv heads attn_output gated"), _USUAL, "hunyuan_v1_dense"),
     GgufArchitecture(
-        "hunyuan-dense", (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}")), _USUAL, "hunyuan_v1_dense"
+        "seed_oss", _leaves("ends attn_norm post_attention_norm=feed_forward_norm qkv+ attn_output gated"), _USUAL,
+        assumed={"attention_out_bias": False}, biases={"attention_bias": "attn_q"},
     ),
-    GgufArchitecture(
-        "seed_oss",
-        (
-            *_ends(),
-            *_of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *_of(f"{_QKV} attn_output {_GATED}", _QKV),
-        ),
-        _USUAL,
-        assumed={"attention_out_bias": False},
-        biases={"attention_bias": "attn_q"},
-    ),
-    GgufArchitecture(
-        "dots1",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_GATED}"), *_MIXTURE, _CHOICE, *_SHARED),
+    # llama.cpp wants as many heads of keys and values as of queries.
+    GgufArchitecture("dots1", _leaves("ends norms qkv heads attn_output gated mixture choice shared"),
         {**_USUAL, **_experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS},
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False, "leading_dense_block_count": 0},
-        # llama.cpp wants as many heads of keys and values as of queries.
         always={"expert_gating_func": 2, "attention.head_count_kv": _field_of("num_attention_heads")},
-        assumed={"use_sliding_window": False, "n_group": 1, "topk_group": 1},
-        tied=False,
+        assumed={"use_sliding_window": False, "n_group": 1, "topk_group": 1}, tied=False,
     ),
-    GgufArchitecture(
-        "glm4moe",
-        (
-            *_ends(),
-            *_of("attn_norm post_attention_norm", post_attention_norm="feed_forward_norm"),
-            *_of(f"{_QKV} {_HEADS} attn_output {_GATED}", _QKV),
-            *_MIXTURE,
-            _CHOICE,
-            *_SHARED,
+    GgufArchitecture("glm4moe",
+        _leaves(
+            "ends attn_norm post_attention_norm=feed_forward_norm qkv+ heads attn_output gated mixture choice shared",
         ),
         {
-            **_USUAL,
-            **_experts("n_routed_experts", width="moe_intermediate_size"),
-            **_SCALED_EXPERTS,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
+            **_USUAL, **_experts("n_routed_experts", width="moe_intermediate_size"), **_SCALED_EXPERTS,
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
         },
-        "glm4_moe",
-        also=("solar_open",),
+        "glm4_moe", also=("solar_open",),
         absent={
-            "feed_forward_length": _whole("expert_feed_forward_length"),
-            "expert_weights_scale": 1.0,
-            "expert_weights_norm": False,
-            "leading_dense_block_count": 0,
-            "expert_group_count": 1,
+            "feed_forward_length": _whole("expert_feed_forward_length"), "expert_weights_scale": 1.0,
+            "expert_weights_norm": False, "leading_dense_block_count": 0, "expert_group_count": 1,
             "expert_group_used_count": 1,
         },
         always={"expert_gating_func": 2},
         assumed={"use_qk_norm": lambda facts: "blk.0.attn_q_norm.weight" in facts.shapes},
-        biases={"attention_bias": "attn_q"},
-        rotary=_PARTIAL,
+        biases={"attention_bias": "attn_q"}, rotary=_PARTIAL,
     ),
-    GgufArchitecture(
-        "minimax-m2",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE, _CHOICE),
-        {**_USUAL, **_experts("num_local_experts")},
-        "minimax_m2",
-        always={"expert_gating_func": 2, "expert_feed_forward_length": _field_of("intermediate_size")},
-        rotary=_PARTIAL,
+    GgufArchitecture("minimax-m2", _leaves("ends norms qkv heads attn_output mixture choice"),
+        {**_USUAL, **_experts("num_local_experts")}, "minimax_m2",
+        always={"expert_gating_func": 2, "expert_feed_forward_length": _field_of("intermediate_size")}, rotary=_PARTIAL,
         tied=False,
     ),
+    GgufArchitecture("arcee", _leaves("ends norms attn_v+ attn_output plain permuted"), _USUAL, divisors=("llama3",)),
     GgufArchitecture(
-        "arcee",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_PLAIN}", "attn_v"), *_PERMUTED),
-        _USUAL,
-        divisors=("llama3",),
-    ),
-    GgufArchitecture(
-        "starcoder",
-        _GPT2_LEAVES,
-        _GPT2_FIELDS,
-        "gpt_bigcode",
+        "starcoder", _leaves("token_embd output_norm+ output position_embd norms+ fused attn_output+ plain+"),
+        _GPT2_FIELDS, "gpt_bigcode",
         always={"attention.head_count_kv": lambda config: 1 if config["multi_query"] else config["n_head"]},
-        assumed={"multi_query": lambda facts: facts.integer("attention.head_count_kv") == 1},
-        rotary=None,
-        square=True,
+        assumed={"multi_query": lambda facts: facts.integer("attention.head_count_kv") == 1}, rotary=None, square=True,
     ),
-    GgufArchitecture(
-        "jais2",
-        (*_NORMED, *_of(f"{_NORMS} {_QKV} attn_output {_PLAIN}", "all")),
+    GgufArchitecture("jais2", _leaves("token_embd output_norm+ output norms+ qkv+ attn_output+ plain+"),
         {**_SIZES, **_GIVEN, **_layer_norm("layer_norm_eps")},
     ),
     GgufArchitecture(
-        "mistral3",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}"), *_PERMUTED),
-        _USUAL,
-        "ministral3",
-        told=(_GROWTH,),
+        "mistral3", _leaves("ends norms attn_v attn_output gated permuted"), _USUAL, "ministral3", told=(_GROWTH,),
         always={
             _GROWTH: lambda config: config[_SCALING]["llama_4_scaling_beta"],
             "rope.scaling.original_context_length": lambda config: config[_SCALING][ORIGINAL],
         },
         assumed={
-            "sliding_window": None,
-            f"{_SCALING}.llama_4_scaling_beta": lambda facts: facts.number(_GROWTH),
-            f"{_SCALING}.{ORIGINAL}": lambda facts: facts.integer(
-                "rope.scaling.original_context_length", facts.integer("context_length")
+            "sliding_window": None, f"{_SCALING}.llama_4_scaling_beta": lambda facts: facts.number(_GROWTH),
+            f"{_SCALING}.{ORIGINAL}": lambda facts: (
+                facts.integer("rope.scaling.original_context_length", facts.integer("context_length"))
             ),
         },
     ),
-    GgufArchitecture(
-        "mistral3",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}"), *_PERMUTED),
-        _USUAL,
-        "mistral",
+    GgufArchitecture("mistral3", _leaves("ends norms attn_v attn_output gated permuted"), _USUAL, "mistral",
         assumed={"sliding_window": None},
     ),
     GgufArchitecture(
-        "apertus",
-        (
-            *_ends(),
-            *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output {_PLAIN}", f"{_QKV} attn_output"),
-            *(Leaf(f"{key}.{{layer}}", f"{_B}feed_forward.activation.{key[6:]}") for key in _XIELU),
-        ),
-        _USUAL,
-        assumed={"hidden_act": "xielu"},
-        biases={"attention_bias": "attn_q"},
-        divisors=("llama3", "longrope"),
-        numbers=_XIELU,
-        tied=False,
+        "apertus", _leaves("ends norms qkv+ heads attn_output+ plain xielu"), _USUAL, assumed={"hidden_act": "xielu"},
+        biases={"attention_bias": "attn_q"}, divisors=("llama3", "longrope"), numbers=_XIELU, tied=False,
     ),
     GgufArchitecture(
-        "bitnet",
-        (*_ends()[:2], *_of(f"{_NORMS} attn_sub_norm ffn_sub_norm {_QKV} attn_output {_GATED}")),
-        _USUAL,
-        assumed={"hidden_act": "silu"},
-        tied=True,
-        square=True,
+        "bitnet", _leaves("token_embd output_norm norms attn_sub_norm ffn_sub_norm qkv attn_output gated"), _USUAL,
+        assumed={"hidden_act": "silu"}, tied=True, square=True,
     ),
-    GgufArchitecture(
-        "mellum",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} {_HEADS} attn_output"), *_MIXTURE),
-        {**_USUAL, **_experts(width="moe_intermediate_size")},
-        assumed={"norm_topk_prob": True},
-        windows=_every(4),
-        unwindowed=True,
-        by_kind=True,
+    GgufArchitecture("mellum", _leaves("ends norms qkv heads attn_output mixture"),
+        {**_USUAL, **_experts(width="moe_intermediate_size")}, assumed={"norm_topk_prob": True}, windows=_every(4),
+        unwindowed=True, by_kind=True,
     ),
-    GgufArchitecture(
-        "granite_swa",
-        (
-            *_ends(),
-            *_of(f"{_NORMS} attn_v attn_output ffn_gate_inp", "attn_v attn_output"),
-            *_PERMUTED,
-            *_SINKS,
-            *_fused("feed_forward"),
-            _SWIGLU,
-            *_of("ffn_down_shexp"),
+    GgufArchitecture("granite_swa",
+        _leaves(
+            "ends norms attn_v+ attn_output+ ffn_gate_inp permuted attn_sinks experts_together gate_up_shexp"
+            " ffn_down_shexp",
         ),
         {
-            **_GRANITE_FIELDS,
-            **_experts("num_local_experts"),
+            **_GRANITE_FIELDS, **_experts("num_local_experts"),
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
-        "granitemoe_swa",
-        told=("expert_count",),
-        absent={"expert_shared_feed_forward_length": 0},
-        biases={"attention_bias": "attn_q"},
-        **_GRANITE_SWA,
+        "granitemoe_swa", told=("expert_count",), absent={"expert_shared_feed_forward_length": 0},
+        biases={"attention_bias": "attn_q"}, **_GRANITE_SWA,
     ),
     GgufArchitecture(
-        "granite_swa",
-        (*_ends(), *_of(f"{_NORMS} attn_v attn_output {_GATED}", f"attn_v attn_output {_GATED}"), *_PERMUTED, *_SINKS),
-        _GRANITE_FIELDS,
-        "granite_swa",
-        biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"},
-        **_GRANITE_SWA,
+        "granite_swa", _leaves("ends norms attn_v+ attn_output+ gated+ permuted attn_sinks"), _GRANITE_FIELDS,
+        "granite_swa", biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, **_GRANITE_SWA,
     ),
-    GgufArchitecture(
-        "cohere2moe",
-        (*_ends(), *_of(f"attn_norm {_QKV} attn_output {_GATED}"), *_MIXTURE, *_SHARED),
+    GgufArchitecture("cohere2moe", _leaves("ends attn_norm qkv attn_output gated mixture shared"),
         {
-            **{key: name for key, name in _SIZES.items() if key != "feed_forward_length"},
-            **_GIVEN,
-            **_layer_norm("layer_norm_eps"),
-            **_RMS,
-            **_experts(),
-            "logit_scale": "logit_scale",
-            "expert_feed_forward_length": "intermediate_size",
-            "feed_forward_length": "prefix_dense_intermediate_size",
-            "expert_weights_norm": "norm_topk_prob",
+            **_sizes("feed_forward_length"), **_GIVEN, **_layer_norm("layer_norm_eps"), **_RMS, **_experts(),
+            "logit_scale": "logit_scale", "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "prefix_dense_intermediate_size", "expert_weights_norm": "norm_topk_prob",
             "expert_shared_count": "num_shared_experts",
         },
         "cohere2_moe",
         absent={
-            "attention.layer_norm_epsilon": None,
-            "attention.layer_norm_rms_epsilon": None,
-            "feed_forward_length": None,
-            "expert_weights_norm": False,
-            "expert_shared_count": 0,
+            "attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None, "feed_forward_length": None,
+            "expert_weights_norm": False, "expert_shared_count": 0,
         },
         always={
             "expert_gating_func": lambda config: 1 if config["expert_selection_fn"] == "softmax" else 2,
@@ -1133,71 +812,55 @@ _ROWS = (
         },
         assumed={
             "expert_selection_fn": lambda facts: "softmax" if facts.raw("expert_gating_func") == 1 else "sigmoid",
-            "mlp_layer_types": _dense_first,
-            "shared_expert_combination_strategy": "average",
+            "mlp_layer_types": _dense_first, "shared_expert_combination_strategy": "average",
             "prefix_dense_sliding_window_pattern": 1,
         },
         windows=_every(None),
     ),
-    GgufArchitecture(
-        "llama4",
-        (*_ends(), *_of(f"{_NORMS} {_QKV} attn_output {_GATED}"), *_MIXTURE, *_SHARED),
+    GgufArchitecture("llama4", _leaves("ends norms qkv attn_output gated mixture shared"),
         {
-            **_USUAL,
-            **_experts("num_local_experts", width="intermediate_size"),
+            **_USUAL, **_experts("num_local_experts", width="intermediate_size"),
             "feed_forward_length": "intermediate_size_mlp",
         },
-        "llama4_text",
-        always={WINDOW: 8192, "interleave_moe_layer_step": _every_so_many},
+        "llama4_text", always={WINDOW: 8192, "interleave_moe_layer_step": _every_so_many},
         assumed={
-            "attention_chunk_size": 8192,
-            "floor_scale": 8192,
-            "attn_scale": 0.1,
-            "attn_temperature_tuning": True,
-            "use_qk_norm": lambda facts: facts.integer("expert_count") != 128,
-            "no_rope_layers": _layers_without(4),
+            "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True,
+            "use_qk_norm": lambda facts: facts.integer("expert_count") != 128, "no_rope_layers": _layers_without(4),
             "moe_layers": lambda facts: [
                 *range((step := facts.integer("interleave_moe_layer_step")) - 1, facts.layers, step)
             ],
         },
         divisors=("llama3",),
     ),
-    GgufArchitecture(
-        "gemma4",
-        _GEMMA4_LEAVES,
+    GgufArchitecture("gemma4",
+        _leaves(
+            "ends per_layer_token_embd per_layer_model_proj per_layer_proj_norm norms post qkv attn_output gated heads"
+            " layer_output_scale inp_gate proj post_norm pre_ffw_norm_2 post_ffw_norm_1 post_ffw_norm_2 dense_beside"
+            " mixture_beside",
+        ),
         {
-            **{key: name for key, name in _SIZES.items() if not key.endswith(("kv", "forward_length"))},
-            **_RMS,
-            "attention.key_length_swa": "head_dim",
+            **_sizes("attention.head_count_kv", "feed_forward_length"), **_RMS, "attention.key_length_swa": "head_dim",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
             **_experts(chosen="top_k_experts", width="moe_intermediate_size"),
         },
         "gemma4_text",
         absent={
-            "expert_count": None,
-            "expert_used_count": None,
-            "expert_feed_forward_length": None,
-            LOCAL_BASE: 10_000.0,
+            "expert_count": None, "expert_used_count": None, "expert_feed_forward_length": None, LOCAL_BASE: 10_000.0,
         },
         always={
-            "attention.head_count_kv": _kv_heads,
-            "attention.shared_kv_layers": _field_of("num_kv_shared_layers"),
-            WIDTH: _field_of("global_head_dim"),
-            "attention.value_length": _field_of("global_head_dim"),
-            "attention.value_length_swa": _field_of("head_dim"),
-            "rope.dimension_count_swa": _field_of("head_dim"),
+            "attention.head_count_kv": _kv_heads, "attention.shared_kv_layers": _field_of("num_kv_shared_layers"),
+            WIDTH: _field_of("global_head_dim"), "attention.value_length": _field_of("global_head_dim"),
+            "attention.value_length_swa": _field_of("head_dim"), "rope.dimension_count_swa": _field_of("head_dim"),
             "feed_forward_length": _widths,
             "final_logit_softcapping": lambda config: config["final_logit_softcapping"] or 0.0,
         },
         assumed={
             "num_key_value_heads": lambda facts: _of_kind(facts, "attention.head_count_kv", local=True),
-            "num_global_key_value_heads": None,
-            "global_head_dim": _whole(WIDTH),
+            "num_global_key_value_heads": None, "global_head_dim": _whole(WIDTH),
             "final_logit_softcapping": lambda facts: (
                 None if facts.raw("final_logit_softcapping") == 0 else facts.number("final_logit_softcapping", 30.0)
             ),
-            "per_layer_config": _heads_by_layer,
-            "num_kv_shared_layers": _shared_layers,
+            "per_layer_config": _heads_by_layer, "num_kv_shared_layers": _shared_layers,
             "intermediate_size": lambda facts: _of_kind(facts, "feed_forward_length", local=True),
             "use_double_wide_mlp": lambda facts: isinstance(facts.raw("feed_forward_length"), list),
             "attention_k_eq_v": lambda facts: any(
@@ -1207,11 +870,10 @@ _ROWS = (
             "enable_moe_block": lambda facts: facts.value("expert_count", 0) > 0,
             "vocab_size_per_layer_input": lambda facts: facts.vocab_size,
         },
-        windows=_every(None),
-        by_kind=True,
-        divisors=("proportional",),
+        windows=_every(None), by_kind=True, divisors=("proportional",),
     ),
 )
+# fmt: on
 
 GGUF: Mapping[str, GgufArchitecture] = {row.reads: row for row in _ROWS}
 """By the family that a file is read as; of one architecture those that a key tells come first."""
