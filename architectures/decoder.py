@@ -143,6 +143,11 @@ USUAL: Fields = {
 }
 """The fields of LlamaConfig, which most config classes have."""
 
+BIASED = dict.fromkeys(
+    ("attention.qkv_bias", "attention.output_bias", "feed_forward.up_bias", "feed_forward.down_bias"), True
+)
+"""`Decoder.fixed` of families whose linears in layers all have biases."""
+
 PRE = ("attention_norm", "feed_forward_norm")  # where a block has its norms: before each sub-layer
 
 Layers = Callable[[ConfigReader, int, int], Sequence[Mapping[str, Any]]]

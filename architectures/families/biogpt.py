@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import BIASED, Decoder, Field
 
 
 def root_of(hidden: str, usual: int) -> Callable[[ConfigReader, str, bool], float]:
@@ -41,15 +41,7 @@ _DECODER = Decoder(
     },
     norm=LayerNorm,
     inner=FeedForward,
-    fixed={
-        "eps": 1e-5,
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
-        "attention.softmax": "input",
-        "positions.offset": 2,
-    },
+    fixed={**BIASED, "eps": 1e-5, "attention.softmax": "input", "positions.offset": 2},
     rotary=None,
     learned=True,
 )

@@ -9,7 +9,7 @@ import math
 from ...components import ALiBi, FeedForward, LayerNorm
 from ..base import Architecture, Leaf, leaves_of, qkv
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import BIASED, Decoder, Field
 from ..layout import Layout
 
 GROUPED_WEIGHT = Layout("(kv_heads slot head_dim) hidden", split="slot", parts=("group", "1", "1"))
@@ -41,14 +41,11 @@ _DECODER = Decoder(
     inner=FeedForward,
     embedding_norm=True,
     fixed={
+        **BIASED,
         "attention.scale": lambda values: 1.0 / math.sqrt(values["head_dim"]),
         "attention.position": ALiBi(),
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
         "attention.fused": True,
         "activation": "gelu_bloom",
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
     },
     rotary=None,
 )

@@ -12,7 +12,8 @@ from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
 from ..layout import Layout
-from .gptj import ALIASES, DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
+from .gpt2 import ALIASES
+from .gptj import DECODER, EMBEDDING, GPTJ_DROPPED, GPTJ_IRRELEVANT, KINDS, REST, B, T, turning
 
 _CORES = 4
 _QUARTERS = Layout("(4 part heads/4 head_dim) hidden", "(4 part heads/4 head_dim) hidden", "part", ("1", "1", "1"))

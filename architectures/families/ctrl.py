@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import Architecture, leaves_of
-from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder, Field
+from ..config import ConfigReader
+from ..decoder import BIASED, Decoder, Field
+from .gpt2 import ALIASES, OF_GPT2
 
 _DECODER = Decoder(
     {
@@ -26,14 +27,11 @@ _DECODER = Decoder(
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
+        **BIASED,
         "eps": 1e-6,
         "activation": "relu",
         "embedding.multiplier": lambda values: math.sqrt(values["hidden"]),
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
         "attention.softmax": "input",
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
         "head.bias": True,
     },
     rotary=None,
@@ -77,22 +75,9 @@ _CTRL = Architecture(
     kinds=_DECODER.kinds,
     read=_read,
     write=_write,
-    config_aliases={
-        "n_embd": ("hidden_size",),
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "n_positions": ("max_position_embeddings",),
-    },
+    config_aliases=ALIASES,
     prefix="transformer.",
     leaves=leaves_of(_MODULES),
     dropped=("transformer.pos_encoding",),
-    irrelevant={
-        "attn_pdrop": "training only",
-        "embd_pdrop": "training only",
-        "from_tf": "where the file came from",
-        "n_ctx": "an old copy of n_positions",
-        "resid_pdrop": "training only",
-        **SUMMARIES,
-        "torchscript": "output format",
-    },
+    irrelevant={**OF_GPT2, "from_tf": "where the file came from", "torchscript": "output format"},
 )

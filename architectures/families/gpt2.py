@@ -11,15 +11,28 @@ from typing import Any
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
 from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import BIASED, Decoder, Field
 from ..layout import Layout
 from ..obstacles import of_kind
 
-FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
+ALIASES = {
+    "n_embd": ("hidden_size",),
+    "n_head": ("num_attention_heads",),
+    "n_layer": ("num_hidden_layers",),
+    "n_positions": ("max_position_embeddings",),
+}
+OF_GPT2 = {
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), "training only"),
+    "n_ctx": "an old copy of n_positions",
+    **SUMMARIES,
+}
+"""Fields of GPT-2's config class that others took over, and that change nothing."""
+
+_FUSED_WEIGHT = Layout("hidden (part heads head_dim)", "(part heads head_dim) hidden", "part", ("1", "1", "1"))
 FUSED_BIAS = Layout("(part heads head_dim)", split="part", parts=("1", "1", "1"))
 
 
-def conv1d(outputs: str, inputs: str) -> Layout:
+def _conv1d(outputs: str, inputs: str) -> Layout:
     """A linear [out, in] that lies [in, out]."""
     return Layout(f"({inputs}) ({outputs})", f"({outputs}) ({inputs})")
 
@@ -45,29 +58,27 @@ def _read_upcast(config: ConfigReader, name: str, default: bool) -> str:
     return "float32" if config.boolean(name, default) else "input"
 
 
+FIELDS = {
+    "vocab_size": Field("vocab", 50257),
+    "n_positions": Field("context", 1024),
+    "n_embd": Field("hidden", 768),
+    "n_layer": Field("layers", 12),
+    "n_head": Field("heads", 12),
+    "n_inner": Field("intermediate"),
+    "activation_function": Field("activation", "gelu_new"),
+    "layer_norm_epsilon": Field("eps", 1e-5),
+    "reorder_and_upcast_attn": Field("attention.scores", False, _read_upcast, lambda scores: scores == "float32"),
+    "tie_word_embeddings": Field("tied", True),
+}
 _DECODER = Decoder(
-    fields={
-        "vocab_size": Field("vocab", 50257),
-        "n_positions": Field("context", 1024),
-        "n_embd": Field("hidden", 768),
-        "n_layer": Field("layers", 12),
-        "n_head": Field("heads", 12),
-        "n_inner": Field("intermediate"),
-        "activation_function": Field("activation", "gelu_new"),
-        "layer_norm_epsilon": Field("eps", 1e-5),
-        "reorder_and_upcast_attn": Field("attention.scores", False, _read_upcast, lambda scores: scores == "float32"),
-        "tie_word_embeddings": Field("tied", True),
-    },
+    FIELDS,
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
+        **BIASED,
         "attention.arithmetic": "conv1d",
         "attention.fused": True,
         "attention.softmax": "input",
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
         "feed_forward.arithmetic": "conv1d",
     },
     rotary=None,
@@ -77,6 +88,18 @@ _DECODER = Decoder(
 )
 
 _B, _T = "blocks.{layer}.", "transformer.h.{layer}."
+ATTENTION = (
+    Leaf(_T + "attn.c_attn.weight", qkv("weight"), _FUSED_WEIGHT),
+    Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
+    Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", _conv1d("hidden", "heads head_dim")),
+    Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
+)
+FEED_FORWARD = (
+    Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", _conv1d("intermediate", "hidden")),
+    Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
+    Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", _conv1d("hidden", "intermediate")),
+    Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
+)
 
 GPT2 = _DECODER.architecture(
     "gpt2",
@@ -85,27 +108,16 @@ GPT2 = _DECODER.architecture(
         *leaves_of(
             {"transformer.wte": "embedding", "transformer.wpe": "positions", _T + "ln_1": _B + "attention_norm"}
         ),
-        Leaf(_T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
-        Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-        Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
-        Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
+        *ATTENTION,
         *leaves_of({_T + "ln_2": _B + "feed_forward_norm"}),
-        Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
-        Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
-        Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
-        Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
+        *FEED_FORWARD,
         *leaves_of({"transformer.ln_f": "final_norm", "lm_head": "head"}),
     ),
     released="2019-02",
     model_types=("gpt2", "gpt-sw3"),
     hf_config="GPT2Config",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    config_aliases={
-        "n_embd": ("hidden_size",),
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "n_positions": ("max_position_embeddings",),
-    },
+    config_aliases=ALIASES,
     prefix="transformer.",
     aliases=tuple(
         (f"{norm}.{old}", f"{norm}.{new}")
@@ -113,12 +125,5 @@ GPT2 = _DECODER.architecture(
         for old, new in (("gamma", "weight"), ("beta", "bias"))
     ),
     dropped=(_T + "attn.bias", _T + "attn.masked_bias"),
-    irrelevant={
-        "attn_pdrop": "training only",
-        "embd_pdrop": "training only",
-        "n_ctx": "an old copy of n_positions",
-        "resid_pdrop": "training only",
-        **SUMMARIES,
-        "task_specific_params": "generation",
-    },
+    irrelevant={**OF_GPT2, "task_specific_params": "generation"},
 )

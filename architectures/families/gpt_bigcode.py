@@ -9,10 +9,11 @@ from typing import Any
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec
 from ..base import Leaf, leaves_of, qkv
-from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder, Field
+from ..config import ConfigReader
+from ..decoder import BIASED, Decoder, Field
 from ..obstacles import of_kind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from .gpt2 import ALIASES, FIELDS, OF_GPT2
 
 
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
@@ -33,25 +34,12 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
 
 _DECODER = Decoder(
     {
-        "vocab_size": Field("vocab", 50257),
-        "n_positions": Field("context", 1024),
-        "n_embd": Field("hidden", 768),
-        "n_layer": Field("layers", 12),
-        "n_head": Field("heads", 12),
-        "n_inner": Field("intermediate"),
+        **{name: each for name, each in FIELDS.items() if name != "reorder_and_upcast_attn"},
         "activation_function": Field("activation", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": Field("eps", 1e-5),
-        "tie_word_embeddings": Field("tied", True),
     },
     norm=LayerNorm,
     inner=FeedForward,
-    fixed={
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
-        "attention.fused": True,
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
-    },
+    fixed={**BIASED, "attention.fused": True},
     rotary=None,
     learned=True,
     layers=_layers,
@@ -82,27 +70,18 @@ _GPT_BIGCODE = _DECODER.architecture(
     ),
     released="2022-12",
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    config_aliases={
-        "n_embd": ("hidden_size",),
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "n_positions": ("max_position_embeddings",),
-    },
+    config_aliases=ALIASES,
     prefix="transformer.",
     dropped=(_T + "attn.bias", _T + "attn.masked_bias", "transformer.bias"),
     irrelevant={
+        **OF_GPT2,
         "attention_softmax_in_fp32": "transformers always does",
-        "attn_pdrop": "training only",
-        "embd_pdrop": "training only",
         "inference_runner": "not read by transformers",
         "max_batch_size": "not read by transformers",
         "max_sequence_length": "not read by transformers",
-        "n_ctx": "an old copy of n_positions",
         "pad_key_length": "not read by transformers",
         "pre_allocate_kv_cache": "not read by transformers",
-        "resid_pdrop": "training only",
         "scale_attention_softmax_in_fp32": "transformers always does",
-        **SUMMARIES,
         "task_specific_params": "generation",
         "validate_runner_input": "not read by transformers",
     },

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from ...components import Attention, FeedForward, LayerNorm, ModelSpec, Rotary
 from ..base import Architecture, leaves_of
-from ..config import SUMMARIES, ConfigReader
+from ..config import ConfigReader
 from ..decoder import PRE, Decoder, Field, Layers
 from ..obstacles import Kinds, of_kind
+from .gpt2 import ALIASES, OF_GPT2
 
 
 def turning(rounding: Literal["input", "keys"]) -> Layers:
@@ -43,12 +44,6 @@ _FIELDS = {
     "activation_function": Field("activation", "gelu_new"),
     "layer_norm_epsilon": Field("eps", 1e-5),
     "tie_word_embeddings": Field("tied", False),
-}
-ALIASES = {
-    "n_embd": ("hidden_size",),
-    "n_head": ("num_attention_heads",),
-    "n_layer": ("num_hidden_layers",),
-    "n_positions": ("max_position_embeddings",),
 }
 _FIXED = {
     "block.parallel": True,
@@ -85,13 +80,9 @@ _QKV = {f"{T}attn.{name}_proj": f"{B}attention.{name}_proj" for name in ("k", "v
 
 GPTJ_DROPPED = tuple(T + "attn." + name for name in ("bias", "masked_bias", "embed_positions", "causal_mask"))
 GPTJ_IRRELEVANT = {
-    "attn_pdrop": "training only",
-    "embd_pdrop": "training only",
-    "n_ctx": "an old copy of n_positions",
-    "resid_pdrop": "training only",
+    **OF_GPT2,
     "rotary": "not read by transformers",
     "scale_attn_weights": "not read by transformers, which always does",
-    **SUMMARIES,
     "task_specific_params": "generation",
 }
 

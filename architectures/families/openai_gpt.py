@@ -9,10 +9,10 @@ from typing import Any
 
 from ...components import Activation, FeedForward, LayerNorm, ModelSpec
 from ...errors import CannotExpress
-from ..base import Leaf, leaves_of, qkv
-from ..config import SUMMARIES, ConfigReader
-from ..decoder import Decoder, Field
-from .gpt2 import FUSED_BIAS, FUSED_WEIGHT, conv1d
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import BIASED, Decoder, Field
+from .gpt2 import ALIASES, ATTENTION, FEED_FORWARD, OF_GPT2
 from .opt import POST
 
 _ACT_FNS: Mapping[str, Activation] = {"relu": "relu", "silu": "silu", "gelu": "gelu_new", "swish": "silu"}
@@ -47,17 +47,14 @@ _DECODER = Decoder(
     inner=FeedForward,
     norms=POST,
     fixed={
+        **BIASED,
         "final_norm": False,
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
         "attention.arithmetic": "conv1d",
         "attention.fused": True,
         "attention.kernel": "eager",
         "attention.lie": "as projected",
         "attention.scaling": "divide",
         "attention.softmax": "input",
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
         "feed_forward.arithmetic": "conv1d",
     },
     rotary=None,
@@ -72,35 +69,20 @@ _OPENAI_GPT = _DECODER.architecture(
     "OpenAIGPTLMHeadModel",
     (
         *leaves_of({"transformer.tokens_embed": "embedding", "transformer.positions_embed": "positions"}),
-        Leaf(_T + "attn.c_attn.weight", qkv("weight"), FUSED_WEIGHT),
-        Leaf(_T + "attn.c_attn.bias", qkv("bias"), FUSED_BIAS),
-        Leaf(_T + "attn.c_proj.weight", _B + "attention.o_proj.weight", conv1d("hidden", "heads head_dim")),
-        Leaf(_T + "attn.c_proj.bias", _B + "attention.o_proj.bias"),
+        *ATTENTION,
         *leaves_of({_T + "ln_1": _B + "attention_sum_norm"}),
-        Leaf(_T + "mlp.c_fc.weight", _B + "feed_forward.up_proj.weight", conv1d("intermediate", "hidden")),
-        Leaf(_T + "mlp.c_fc.bias", _B + "feed_forward.up_proj.bias"),
-        Leaf(_T + "mlp.c_proj.weight", _B + "feed_forward.down_proj.weight", conv1d("hidden", "intermediate")),
-        Leaf(_T + "mlp.c_proj.bias", _B + "feed_forward.down_proj.bias"),
+        *FEED_FORWARD,
         *leaves_of({_T + "ln_2": _B + "feed_forward_sum_norm", "lm_head": "head"}),
     ),
     released="2018-06",
     hf_config="OpenAIGPTConfig",
-    config_aliases={
-        "n_embd": ("hidden_size",),
-        "n_head": ("num_attention_heads",),
-        "n_layer": ("num_hidden_layers",),
-        "n_positions": ("max_position_embeddings",),
-    },
+    config_aliases=ALIASES,
     prefix="transformer.",
     dropped=(_T + "attn.bias",),
     irrelevant={
-        "attn_pdrop": "training only",
-        "embd_pdrop": "training only",
-        "n_ctx": "an old copy of n_positions",
+        **OF_GPT2,
         "n_special": "tokens that are counted in vocab_size",
         "predict_special_tokens": "not read by transformers",
-        "resid_pdrop": "training only",
-        **SUMMARIES,
         "task_specific_params": "generation",
     },
     reference=lambda _: ("eager",),

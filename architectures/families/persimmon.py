@@ -6,7 +6,7 @@ Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import Leaf, leaves_of, qkv
-from ..decoder import Decoder, Field
+from ..decoder import BIASED, Decoder, Field
 from ..rope import PART, RotaryKind
 from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .llama import EMBEDDING, LLAMA_DROPPED, NORMS, B, T
@@ -27,13 +27,7 @@ _DECODER = Decoder(
     norm=LayerNorm,
     inner=FeedForward,
     head_norms="same",
-    fixed={
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
-        "attention.fused": True,
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
-    },
+    fixed={**BIASED, "attention.fused": True},
     rotary=RotaryKind(part=PART, whole=0.5),
 )
 

@@ -6,7 +6,7 @@ Source: transformers models/phi/{configuration,modeling}_phi.py.
 
 from ...components import FeedForward, LayerNorm
 from ..base import leaves_of
-from ..decoder import PRE, Decoder, Field
+from ..decoder import BIASED, PRE, Decoder, Field
 from ..rope import PART, RotaryKind
 from .llama import EMBEDDING, LLAMA_DROPPED, B, T
 
@@ -29,14 +29,7 @@ _DECODER = Decoder(
     inner=FeedForward,
     norms=PRE[:1],
     head_norms="same",
-    fixed={
-        "block.parallel": True,
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
-        "head.bias": True,
-    },
+    fixed={**BIASED, "block.parallel": True, "head.bias": True},
     rotary=RotaryKind(part=PART, whole=0.5),
     square=True,
 )

@@ -8,7 +8,7 @@ they meet keys.
 from ...components import FeedForward, LayerNorm, ModelSpec, SinusoidalPositions
 from ..base import leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field
+from ..decoder import BIASED, Decoder, Field
 from .biogpt import fairseq, is_scaled, root_of
 
 _DECODER = Decoder(
@@ -26,14 +26,11 @@ _DECODER = Decoder(
     norm=LayerNorm,
     inner=FeedForward,
     fixed={
+        **BIASED,
         "eps": 1e-5,
-        "attention.qkv_bias": True,
-        "attention.output_bias": True,
         "attention.scaling": "queries",
         "attention.kernel": "eager",
         "attention.softmax": "input",
-        "feed_forward.up_bias": True,
-        "feed_forward.down_bias": True,
         "positions.offset": 2,
         "positions.ends": "both",
     },
