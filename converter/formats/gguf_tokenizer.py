@@ -1,10 +1,10 @@
 """The tokenizer in a GGUF file, written out as Hugging Face has it: tokenizer.json and the files beside it.
 
 How "gpt2", byte-level BPE, splits text has only a name in the file, `tokenizer.ggml.pre`. Of "llama", SentencePiece's
-BPE, the file keeps scores: merges are made of them as transformers makes them of a tokenizer.model. "t5" is
-SentencePiece's unigram model. A name that is not known gives no tokenizer rather than a wrong one. The chat template is
-text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp; transformers, convert_slow_tokenizer.py
-(LlamaConverter) and tokenization_utils_base.py (generate_merges).
+BPE, the file keeps scores: merges are made of them as transformers makes them of a tokenizer.model. "gemma4" is the
+same with its merges in the file, "t5" SentencePiece's unigram model. A name that is not known gives no tokenizer rather
+than a wrong one. The chat template is text that is passed on, and never run. Source: llama.cpp, src/llama-vocab.cpp;
+transformers, convert_slow_tokenizer.py (LlamaConverter) and tokenization_utils_base.py (generate_merges).
 """
 
 import base64
@@ -104,7 +104,7 @@ def without_tokenizer(header: Header) -> list[str]:
     kind, pre = _get(header, "model", str), _get(header, "pre", str) or "default"
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
         return ["the file holds no tokenizer"]
-    if kind not in ("gpt2", "llama", "t5"):
+    if kind not in ("gpt2", "llama", "gemma4", "t5"):
         return [f"its tokenizer is of the kind {kind!r:.40}, which is not read: text has to be given as token ids"]
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
         return [f"its tokenizer splits text as {pre!r:.40}, which is not known: text has to be given as token ids"]
@@ -164,15 +164,27 @@ class Texts(UserDict[str, bytes]):
             if self._types[index] in (CONTROL, USER_DEFINED) or (self._types[index] == UNKNOWN and kind != "gpt2")
         ]
         head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-        makers = {"gpt2": self._byte_level, "llama": self._sentencepiece, "t5": self._unigram}
+        spaced = self._sentencepiece
+        makers = {"gpt2": self._byte_level, "llama": spaced, "gemma4": spaced, "t5": self._unigram}
         return {**head, **makers[kind]()}
 
     def _byte_level(self) -> dict[str, Any]:
-        pre = self._get("pre", str) or "default"
+        pre, vocab = self._get("pre", str) or "default", self._vocab()
+        level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        return {
+            "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(PRE_TOKENIZERS[pre])},
+            "post_processor": self._post_processor(default_bos=pre in WORDS_FIRST) or {**level, "trim_offsets": False},
+            "decoder": level,
+            "model": {**BPE, "ignore_merges": pre in WORDS_FIRST, "vocab": vocab, "merges": self._pairs(vocab)},
+        }
+
+    def _pairs(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+        """The merges that the file lists."""
         merges = self._header.values(PREFIX + "merges", MAX_STRINGS)
         if merges is None or not all(isinstance(merge, str) for merge in merges):
-            raise self._error(f"a tokenizer of model gpt2 has no {PREFIX}merges")
-        pairs, vocab = [], self._vocab()
+            raise self._error(f"a tokenizer of model {self._get('model', str)} has no {PREFIX}merges")
+        pairs = []
         for merge in merges:
             left, space, right = merge[1:].partition(" ")
             if not space or not right:
@@ -181,18 +193,15 @@ class Texts(UserDict[str, bytes]):
         for left, right in pairs:
             if left not in vocab or right not in vocab or left + right not in vocab:
                 raise self._error(f"the merge of {left!r:.30} and {right!r:.30} is not one of tokens")
-        level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-        return {
-            "normalizer": {"type": "NFC"} if pre in _NORMALIZED else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(PRE_TOKENIZERS[pre])},
-            "post_processor": self._post_processor(default_bos=pre in WORDS_FIRST) or {**level, "trim_offsets": False},
-            "decoder": level,
-            "model": {**BPE, "ignore_merges": pre in WORDS_FIRST, "vocab": vocab, "merges": pairs},
-        }
+        return pairs
 
     def _sentencepiece(self) -> dict[str, Any]:
-        scores, vocab, unknown = self._scores(), self._vocab(), self._unknown()
-        normal = {token: index for token, index in vocab.items() if self._types[index] == NORMAL}
+        vocab, unknown = self._vocab(), self._unknown()
+        if self._get("model", str) == "gemma4":
+            merges = self._pairs(vocab)
+        else:
+            normal = {token: index for token, index in vocab.items() if self._types[index] == NORMAL}
+            merges = _merges(normal, self._scores())
         prefixed = self._get("add_space_prefix", bool) is not False
         prepend = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -213,7 +222,7 @@ class Texts(UserDict[str, bytes]):
                 "fuse_unk": True,
                 "byte_fallback": BYTE in self._types,
                 "vocab": vocab,
-                "merges": _merges(normal, scores),
+                "merges": merges,
             },
         }
 

@@ -448,12 +448,19 @@ def test_the_samples_tokenizers_come_back(sample: str, tmp_path: Path) -> None:
 
 
 @needs_stories
-def test_a_sentencepiece_tokenizer_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_a_sentencepiece_tokenizer_comes_back(tmp_path: Path, kind: str) -> None:
+    """Its merges made of scores, or listed as they are in files of Gemma 4."""
     original = open_checkpoint(SHARED / "stories260K-llama")
     wanted = load_tokenizer(original.folder)
     assert wanted is not None
     rows = original.spec.vocab_size
-    path = with_tokenizer(tmp_path / "model.gguf", tokenizer_metadata(original.folder, rows), rows)
+    metadata = tokenizer_metadata(original.folder, rows)
+    if kind == "gemma4":
+        merges = json.loads((original.folder / "tokenizer.json").read_text())["model"]["merges"]
+        del metadata["tokenizer.ggml.scores"]
+        metadata |= {"tokenizer.ggml.model": kind, "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    path = with_tokenizer(tmp_path / "model.gguf", metadata, rows)
     found = load_tokenizer(tmp_path, open_checkpoint(path).texts)
     assert found is not None
     for text in (PROMPT, "", "a", "Once  upon a   time\n", "don't stop", "naïve — café", "\t\t{}", "<s>a</s>"):
