@@ -16,8 +16,8 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,17 +79,17 @@ class Header:
     """A checked header.
 
     metadata: values by key; short arrays of numbers are lists, others an `Array` for `values`.
-    tensors: in the order of their bytes. ends: where the value of each key ends.
-    buffer: the file; of a file elsewhere its beginning, with the whole header.
+    tensors: in the order of their bytes. buffer: the file; of a file elsewhere its beginning, with the whole header.
     elsewhere: how bytes `start` to `end` of a file elsewhere are had, a few at a time; None where it is all here.
+    ends: where the value of each key ends.
     """
 
     where: str
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    ends: dict[str, int]
     buffer: _Buffer
     elsewhere: Callable[[int, int], bytes] | None = None
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     def read(self, start: int, end: int) -> bytes:
         """Bytes `start` to `end` (exclusive) of the file."""
@@ -169,7 +169,7 @@ def parse_header(
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
-    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), ends, buffer, elsewhere)
+    return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere, ends)
 
 
 class _Cursor:
