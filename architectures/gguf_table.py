@@ -193,8 +193,8 @@ def _leaves(modules: str) -> tuple[Leaf, ...]:
             found += _APART[name]
         else:
             there, _, here = name.partition("=")
-            places = (there, _ENDS[there]) if there in _ENDS else (_T + there, _B + (here or _NAMES[there]))
-            found += [Leaf(*(f"{place}.{suffix}" for place in places)) for suffix in ("weight", "bias")[: 1 + biased]]
+            theirs, ours = (there, _ENDS[there]) if there in _ENDS else (_T + there, _B + (here or _NAMES[there]))
+            found += [Leaf(f"{theirs}.{each}", f"{ours}.{each}") for each in ("weight", "bias")[: 1 + biased]]
     return tuple(found)
 
 
