@@ -186,11 +186,14 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         ablate("nope.toml", tmp_path / "out", data=[tmp_path / "text.jsonl"])
     with pytest.raises(UsageError, match="names no data"):
         ablate(path, tmp_path / "out")
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/runs").mkdir(parents=True)
     (tmp_path / "mine/file").write_text("kept")
     with pytest.raises(UsageError, match="no ablation made it"):
         ran(tmp_path, path, "mine", force=True)
     assert (tmp_path / "mine/file").read_text() == "kept"
+    with pytest.raises(InvalidInput, match="cannot read"):
+        ablate(path, tmp_path / "out", data=[tmp_path / "nope.txt"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_edits_go_by_paths() -> None:
