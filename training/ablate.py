@@ -272,7 +272,8 @@ class _Runs:
             return write_spec(variant.spec, self.folder / "trees" / f"{name}.json", force=True)
         if not variant.steps:
             return str(variant.start)
-        path = self.folder / "changed" / name
+        steps = json_bytes([step.as_json() for step in variant.steps])
+        path = self.folder / "changed" / f"{name}-{hashlib.sha256(steps).hexdigest()[:8]}"
         path.parent.mkdir(exist_ok=True)
         if not path.is_dir():
             with told_as(called(variant)):
