@@ -284,19 +284,24 @@ class _Runs:
     def run(self, one: Planned, seed: int, model: Path | str) -> Result:
         """Train or heal, from the last checkpoint where there is one, and keep what came out."""
         path, name = self._path(one, seed), one.variant.name
+        kl: float | None
         options: Any = {**self.settings, **self.opening, "every": self.plan.every, "tokens": one.tokens, "seed": seed}
         options |= {"resume": True, "force": True}  # what is there is this run's, or was left before it was noted
         if self.plan.how == "heal" and name != "base":
             tell: Any = lambda _, step: self.tell(name, seed, step)  # noqa: E731
-            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell).healed
-            loss, kl, folder, inside = done.loss, done.kl, path.with_name(f"{path.name}.healing"), "healed-0"
+            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell)
+            loss, seconds = done.healed.loss, done.healed.seconds
+            kl, folder = done.healed.kl, path.with_name(f"{path.name}.healing")
+            metrics = folder / "healed-0" / METRICS
         else:
-            done = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
-            loss, kl, folder, inside = done.held_out, None, path.with_name(f"{path.name}.training"), ""
-        lines = [json.loads(line) for line in (folder / inside / METRICS).read_text().splitlines()]
+            trained = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
+            loss, seconds = trained.held_out, trained.seconds
+            kl, folder = None, path.with_name(f"{path.name}.training")
+            metrics = folder / METRICS
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         curve = [{key: line[key] for key in ("tokens", "held_out")} for line in lines if line["held_out"] is not None]
         pace = lines[0]["tokens"] / statistics.median(line["took"] for line in lines)
-        result = Result(seed, loss, kl, done.seconds, pace, curve)
+        result = Result(seed, loss, kl, seconds, pace, curve)
         put(path.with_suffix(".json"), json_bytes({"about": self._about(one, seed), "result": result.as_json()}))
         if not self.plan.keep:
             shutil.rmtree(path)
