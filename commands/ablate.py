@@ -48,7 +48,7 @@ def ablate(
 
 
 @command(
-    "gptkit fit-scaling ablation --flops 5e12",
+    "gptkit fit-scaling ablation --flops 5e11",
     "gptkit fit-scaling small large --flops 1e18 --html law.html",
     name="fit-scaling",
 )

@@ -23,7 +23,7 @@ def _number(value: float) -> str:
 def _law(found: Scaling) -> Sheet:
     rows = []
     for name in NAMES:
-        span = map(_number, found.intervals[name]) if name in found.intervals else ("–", "–")
+        span = [_number(each) for each in found.intervals[name]] if name in found.intervals else ["–", "–"]
         rows.append(Row(_SIGNS.get(name, name), (_number(getattr(found.law, name)), *span)))
     return Sheet("L(N, D) = E + A / N^α + B / D^β", ("fitted", "from", "to"), tuple(rows))
 

@@ -159,12 +159,15 @@ def ablate(
     variants = arms_of(asked, offline, allow_pickle)
     base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
     length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
-    rows = planned(asked, variants, length)
+    rows, seeds = planned(asked, variants, length), range(asked.seed, asked.seed + asked.seeds)
+    results: dict[tuple[Planned, int], Result | None] = {(one, seed): None for seed in seeds for one in rows}
     with ExitStack() as stack:
         stack.enter_context(locked(target))
         _claim(target, resume, force)
         (target / "runs").mkdir(parents=True, exist_ok=True)
-        stack.callback(remove_empty, target)
+        stack.callback(_leave, target)
+        if not (target / RESULT).exists():
+            put(target / RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
 
         def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
             own = target / name
@@ -189,9 +192,8 @@ def ablate(
             "rate": asked.rate or usual_rate(size_of(base.spec)),
             "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
         }  # fmt: skip
-        runs = _Runs(asked, target, found, settings, opening, tell)
-        seeds = range(asked.seed, asked.seed + asked.seeds)
-        results = {(one, seed): runs.result(one, seed) for seed in seeds for one in rows}
+        runs = _Runs(asked, target, texts, found, settings, opening, tell)
+        results |= {(one, seed): runs.result(one, seed) for one, seed in results}
         models = {each.name: runs.model(each) for each in variants}
         for (one, seed), result in results.items():
             if result is None:
@@ -203,13 +205,23 @@ def ablate(
 
 def _claim(target: Path, resume: bool, force: bool) -> None:
     """Raise UsageError where something else is in the folder, or an ablation that is neither resumed nor lost."""
-    there = list(target.iterdir()) if target.is_dir() else []
-    if target.exists() and not (target.is_dir() and (not there or (target / "runs").is_dir())):
-        raise UsageError(f"{target} exists, and no ablation made it", "Choose another name.")
-    if there and not resume and not force:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    try:
+        read_ablation(target)
+    except UsageError as error:
+        raise UsageError(f"{target} exists, and no ablation made it", "Choose another name.") from error
+    if not resume and not force:
         raise UsageError(f"an ablation lies in {target}", "--resume goes on from there; --force begins anew.")
-    if there and not resume:
+    if not resume:
         shutil.rmtree(target)
+
+
+def _leave(target: Path) -> None:
+    """Remove what is there of an ablation that never began."""
+    if not is_tokens(target / "data") and not any((target / "runs").iterdir()):
+        (target / RESULT).unlink(missing_ok=True)
+        remove_empty(target)
 
 
 @dataclass(frozen=True)
@@ -218,6 +230,7 @@ class _Runs:
 
     plan: Plan
     folder: Path
+    texts: Sequence[str | Path]
     data: TokenFile
     settings: dict[str, Any]
     opening: dict[str, Any]
@@ -259,30 +272,36 @@ class _Runs:
             return write_spec(variant.spec, self.folder / "trees" / f"{name}.json", force=True)
         if not variant.steps:
             return str(variant.start)
-        path = self.folder / "changed" / name
+        steps = json_bytes([step.as_json() for step in variant.steps])
+        path = self.folder / "changed" / f"{name}-{hashlib.sha256(steps).hexdigest()[:8]}"
         path.parent.mkdir(exist_ok=True)
         if not path.is_dir():
             with told_as(called(variant)):
-                texts = [each for each in self.plan.data if Path(each).is_file()]
-                swap(str(variant.start), path, variant.steps, measured=False, calibrate=next(iter(texts), None))
+                text = next((each for each in self.texts if Path(each).is_file()), None)  # where a swap is fitted
+                swap(str(variant.start), path, variant.steps, measured=False, calibrate=text)
         return path
 
     def run(self, one: Planned, seed: int, model: Path | str) -> Result:
         """Train or heal, from the last checkpoint where there is one, and keep what came out."""
         path, name = self._path(one, seed), one.variant.name
+        kl: float | None
         options: Any = {**self.settings, **self.opening, "every": self.plan.every, "tokens": one.tokens, "seed": seed}
         options |= {"resume": True, "force": True}  # what is there is this run's, or was left before it was noted
         if self.plan.how == "heal" and name != "base":
             tell: Any = lambda _, step: self.tell(name, seed, step)  # noqa: E731
-            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell).healed
-            loss, kl, folder, inside = done.loss, done.kl, path.with_name(f"{path.name}.healing"), "healed-0"
+            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell)
+            loss, seconds = done.healed.loss, done.healed.seconds
+            kl, folder = done.healed.kl, path.with_name(f"{path.name}.healing")
+            metrics = folder / "healed-0" / METRICS
         else:
-            done = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
-            loss, kl, folder, inside = done.held_out, None, path.with_name(f"{path.name}.training"), ""
-        lines = [json.loads(line) for line in (folder / inside / METRICS).read_text().splitlines()]
+            trained = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
+            loss, seconds = trained.held_out, trained.seconds
+            kl, folder = None, path.with_name(f"{path.name}.training")
+            metrics = folder / METRICS
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         curve = [{key: line[key] for key in ("tokens", "held_out")} for line in lines if line["held_out"] is not None]
         pace = lines[0]["tokens"] / statistics.median(line["took"] for line in lines)
-        result = Result(seed, loss, kl, done.seconds, pace, curve)
+        result = Result(seed, loss, kl, seconds, pace, curve)
         put(path.with_suffix(".json"), json_bytes({"about": self._about(one, seed), "result": result.as_json()}))
         if not self.plan.keep:
             shutil.rmtree(path)

@@ -18,6 +18,7 @@ from helpers.training import made
 import gptkit
 from gptkit.components import to_json
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
+from gptkit.modules.initialise import finite_logits
 from gptkit.modules.load import load_random
 from gptkit.training.ablate import Ablation, Result, ablate, paired, student
 from gptkit.training.plan import arms_of, edited, read_plan, shipped
@@ -140,7 +141,7 @@ def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
     found = arms_of(asked, offline=True, allow_pickle=False)
     assert asked.description and len({json.dumps(to_json(each.spec)) for each in found}) == len(found)
     for each in found:
-        assert load_random(each.spec, "float32") is not None
+        assert finite_logits(load_random(each.spec, "float32"))
         if asked.parameters == "equal":
             assert abs(size_of(each.spec) / size_of(found[0].spec) - 1) < 1e-3
 
@@ -186,11 +187,14 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         ablate("nope.toml", tmp_path / "out", data=[tmp_path / "text.jsonl"])
     with pytest.raises(UsageError, match="names no data"):
         ablate(path, tmp_path / "out")
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/runs").mkdir(parents=True)
     (tmp_path / "mine/file").write_text("kept")
     with pytest.raises(UsageError, match="no ablation made it"):
         ran(tmp_path, path, "mine", force=True)
     assert (tmp_path / "mine/file").read_text() == "kept"
+    with pytest.raises(InvalidInput, match="cannot read"):
+        ablate(path, tmp_path / "out", data=[tmp_path / "nope.txt"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_edits_go_by_paths() -> None:
