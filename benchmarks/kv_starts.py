@@ -33,7 +33,7 @@ FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
 MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
 PAGE = """{begin}
 What the closed form gives that healing begins with, and what it still gives behind it: the {model} sample with one
-key-value head for all, {tokens:,} tokens a run, {seeds} seeds (± is the largest less the smallest).
+key-value head for all, {tokens:,} tokens a run at {rate}, {seeds} seeds (± is the largest less the smallest).
 
 {table}
 
@@ -154,7 +154,10 @@ def main() -> None:
         print("  ".join(rows[-1]), flush=True)
     table, (begin, end) = "\n".join(f"| {' | '.join(row)} |" for row in rows), MARKS
     model = options.model.removeprefix("sample:")
-    page = PAGE.format(begin=begin, end=end, model=model, tokens=done.tokens, seeds=options.seeds, table=table)
+    rate = f"a rate of {options.rate:g}" if options.rate else "the default rate"
+    page = PAGE.format(
+        begin=begin, end=end, model=model, tokens=done.tokens, seeds=options.seeds, table=table, rate=rate
+    )
     print(page)
     if options.out is not None:
         text = options.out.read_text()
