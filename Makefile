@@ -127,7 +127,7 @@ ablation: $(STAMP)
 		--picture docs/pictures/ablation.svg
 
 healing-starts: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_starts.py --rate 0.0003 --out docs/kv-healing.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_starts.py --out docs/kv-healing.md
 
 # 4 GB of disk, 5 GB of memory, and half an hour.
 healing-smollm: $(STAMP)
