@@ -1,6 +1,6 @@
 """A table of docs/healing.md: fewer key-value heads from five closed forms, before and after the same healing.
 
-    python benchmarks/kv_starts.py [--model sample:llama] [--tokens 60000] [--rate R] [--seeds 3] [--out PAGE]
+    python benchmarks/kv_starts.py [--model sample:llama] [--tokens 60000] [--rates R …] [--seeds 3] [--out PAGE]
 
 - mean: keys and values are their group's mean (GQA, Ainslie et al. 2305.13245).
 - SVD: the best keys and the best values of that many rows, of the weights of the heads stacked, each by itself.
@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,15 @@ from gptkit.modules import Decoder
 from gptkit.surgery.base import Stored
 from gptkit.surgery.fits.calibration import Calibration, read_text
 from gptkit.surgery.fits.regression import Moment, augment, fit_keys, fit_values
-from gptkit.training.heal import Healed, heal
+from gptkit.training.heal import heal
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
 MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
 PAGE = """{begin}
 What the closed form gives that healing begins with, and what it still gives behind it: the {model} sample with one
-key-value head for all, {tokens:,} tokens a run, {seeds} seeds (± is the largest less the smallest).
+key-value head for all, {tokens:,} tokens a run, {seeds} seeds (± is the largest less the smallest), healed at one rate
+and at another.
 
 {table}
 
@@ -121,16 +123,13 @@ def change(old: Decoder, new: Decoder, layer: int, form: str, covariance: Tensor
             parameter.copy_(made[:, -1] if name.endswith("bias") else made[:, :-1])
 
 
-def healed(model: str, form: str, folder: Path, options: argparse.Namespace) -> Healed:
-    """One start, healed."""
+def started(model: str, form: str, folder: Path) -> Path:
+    """The model with one key-value head."""
     if form == "gptkit":
         gptkit.swap(model, folder / "start", attention="mqa", measured=False, dtype="float32")
     else:
         merged(model, folder / "start", form)
-    return heal(
-        folder / "start", model, [PLAY], folder / "healed", tokens=options.tokens, context=128, batch=2048,
-        seeds=options.seeds, rate=options.rate, beside=False,
-    )  # fmt: skip
+    return folder / "start"
 
 
 def main() -> None:
@@ -138,23 +137,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="sample:llama")
     parser.add_argument("--tokens", type=int, default=60_000)
-    parser.add_argument("--rate", type=float)
+    parser.add_argument("--rates", type=float, nargs="+", default=(1.4e-3, 3e-4))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    columns = ("start", "KL before", "healed", "±", "recovered", "perplexity before", "healed")
-    rows: list[tuple[str, ...]] = [columns, ("---",) * len(columns)]
+    how: dict[str, Any] = {
+        "tokens": options.tokens,
+        "context": 128,
+        "batch": 2048,
+        "seeds": options.seeds,
+        "beside": False,
+    }
+    columns = ["start", "KL before", "perplexity"]
+    for rate in options.rates:
+        columns += [f"healed at {rate:g}", "±", "perplexity"]
+    rows = [columns, ["---"] * len(columns)]
     for form in FORMS:
         with tempfile.TemporaryDirectory() as folder:
-            done = healed(options.model, form, Path(folder), options)
-        after = sum(done.healed.perplexities) / len(done.healed.perplexities)
-        figures = f"{done.start.kl:.3f}", f"{done.healed.kl:.4f}", f"{done.healed.kl_spread:.4f}"
-        share = f"{100 * (done.recovered or 0):.1f} %"
-        rows.append((form, *figures, share, f"{done.start.perplexity:.2f}", f"{after:.2f}"))
-        print("  ".join(rows[-1]), flush=True)
+            start = started(options.model, form, Path(folder))
+            runs = [
+                heal(start, options.model, [PLAY], Path(folder) / f"{rate:g}", rate=rate, **how)
+                for rate in options.rates
+            ]
+        row = [form, f"{runs[0].start.kl:.3f}", f"{runs[0].start.perplexity:.2f}"]
+        for done in runs:
+            perplexity = sum(done.healed.perplexities) / len(done.healed.perplexities)
+            row += [f"{done.healed.kl:.3f}", f"{done.healed.kl_spread:.3f}", f"{perplexity:.2f}"]
+        rows.append(row)
+        print("  ".join(row), flush=True)
     table, (begin, end) = "\n".join(f"| {' | '.join(row)} |" for row in rows), MARKS
     model = options.model.removeprefix("sample:")
-    page = PAGE.format(begin=begin, end=end, model=model, tokens=done.tokens, seeds=options.seeds, table=table)
+    about = {"model": model, "tokens": runs[0].tokens, "seeds": options.seeds}
+    page = PAGE.format(begin=begin, end=end, table=table, **about)
     print(page)
     if options.out is not None:
         text = options.out.read_text()

@@ -49,6 +49,7 @@ def _healing(found: Mapping[str, Any]) -> list[str]:
     """What came of a healing, in a table."""
     share = found.get("recovered")
     words = "there was no gap to close" if share is None else f"{100 * share:.1f} % of the KL divergence is gone"
+    words = words if share is None or share >= 0 else "the KL divergence is larger than it was"
     seeds = f"{found['seeds']} seed{'' if found['seeds'] == 1 else 's'}"
     lines = [f"Trained to answer as the original does: {words}. {found['tokens']:,} tokens a run, {seeds}.", ""]
     rows: list[Sequence[str]] = [_COLUMNS, ["---"] * len(_COLUMNS)]

@@ -39,6 +39,8 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
     yield ""
     recovered = done.recovered
     share = "There was no gap" if recovered is None else f"{100 * recovered:.1f} % of the gap in KL is gone"
+    if recovered is not None and recovered < 0:
+        share = "The gap in KL is wider than it was (a smaller --lr may help)"
     budget = f"{done.tokens:,} tokens a run, {done.seeds} seed{'' if done.seeds == 1 else 's'}"
     yield Text(layout.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
     yield ""

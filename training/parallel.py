@@ -63,6 +63,8 @@ class Group:
         if isinstance(model, FSDPModule):  # a run before this one did
             return
 
+        for each in model.parameters():  # GPT-2's lie in columns, of which nothing is shared out
+            each.data = each.data.contiguous()
         for block in model.blocks:
             fully_shard(block)
         # An evaluation has no backward pass that would take whole parameters back.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.command import call
 
+import gptkit
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.training import data
@@ -50,6 +51,21 @@ def test_a_named_tokenizer_goes_along(tmp_path: Path) -> None:
     assert own is not None
     text = PLAY.read_text()
     assert first == second == np.array([*own.encode(text), *own.eos_ids], "<u2").tobytes()
+
+
+def test_a_file_of_weights_has_its_tokenizer(tmp_path: Path) -> None:
+    gptkit.convert("sample:llama", tmp_path / "model.gguf", "gguf")
+    text = tmp_path / "text"
+    text.write_text(PLAY.read_text()[:20_000])
+    for name, model in (("inside", tmp_path / "model.gguf"), ("beside", "sample:llama")):
+        tokenize([text], tmp_path / name, tokenizer=model)
+    first, second = ((tmp_path / name / "tokens.bin").read_bytes() for name in ("inside", "beside"))
+    assert first == second
+    alone = tmp_path / "model.safetensors"
+    alone.write_bytes((SAMPLES / "llama" / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_bytes((SAMPLES / "llama" / "config.json").read_bytes())
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        tokenize([text], tmp_path / "none", tokenizer=alone)
 
 
 @pytest.mark.parametrize("tokenizer", ["sample:gpt2", None])
