@@ -162,8 +162,11 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
         weights = weighed(spec, asked.dtype, family)
         found["weights"] = {**weights.by_component, "total": weights.total}
     if asked.kv:
-        sizes = (counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in asked.kv)
-        found |= {"cache": tuple(sizes), "a_token": counting.cache_bytes(spec, 1, cached).a_token}
+        from .allocators import allocated
+
+        sizes = [counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in asked.kv]
+        found["cache"] = tuple(each and allocated(spec, each, family) for each in sizes)
+        found["a_token"] = counting.cache_bytes(spec, 1, cached).a_token
     if asked.explain:
         from .explain import explain
 
