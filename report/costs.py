@@ -39,7 +39,7 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = Fal
     models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
-        *([_allocated(models[0][0], models[0][2])] if asked.kv and len(models) == 1 else []),
+        *([_allocated(*models[0])] if asked.kv and len(models) == 1 else []),
         *(_flops(models, asked, compared) if asked.flops else []),
         *(_memory(models, asked, compared) if asked.memory else []),
         *([_formats(models)] if asked.memory and not compared else []),
@@ -141,7 +141,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
 
 
-def _allocated(name: str, figures: Figures) -> Sheet:
+def _allocated(name: str, spec: ModelSpec, figures: Figures) -> Sheet:
     """The cache as programs allocate it, a row a context."""
     rows = []
     for size in figures.cache:
@@ -149,10 +149,10 @@ def _allocated(name: str, figures: Figures) -> Sheet:
             cells = [size.in_transformers, size.in_vllm, size.in_llama_cpp]
             words = tuple(NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
             rows.append(Row(_sequences(size.batch, size.context), words))
-    notes = [
-        "vLLM: blocks of 16 tokens, layers alike in padded groups. llama.cpp: float16, contexts padded to 256, windows"
-        " with the 512 tokens of a batch."
-    ]
+    of_kinds = (
+        (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windows(spec) else ("", "")
+    )
+    notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
     if any(size is not None and size.in_llama_cpp is None for size in figures.cache):
         notes.append(f"{NOTHING} llama.cpp: no architecture of its is known here that keeps what {name} does.")
     return Sheet("KV cache as programs allocate it", ("transformers", "vLLM", "llama.cpp"), tuple(rows), tuple(notes))
