@@ -42,6 +42,7 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = Fal
         *([_allocated(*models[0])] if asked.kv and len(models) == 1 else []),
         *(_flops(models, asked, compared) if asked.flops else []),
         *(_memory(models, asked, compared) if asked.memory else []),
+        *([_allocated(*models[0])] if asked.memory and not asked.kv and len(models) == 1 else []),
         *([_formats(models)] if asked.memory and not compared else []),
         *(_explained(models) if asked.explain else []),
         *([_fits(models, asked)] if asked.gpu is not None else []),
