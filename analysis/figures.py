@@ -90,10 +90,10 @@ class Figures:
     """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
 
     weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, or with
-    memory for this one, and a_token: bytes that one leaves there, which no table of positions limits. token: the next token's FLOPs behind a
-    cache, prefill: those of reading the context at once, training: of a step on it. formats: bytes of the weights in
-    bf16 and in formats that models are run in, None in one that has no place for the tree. explained: the total as a
-    formula. fits: what fits on a GPU. split: what each of several GPUs holds.
+    memory for this one, and a_token: bytes that one leaves there, which no table of positions limits. token: the next
+    token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it. formats:
+    bytes of the weights in bf16 and in formats that models are run in, None in one that has no place for the tree.
+    explained: the total as a formula. fits: what fits on a GPU. split: what each of several GPUs holds.
     """
 
     asked: Asked
