@@ -112,3 +112,9 @@ def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
         in_vllm=in_vllm(layers, size.context, itemsize(size.dtype), size.batch),
         in_llama_cpp=in_llama_cpp(layers, size.context, size.batch) if known else None,
     )
+
+
+def held(layers: Layers, context: int) -> int:
+    """Numbers that are needed after so many tokens, and that transformers' cache holds: of a window all but one."""
+    seen = {each: context if each.window is None else min(context, each.window - 1) for each in layers}
+    return sum(number * (each.left * seen[each] + each.state) for each, number in layers.items())
