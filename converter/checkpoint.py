@@ -281,8 +281,8 @@ def _match(
         group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
         for group, names in carried.items()
     }
-    for names in carried.values():
-        checkpoint._found |= names
+    for own in carried.values():
+        checkpoint._found |= own
     checkpoint.notes += checkpoint.told
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
