@@ -281,8 +281,7 @@ def _match(
         group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
         for group, names in carried.items()
     }
-    for own in carried.values():
-        checkpoint._found |= own
+    checkpoint._found.update(pair for group in carried.values() for pair in group.items())
     checkpoint.notes += checkpoint.told
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
