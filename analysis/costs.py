@@ -368,11 +368,12 @@ class CacheSize(Record):
     tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
     holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
     architecture). None where a layer carries what none of its families here has: a latent, a state.
+    in_vllm, in_llama_cpp: what these allocate (`allocators`), the latter in float16; None where it is not known.
     """
 
     JSON = (
         "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
-        " bytes_in_transformers=in_transformers"
+        " bytes_in_transformers=in_transformers bytes_in_vllm=in_vllm bytes_in_llama_cpp=in_llama_cpp"
     )
 
     context: int
@@ -382,10 +383,13 @@ class CacheSize(Record):
     held: int
     buffer: int
     in_transformers: int | None
+    in_vllm: int | None = None
+    in_llama_cpp: int | None = None
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
     """Bytes of the key-value cache after `context` tokens; of latent attention, of the latent and the rotated keys.
+    What programs allocate is for `allocators.allocated`.
 
     Raises:
         UsageError: no tokens or sequences, more tokens than the tree has positions for, or an unknown dtype.

@@ -89,11 +89,11 @@ class Asked:
 class Figures:
     """What was asked for of one tree, at `context` tokens. None, in `cache` too: its table of positions is too short.
 
-    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, and
-    a_token: bytes that one leaves there, which no table of positions limits. token: the next token's FLOPs behind a
-    cache, prefill: those of reading the context at once, training: of a step on it. formats: bytes of the weights in
-    bf16 and in formats that models are run in, None in one that has no place for the tree. explained: the total as a
-    formula. fits: what fits on a GPU. split: what each of several GPUs holds.
+    weights: bytes, by component; a sum of 4-bit ones is rounded up. cache: one for each context of `Asked.kv`, or with
+    memory for this one, and a_token: bytes that one leaves there, which no table of positions limits. token: the next
+    token's FLOPs behind a cache, prefill: those of reading the context at once, training: of a step on it. formats:
+    bytes of the weights in bf16 and in formats that models are run in, None in one that has no place for the tree.
+    explained: the total as a formula. fits: what fits on a GPU. split: what each of several GPUs holds.
     """
 
     asked: Asked
@@ -117,8 +117,9 @@ class Figures:
         found: dict[str, Any] = {}
         if self.weights is not None:
             found["weights"] = {"dtype": asked.dtype, "bytes": dict(self.weights)}
-        if asked.kv:
-            found["kv_cache"] = [_told(each, at) for at, each in zip(asked.kv, self.cache, strict=True)]
+        if asked.kv or asked.memory:
+            contexts = asked.kv or (context,)
+            found["kv_cache"] = [_told(each, at) for at, each in zip(contexts, self.cache, strict=True)]
         if asked.flops:
             found["flops"] = token = _told(self.token, context)
             if self.token is not None:
@@ -161,9 +162,13 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
     if asked.dtype is not None:
         weights = weighed(spec, asked.dtype, family)
         found["weights"] = {**weights.by_component, "total": weights.total}
-    if asked.kv:
-        sizes = (counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in asked.kv)
-        found |= {"cache": tuple(sizes), "a_token": counting.cache_bytes(spec, 1, cached).a_token}
+    if asked.kv or asked.memory:
+        from .allocators import allocated
+
+        contexts = asked.kv or (context,)
+        sizes = [counting.cache_bytes(spec, each, cached, batch) if fits(spec, each) else None for each in contexts]
+        found["cache"] = tuple(each and allocated(spec, each, family) for each in sizes)
+        found["a_token"] = counting.cache_bytes(spec, 1, cached).a_token
     if asked.explain:
         from .explain import explain
 

@@ -8,16 +8,17 @@ tensors compute, so that no other figure is told.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..architectures.config import MAX_LAYERS
 from ..components import Parameter, Shape
 from ..converter.confinement import Confined, libraries
 from ..display import Record
 from ..errors import UnknownFamily, UsageError
+from .costs import CacheSize
 from .parameters import LayerCount, TensorCount
 from .tensors import TensorGroup, braces
 
@@ -29,7 +30,8 @@ LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?[^.]+)\.(?P<index>[0-9]+)\.(?P<insid
 class Named(Record):
     """A model by the names and shapes of its tensors. model_type: config.json's, "" without one. source: where the
     names come from, in words. parameters: by their own names, each in a component and layer that its name tells:
-    layers are numbered through, stack by stack.
+    layers are numbered through, stack by stack. config: its config.json; cache: what that says of the key-value cache
+    (`kept`), at the contexts that were asked for.
     """
 
     JSON = (
@@ -41,6 +43,8 @@ class Named(Record):
     model_type: str
     source: str
     parameters: tuple[Parameter, ...]
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: tuple[CacheSize, ...] = ()
 
     unknown: ClassVar[None] = None
     """What names do not tell."""

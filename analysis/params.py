@@ -94,6 +94,8 @@ class ModelCount(Shown):
             data["swap"] = dict(self.swap)
         if self.stored is not None:
             data["stored"] = self.stored.as_json()
+        if self.named is not None and self.named.cache:
+            data["kv_cache"] = [each.as_json() for each in self.named.cache]
         return data if self.figures is None else {**data, **self.figures.as_json()}
 
 
@@ -174,7 +176,7 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
     else:
         raise error
     held = stored_files(files) if stored and files is not None else None
-    told = Named(kind if isinstance(kind, str) else "", source, parameters)
+    told = Named(kind if isinstance(kind, str) else "", source, parameters, config)
     folder = here.path if here.kind == "path" and here.names is not None else None
     notes = (*here.notes, error.message if config else "there is no config.json with its tensors")
     return ModelCount(found.text, "", None, here.revision, notes, held, folder=folder, named=told)
@@ -187,8 +189,8 @@ def with_figures(counts: Sequence[ModelCount], asked: Asked) -> list[ModelCount]
         UsageError: none of them has positions for the context; heads or layers that GPUs cannot share.
         CannotExpress: a format of GGUF, and llama.cpp has no type for a tensor of one of them.
     """
-    if not (asked.more or asked.dtype) and any(each.named for each in counts):
-        return list(counts)
+    if any(each.named for each in counts) and not (asked.at_context or asked.explain or asked.dtype):
+        return [_with_cache(each, asked) if each.named else with_figures([each], asked)[0] for each in counts]
     specs = [each.spec for each in counts]
     context = asked.context or common_context(specs)
     longest = [*asked.kv, *([context] if asked.at_context else [])]
@@ -218,3 +220,12 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
     )
     tree = Outline(checkpoint.spec, checkpoint.origin, revision=checkpoint.revision, notes=tuple(checkpoint.notes))
     return tree, Stored(tuple(path.name for path in checkpoint.files), tensors)
+
+
+def _with_cache(model: ModelCount, asked: Asked) -> ModelCount:
+    """A model of an unknown family with its key-value cache, where that is asked for. Raises UnknownFamily."""
+    from .kept import cache_of_config
+
+    assert model.named is not None
+    sizes = tuple(cache_of_config(model.named.config, each, asked.cached, asked.batch) for each in asked.kv)
+    return replace(model, named=replace(model.named, cache=sizes))

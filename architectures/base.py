@@ -8,6 +8,7 @@ tree at hand that every shared tensor comes from exactly one leaf and that the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -132,8 +133,11 @@ CARRIED = {
     "vision": "read images",
     "audio": "read sound",
     "unused": "are read by no layer",
+    "scales": "scale quantised weights",
 }
 """Groups of tensors that are carried along and not computed, and what they do, in words."""
+_SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
+"""Names of what transformers' fp8 quantizers have beside weights that keep their name and shape."""
 OUTSIDE = ("vision", "audio")
 """Those that make a model composite: no class of the language model alone has a place for them."""
 
@@ -275,12 +279,13 @@ class Architecture:
         return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(
-        self, spec: ModelSpec, original: Mapping[str, Any] | None, whole: bool = False
+        self, spec: ModelSpec, original: Mapping[str, Any] | None, whole: bool = False, quantised: bool = False
     ) -> dict[str, Any] | None:
         """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
 
         Fields of `original` that do not describe the tree (token ids, labels) are kept. `whole`: what a composite model
-        has beside the language model is written too, so that its config says of both.
+        has beside the language model is written too, so that its config says of both. `quantised`: so are weights as
+        they were stored, with their scales.
 
         Raises:
             CannotExpress: as `config_for`.
@@ -293,10 +298,10 @@ class Architecture:
         whole = whole and reader.outer is not None
         readable = whole or original.get("model_type") == self.name
         readable = readable and not any(f in original for f in self.foreign_fields)
-        readable = readable and quantisation(original) is None  # what is written never is
+        readable = readable and (quantised or quantisation(original) is None)
         if same and readable:
             return None
-        left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *QUANTISED))}
+        left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *(() if quantised else QUANTISED)))}
         kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}
         if whole:
             config.pop("architectures")
@@ -339,7 +344,7 @@ class Architecture:
             found = next((each for each in self._spellings(name) if each.startswith(begins)), None)
             if found is not None:
                 return group, found
-        return None
+        return ("scales", name) if _SCALES.search(name) else None
 
     def as_composite(self, name: str, headers: Iterable[str]) -> str:
         """A tensor's name as the composite model has it whose files have these headers."""

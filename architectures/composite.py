@@ -23,6 +23,11 @@ _PLACES = (
 )
 """How names of the language model begin in composite checkpoints, and by itself; the first that is known is right."""
 _ROPES = ("rope_parameters", "rope_scaling")
+_LEFT = (
+    *("architectures", "auto_map", "transformers_version", "_name_or_path", "processor_class", "vision_token_id"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
+"""Fields of what the language model lies in."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
@@ -51,9 +56,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     if any(name in text for name in ("rope_theta", *_ROPES)):
         usual = {key: value for key, value in usual.items() if key not in _ROPES}
     ids = {key: config[key] for key in (*TOKEN_IDS, "dtype", "torch_dtype") if config.get(key) is not None}
-    left = ("architectures", "auto_map", "transformers_version", "_name_or_path", "image_token_id", "video_token_id")
-    left += ("vision_start_token_id", "vision_end_token_id", "vision_token_id", "processor_class")
-    made = {**ids, **usual, **{key: value for key, value in text.items() if key not in left}}
+    made = {**ids, **usual, **{key: value for key, value in text.items() if key not in _LEFT}}
     for name in _ROPES:
         if isinstance(made.get(name), dict):
             made[name] = _plain(made[name])

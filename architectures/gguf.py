@@ -33,6 +33,11 @@ def gguf_architecture(facts: Facts) -> GgufArchitecture:
     return next((row for row in found if row.fits(facts)), found[-1])
 
 
+def gguf_keeps(family: str, windowed: bool) -> bool:
+    """Whether one of the architectures here is written for a family's models, and has windows where these have some."""
+    return any(family in kind.written and (kind.windows is not None or not windowed) for kind in GGUF.values())
+
+
 @dataclass(frozen=True)
 class _Expressed:
     """A tree in GGUF's terms.

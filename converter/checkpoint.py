@@ -4,17 +4,17 @@ Whatever a reference is opens to the same thing, a `Checkpoint`. What is wrong w
 at once, before anything is written.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
-from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
+from .dtypes import FLOATS, HF_NAMES, INTEGERS, VALUES, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
@@ -37,15 +37,18 @@ def open_checkpoint(
     headers_only: bool = False,
     integers: bool = False,
     partial: bool = False,
+    stored: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. `headers_only` fetches no
     weights; `integers` allows weights stored so; `partial` allows missing tensors and keeps those without a place,
-    unless `allow_extra`. Raises InvalidInput, with all that does not fit; Offline.
+    unless `allow_extra`; `stored` takes quantised weights as they lie, which nothing computes. Raises InvalidInput,
+    with all that does not fit; Offline.
     """
-    found, remote = _find(reference, offline, allow_pickle, headers_only, _usable)
+    check = functools.partial(_usable, methods=("fp8",)) if stored else _usable
+    found, remote = _find(reference, offline, allow_pickle, headers_only, check)
     assert found.path is not None and found.source is not None
     read = None if found.other is None else found.other.read
-    opened = _read(found, remote, allow_pickle) if read is None else read(found.source, allow_pickle)
+    opened = _read(found, remote, allow_pickle, check) if read is None else read(found.source, allow_pickle)
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -65,15 +68,15 @@ def open_checkpoint(
         texts=opened.texts,
         _weights=opened.weights,
     )
-    _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial)
+    _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial, stored)
     # As their bytes lie, so that a walk over them reads each file from front to back.
     place = opened.weights.place
     checkpoint.leaves = sorted(checkpoint.leaves, key=lambda leaf: place(checkpoint._found[leaf.checkpoint]))
     # A converted or swapped folder says it itself, since a swap stores some tensors wider than anybody computes in.
     config = json.loads(found.source.read_bytes()) if found.is_own else checkpoint.origin.config
     # What transformers would compute in: config.json's dtype, else the stored one.
-    stored = [dtype for dtype in checkpoint.dtypes.values() if dtype in FLOATS]
-    checkpoint.dtype = stated_dtype(config) or widest(stored or ["F32"])
+    floats = [dtype for dtype in checkpoint.dtypes.values() if dtype in FLOATS]
+    checkpoint.dtype = stated_dtype(config) or widest(floats or ["F32"])
     return checkpoint
 
 
@@ -133,13 +136,18 @@ def open_tensors(
     )
 
 
-def _usable(found: Reference) -> tuple[ModelSpec, Origin, list[str]]:
-    """The tree, as `read_spec` tells it; weights that are quantised are refused before gigabytes are fetched."""
+_FIRST_ONE = "Name the model that it was made from."
+
+
+def _usable(found: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec, Origin, list[str]]:
+    """The tree, as `read_spec` tells it; weights that are quantised are refused before gigabytes are fetched, but for
+    those by `methods`.
+    """
     spec, origin, unknown = read_spec(found)
     method = quantised(found, origin)
-    if method is not None:
+    if method is not None and method[0].partition(",")[0] not in methods:
         words, way = method
-        what = "Name the model that it was made from" + (f", or dequantise it with {way}" if way is not None else "")
+        what = _FIRST_ONE.rstrip(".") + (f", or dequantise it with {way}" if way is not None else "")
         message = f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones"
         raise Quantised(message, f"{what}. params, compare and show need no weights.")
     return spec, origin, unknown
@@ -153,7 +161,9 @@ def _find(
     check: Callable[[Reference], object] | None,
 ) -> tuple[Reference, WeightFiles | None]:
     """What a reference is, with its files here, and with `headers_only` the headers of weights left on the hub."""
-    find = partial(resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check)
+    find = functools.partial(
+        resolve, reference, offline=offline, companions=True, allow_pickle=allow_pickle, check=check
+    )
     found = find(weights=not headers_only)
     if not headers_only or found.repository is None:
         return found, None
@@ -163,13 +173,18 @@ def _find(
     return (find(weights=True) if remote is None else found), remote
 
 
-def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> Opened:
+def _read(
+    found: Reference,
+    remote: WeightFiles | None,
+    allow_pickle: bool,
+    check: Callable[[Reference], tuple[ModelSpec, Origin, list[str]]],
+) -> Opened:
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
     if found.format == "tree":
         hint = f"gptkit load --random {found.path} gives it random ones."
         raise InvalidInput(f"{found.path} is a tree by itself: there are no weights to it", hint)
-    spec, origin, unknown = _usable(found)
+    spec, origin, unknown = check(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"
     weights = pickle_weights(files.files) if pickled else Weights(files.tensors, fetched=remote is None)
@@ -186,7 +201,12 @@ def _read(found: Reference, remote: WeightFiles | None, allow_pickle: bool) -> O
 
 
 def _match(
-    checkpoint: Checkpoint, architecture: Architecture | None, allow_extra: bool, integers: bool, partial: bool
+    checkpoint: Checkpoint,
+    architecture: Architecture | None,
+    allow_extra: bool,
+    integers: bool,
+    partial: bool,
+    stored: bool,
 ) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
     declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
@@ -212,6 +232,10 @@ def _match(
             carried.setdefault(group[0], {})[group[1]] = name
         else:
             extra.append(name)
+    if "scales" in carried and not stored:
+        raise Quantised(
+            f"{checkpoint.path}: its weights are quantised, and gptkit reads floating-point ones", _FIRST_ONE
+        )
     # Only now: the embedding may come after the head, and under an old name.
     embedding = next((leaf.checkpoint for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",)), "")
     if heads and embedding not in checkpoint._found:  # as safetensors' save_model leaves it
@@ -226,7 +250,7 @@ def _match(
         dtype, shape = info[own]
         if shape != declared[name].shape:
             shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
-        if dtype not in (FLOATS + INTEGERS if integers else FLOATS):
+        if dtype not in (VALUES if stored else FLOATS + INTEGERS if integers else FLOATS):
             typed.append(f"{own} is {dtype}")
     for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
         problems += [f"{len(names)} {what}: {_some(names)}"] if names else []
@@ -257,8 +281,7 @@ def _match(
         group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
         for group, names in carried.items()
     }
-    for names in carried.values():
-        checkpoint._found |= names
+    checkpoint._found.update(pair for group in carried.values() for pair in group.items())
     checkpoint.notes += checkpoint.told
     if dropped:
         checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")

@@ -95,8 +95,9 @@ def plan_output(
         raise UsageError("this tree never had a family", hint)
     architecture = named(family)
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
-    config = _hf_config(architecture, spec, origin, main_dtype(spec, dtypes), compute_dtype, whole)
-    card = model_card(origin)
+    quantised = "scales" in (carried or ())
+    stored = compute_dtype if quantised else main_dtype(spec, dtypes)
+    config, card = _hf_config(architecture, spec, origin, stored, compute_dtype, whole, quantised), model_card(origin)
     small = {**(texts or {}), CONFIG: config, **({} if card is None else {CARD: card})}
     leaves = [*architecture.bind(spec), *more]
     merged = [*architecture.bind_modules(spec), *more] if architecture.stacked else leaves
@@ -130,11 +131,11 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def _hf_config(
-    architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str, whole: bool
+    architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str, whole: bool, quantised: bool
 ) -> bytes:
     """The original config.json where it still describes the tree and its dtype, else one that names what is stored."""
     original = origin.config
-    config: dict[str, Any] | None = architecture.export_config(spec, original, whole)
+    config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised)
     if config is None and origin.config_text is not None:
         # Of what a swap has changed the original's word on dtypes is out of date.
         if stated_dtype(original) in (None, stored if origin.history else compute):
@@ -235,7 +236,8 @@ def convert(
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
-        source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, **opening)
+        stored = dtype is None and form.kind in ("local", "hf") and form.family is None and "scales" not in drop
+        source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, stored=stored, **opening)
         source, form = adapted(source, form)
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)

@@ -143,7 +143,7 @@ def fix(
     if found.broken or not found.fetched:
         why = next(iter(found.broken.values()), f"{found.reference} is on the hub, and its weights are not here")
         raise InvalidInput(f"{why}: nothing is written", "Fetch it first.")
-    more = {"offline": offline, "allow_pickle": allow_pickle}
+    more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     names = audit(new, **more, **{**options, "values": False}).names
     rewrite(found, {name: names.get(name, name) for name in found.tensors}, out, force)
     return audit(out, **more, **options)

@@ -17,6 +17,7 @@ from ..components.ranges import layer_ranges, range_label
 from .sheets import Row, Sheet, binary, change, decimal, difference, whole_bytes
 
 if TYPE_CHECKING:
+    from ..analysis.costs import CacheSize
     from ..analysis.parallel import Stage
 
 
@@ -39,8 +40,18 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = Fal
     models = [(each.name, each.spec, each.figures) for each in counts if each.figures is not None]
     sheets = [
         *([_cache(models, asked, compared)] if asked.kv else []),
+        *(
+            [_allocated(models[0][0], bool(windows(models[0][1])), models[0][2].cache)]
+            if asked.kv and len(models) == 1
+            else []
+        ),
         *(_flops(models, asked, compared) if asked.flops else []),
         *(_memory(models, asked, compared) if asked.memory else []),
+        *(
+            [_allocated(models[0][0], bool(windows(models[0][1])), models[0][2].cache)]
+            if asked.memory and not asked.kv and len(models) == 1
+            else []
+        ),
         *([_formats(models)] if asked.memory and not compared else []),
         *(_explained(models) if asked.explain else []),
         *([_fits(models, asked)] if asked.gpu is not None else []),
@@ -120,24 +131,55 @@ def _sequences(batch: int, tokens: int) -> str:
 
 def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     columns: list[_Column] = []
-    a_token = "per token"
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
     for name, _, figures in models:
         sizes = [each for each in figures.cache if each is not None]
-        cells = {} if figures.a_token is None else {a_token: figures.a_token}
+        cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
         columns.append((name, cells | {_sequences(asked.batch, each.context): each.held for each in sizes}, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
             holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
 
-    def exact(label: str, nbytes: int) -> str:
-        return whole_bytes(nbytes) if label == a_token else decimal(nbytes, "B")
+    return _sheet(f"KV cache, {asked.cached}", _alone(columns[0][1]) if len(models) == 1 else columns, compared, notes)
 
-    if len(models) == 1:
-        held = columns[0][1]
-        columns = [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary(nbytes))]
-    return _sheet(f"KV cache, {asked.cached}", columns, compared, notes)
+
+_A_TOKEN = "per token"
+
+
+def _alone(held: Mapping[str, int]) -> list[_Column]:
+    """The columns of one model's cache."""
+
+    def exact(label: str, nbytes: int) -> str:
+        return whole_bytes(nbytes) if label == _A_TOKEN else decimal(nbytes, "B")
+
+    return [("bytes", held, exact), ("in KiB, GiB", held, lambda label, nbytes: binary(nbytes))]
+
+
+def named_cache(model: ModelCount) -> list[Sheet]:
+    """The cache of a model of an unknown family, as its config.json tells it."""
+    sizes = model.named.cache if model.named is not None else ()
+    if not sizes:
+        return []
+    held = {_A_TOKEN: sizes[0].a_token} | {_sequences(each.batch, each.context): each.held for each in sizes}
+    windowed = any(each.held < each.a_token * each.batch * each.context for each in sizes)
+    note = ["From config.json alone: kinds of layers, heads, windows, ranks of latents and sizes of states."]
+    return [_sheet(f"KV cache, {sizes[0].dtype}", _alone(held), False, note), _allocated(model.name, windowed, sizes)]
+
+
+def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> Sheet:
+    """The cache as programs allocate it, a row a context."""
+    rows = []
+    for size in sizes:
+        if size is not None:
+            cells = [size.in_transformers, size.in_vllm, size.in_llama_cpp]
+            words = tuple(NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
+            rows.append(Row(_sequences(size.batch, size.context), words))
+    of_kinds = (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windowed else ("", "")
+    notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
+    if any(size is not None and size.in_llama_cpp is None for size in sizes):
+        notes.append(f"{NOTHING} llama.cpp: no architecture of its is known here that keeps what {name} does.")
+    return Sheet("KV cache as programs allocate it", ("transformers", "vLLM", "llama.cpp"), tuple(rows), tuple(notes))
 
 
 def _bytes(label: str, nbytes: int) -> str:

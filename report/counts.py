@@ -18,7 +18,7 @@ from ..analysis.params import ModelCount
 from ..analysis.tensors import tensor_groups
 from ..components.ranges import layer_ranges, range_label
 from . import sheets
-from .costs import cost_sheets
+from .costs import cost_sheets, named_cache
 from .pages import counted
 from .rows import By
 from .sheets import GAP, Layout, Row, Sheet, drawing, nbytes, percentage
@@ -64,6 +64,8 @@ def tables(counts: Sequence[ModelCount], asked: Asked, by: By, pairs: bool) -> I
             some = [replace(model, name=name) for model, name in zip(some, ("now", "swapped"), strict=True)]
         yield parameter_table(some, by, asked.dtype, compared=pairs)
         for sheet in cost_sheets(some, asked, compared=pairs) if asked.more or asked.dtype else ():
+            yield from ("", sheet)
+        for sheet in [each for model in some for each in named_cache(model)]:
             yield from ("", sheet)
         for model in some:
             if model.swap is not None:

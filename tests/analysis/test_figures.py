@@ -8,6 +8,7 @@ from helpers.family_specs import preset_spec as spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptkit.analysis.allocators import allocated
 from gptkit.analysis.costs import cache_bytes, forward_flops, training_flops
 from gptkit.analysis.figures import Asked, common_context, figures_of
 from gptkit.analysis.formats import weight_bytes, weight_dtype
@@ -53,7 +54,8 @@ def test_figures_are_those_of_the_analyses() -> None:
     spec = spec_of("mistral-7b")
     asked = Asked("bf16", kv=(100, 9000), flops=True, memory=True, batch=3)
     found = figures_of(spec, asked, 5000)
-    assert found.cache == (cache_bytes(spec, 100, batch=3), cache_bytes(spec, 9000, batch=3))
+    assert found.cache == tuple(allocated(spec, cache_bytes(spec, tokens, batch=3)) for tokens in (100, 9000))
+    assert figures_of(spec, Asked(memory=True), 5000).cache == (allocated(spec, cache_bytes(spec, 5000)),)
     assert found.prefill == forward_flops(spec, 5000, 3)
     assert found.training == training_flops(spec, 5000, 3)
     assert found.inference_memory == memory(spec, "bfloat16", 5000, 3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.command import call
 from helpers.covering import covered, few
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
@@ -783,6 +784,15 @@ def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base
         edited(tmp_path / "hf", lambda weights: weights.update({further: torch.ones(48, 96)}))
         with pytest.raises(CheckpointError, match="no place in the model"):
             open_checkpoint(tmp_path / "hf")
+
+
+def test_a_swap_tells_what_it_leaves_out(tmp_path: Path) -> None:
+    save_hf(CONFIGS["deepseek_v3-dense"], tmp_path / "hf")
+    edited(tmp_path / "hf", lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.ones(48, 96)}))
+    said = call("swap", tmp_path / "hf", tmp_path / "out", "--norm", "layernorm", "--dry-run")
+    assert said.exit_code == 0, said.stderr
+    told = " ".join((said.stdout + said.stderr).split())
+    assert "left out: 4,608 parameters beside these draft tokens (multi-token prediction)" in told
 
 
 def test_another_family_has_no_place_for_what_drafts_tokens(tmp_path: Path) -> None:

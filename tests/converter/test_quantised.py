@@ -1,11 +1,14 @@
 """Weights that are not floating-point numbers: what is told of them, what works without them, and what they take."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from helpers.families import CONFIGS, save_hf
 from helpers.hubserver import Hub, Repo
 from safetensors.numpy import load_file, save_file
@@ -15,6 +18,8 @@ from gptkit.analysis.params import Stored, params
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.converter.outline import outline
+from gptkit.converter.resolve import SAMPLES_DIR
+from gptkit.converter.tree import Quantised
 from gptkit.errors import InvalidInput
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
@@ -111,3 +116,36 @@ def test_stored_bytes_of_a_quantised_gguf_are_those_of_the_file(tmp_path: Path) 
     }
     assert path.stat().st_size - found.nbytes == tensors[0].data_offset  # the header is all that is left
     assert found.by_dtype()["Q8_0"][2] > found.by_dtype()["F32"][2]
+
+
+def test_weights_in_fp8_go_there_and_back_with_their_scales(tmp_path: Path) -> None:
+    """Byte for byte, in files of other sizes too; whatever would compute them, or give them other names, refuses."""
+    shutil.copytree(SAMPLES_DIR / "llama", tmp_path / "hf")
+    path, config_path = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "config.json"
+    held = safetensors.torch.load_file(path)
+    narrow = {name: each.to(torch.float8_e4m3fn) for name, each in held.items() if "proj" in name}
+    scales = {f"{name}_scale_inv": torch.rand(1, 2) for name in narrow}
+    safetensors.torch.save_file({**held, **narrow, **scales}, path, metadata={"format": "pt"})
+    config = json.loads(config_path.read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config_path.write_text(json.dumps(config))
+    done = convert(tmp_path / "hf", tmp_path / "local")
+    assert any("scale quantised weights and are not computed (scales)" in note for note in done.source.notes)
+    convert(tmp_path / "local", tmp_path / "back", "hf")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    convert(tmp_path / "local", tmp_path / "shards", "hf", max_shard_bytes=100_000)
+    assert json.loads((tmp_path / "shards" / "config.json").read_text()) == config
+    again = {
+        name: each
+        for file in (tmp_path / "shards").glob("*.safetensors")
+        for name, each in safetensors.torch.load_file(file).items()
+    }
+    assert again.keys() == {**held, **scales}.keys()
+    assert all(torch.equal(again[name].view(torch.uint8), each.view(torch.uint8)) for name, each in narrow.items())
+    for folder in (tmp_path / "hf", tmp_path / "local"):
+        with pytest.raises(Quantised):
+            open_checkpoint(folder)
+        for how in ({"to": "gguf"}, {"to": "hf:qwen2"}, {"dtype": "float32"}, {"drop": ["scales"]}):
+            with pytest.raises(Quantised):
+                convert(folder, tmp_path / "never", **how)

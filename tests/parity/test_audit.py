@@ -459,16 +459,16 @@ def listed(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_broken_files_are_findings_or_errors(count: int, tmp_path: Path) -> None:
+def test_broken_files_are_findings_or_errors(count: int, memory_path: Path) -> None:
     """Whatever of an index, a header or a config is changed: nothing but typed errors and findings, nothing is written
     but what was asked for, and never to the checkpoint itself.
     """
-    folder = write(tmp_path / "model", dict(list(tensors().items())[:6]))
-    gptkit.convert("sample:llama", tmp_path / GGUF, to="gguf")
-    (folder / GGUF).write_bytes((tmp_path / GGUF).read_bytes())
-    (tmp_path / GGUF).unlink()
+    folder = write(memory_path / "model", dict(list(tensors().items())[:6]))
+    gptkit.convert("sample:llama", memory_path / GGUF, to="gguf")
+    (folder / GGUF).write_bytes((memory_path / GGUF).read_bytes())
+    (memory_path / GGUF).unlink()
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    around = {*listed(tmp_path), ".out.lock", "out"}
+    around = {*listed(memory_path), ".out.lock", "out"}
     told: Counter[str] = Counter()
     for number in range(count):
         draw = random.Random(number)
@@ -480,13 +480,13 @@ def test_broken_files_are_findings_or_errors(count: int, tmp_path: Path) -> None
                 told["found" if audit(folder / GGUF).findings else "nothing"] += 1
             else:
                 told["found" if audit(folder, source="sample:llama").findings else "nothing"] += 1
-                fix(folder, tmp_path / "out", force=True)
+                fix(folder, memory_path / "out", force=True)
                 told["mended"] += 1
         except GptkitError:
             told["refused"] += 1
         except Exception as error:
             raise AssertionError(f"mutation {number}, of {name}") from error
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**whole, name: raw}, number
-        assert listed(tmp_path) <= around, number
+        assert listed(memory_path) <= around, number
         (folder / name).write_bytes(whole[name])
     assert all(told[kind] > count // 50 for kind in ("found", "mended", "refused")), told

@@ -1,0 +1,143 @@
+"""What the layers of a model keep between tokens, from its config.json alone, for types of which there is no family.
+
+Fields mean what they do in transformers' config classes: `layer_types` (or no such field: one kind, by the window that
+is stated, as its `cache_utils.get_layer_types_and_kwargs` has it), heads, ranks of latents, sizes of states. What is
+not understood is refused by its name: a layer of another kind, a field that gives heads of some layers another shape.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..architectures.config import MAX_LAYERS
+from ..errors import UnknownFamily
+from .allocators import Kept, Layers, held, in_vllm
+from .costs import CacheSize
+from .sizes import check_number, full_dtype, itemsize
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+}
+_STRANGE = re.compile(
+    r"(global|swa|sliding|local|full|shared|compress|index|cross|cycle|loop|recurr|attn_layer|block_type|layers_block"
+    r"|rwkv|xlstm|mamba|ssm|state_size|conv|linear_|kv_shared|lsh|per_layer|encoder|expand|depth)"
+)
+"""What in a field's name says that layers keep something else than keys and values of their heads."""
+_HARMLESS = re.compile(
+    r"(is_encoder_decoder|encoder_no_repeat\w*|add_cross_attention|cross_attention_hidden_size|tie_encoder_decoder"
+    r"|use_sliding_window|max_window_layers|_?sliding_window\w*|\w*shared_(expert|intermediate)\w*|num_local_experts"
+    r"|mtp_\w+|full_attention_interval|layer_types|layers_block_type|keys_to_ignore\w*|\w*token_(id|index)|add_encoder\w*|tie_encoder\w*)"
+)
+
+
+def layers_of_config(config: Mapping[str, Any]) -> Layers:
+    """What each layer keeps. Raises UnknownFamily: it is not understood, by the name of the field."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    types = text.get("layer_types") or text.get("layers_block_type")
+    count = _integer(text, *_NAMES["layers"], default=len(types) if isinstance(types, list) else None)
+    every = text.get("full_attention_interval")  # of Qwen3NextConfig
+    if types is None and type(every) is int and every > 0:
+        types = [
+            "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(min(count, MAX_LAYERS))
+        ]
+    if types is None:
+        window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+        types = ["full_attention" if window is None else "sliding_attention"] * min(count, MAX_LAYERS)
+    if not isinstance(types, list) or len(types) != count or not all(isinstance(each, str) for each in types):
+        raise _refusal("layer_types", "is no list of a kind a layer")
+    used = [_FIELDS[kind] for kind in dict.fromkeys(types) if kind in _FIELDS]
+    for name, value in text.items():
+        known = _HARMLESS.fullmatch(name) or any(each.match(name) for each in used)
+        if value not in (None, False, 0, [], {}) and _STRANGE.search(name) and not known:
+            raise _refusal(name, "says that some layers keep what is not told by heads alone")
+    unknown = next((kind for kind in types if kind not in _KINDS), None)
+    if unknown is not None:
+        raise _refusal("layer_types", f"has layers of the kind {unknown!r:.40}, and what these keep is not known")
+    found = Counter(_KINDS[kind](text) for kind in types)
+    return {kept: number for kept, number in found.items() if kept.left or kept.state}
+
+
+def cache_of_config(config: Mapping[str, Any], context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
+    """The cache after so many tokens, as `costs.cache_bytes` tells it of a tree, states in the cache's dtype too."""
+    check_number("tokens", context)
+    layers, size = layers_of_config(config), itemsize(dtype)
+    needed = size * batch * held(layers, context)
+    rolling = sum(
+        number * each.left for each, number in layers.items() if each.window is not None and context >= each.window
+    )
+    return CacheSize(
+        context=context,
+        batch=batch,
+        dtype=full_dtype(dtype),
+        a_token=size * sum(number * each.left for each, number in layers.items()),
+        held=needed,
+        buffer=needed + size * batch * rolling,
+        in_transformers=needed,
+        in_vllm=in_vllm(layers, context, size, batch),
+    )
+
+
+def _refusal(name: str, why: str) -> UnknownFamily:
+    return UnknownFamily(f"config.json: {name} {why}", "The KV cache is told of types whose fields say what it is.")
+
+
+def _integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The whole number in the first of these fields that there is."""
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if type(value) is not int or not 0 < value < 2**31:
+        raise _refusal(names[0], "is no whole number above zero")
+    return value
+
+
+def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bool = False) -> Kept:
+    if config.get("kv_lora_rank") is not None and config.get("qk_rope_head_dim") is not None:
+        return Kept(_integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim"), window, chunked)
+    heads = _integer(config, *_NAMES["heads"])
+    usual = _integer(config, *_NAMES["hidden"]) // heads if type(config.get("head_dim")) is not int else 0
+    head_dim = _integer(config, "head_dim", "kv_channels", default=usual)
+    groups = _integer(config, *_NAMES["kv_heads"], default=heads)
+    return Kept(groups * (head_dim + _integer(config, "v_head_dim", default=head_dim)), window, chunked)
+
+
+def _linear(config: Mapping[str, Any]) -> Kept:
+    """A state of a matrix a head, and the last inputs of the convolutions before it."""
+    names = next((each for each in _LINEAR if all(config.get(name) is not None for name in each)), None)
+    if names is None:
+        raise _refusal("layer_types", "has layers of linear attention, and the fields of their states are not known")
+    return Kept(0, state=_LINEAR[names](*(_integer(config, name) for name in names)))
+
+
+_GATED = tuple(f"linear_{each}" for each in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+_LINEAR: Mapping[tuple[str, ...], Callable[..., int]] = {
+    (*_GATED, "linear_conv_kernel_dim"): lambda keys, values, key, value, kernel: (
+        values * value * key + (2 * keys * key + values * value) * kernel
+    ),
+    ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"): lambda heads, dim, kernel: (
+        heads * dim * dim + 3 * heads * dim * kernel
+    ),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"): (
+        mamba := lambda heads, dim, state, groups, kernel: (
+            heads * dim * state + (heads * dim + 2 * groups * state) * kernel
+        )
+    ),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"): mamba,
+}
+"""The fields that say a state's size, and what it takes: of a gated delta rule (Qwen3-Next), of Kimi's, of Mamba-2."""
+
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], Kept]] = {
+    "full_attention": _attention,
+    "sliding_attention": lambda config: _attention(config, _integer(config, "sliding_window")),
+    "chunked_attention": lambda config: _attention(config, _integer(config, "attention_chunk_size"), chunked=True),
+    "linear_attention": _linear,
+    "attention": _attention,
+    "mamba": _linear,
+    "mlp": lambda config: Kept(0),
+    "moe": lambda config: Kept(0),
+}
+_OF_STATES = re.compile(r"(linear|mamba|ssm)_|conv_kernel|expand$|use_conv_bias|use_mamba_kernels")
+_FIELDS = {"linear_attention": _OF_STATES, "mamba": _OF_STATES, "chunked_attention": re.compile("attention_chunk_size")}
+"""Fields that a kind of layer accounts for."""
