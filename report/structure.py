@@ -191,7 +191,9 @@ class _Caption(NamedTuple):
 
 def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
-    last, matrix = operation.id.rpartition(".")[2], sizes(dict(operation.weights).get("weight", ()))
+    *_, of, last = "", *operation.id.split(".")
+    last = f"{of}.{last}" if last.isdecimal() else last
+    matrix = sizes(dict(operation.weights).get("weight", ()))
     match operation:
         case ops.Tokens():
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
@@ -258,7 +260,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Sparse(share=share):
             return _Caption("sparse", f"{share:g} of units 0", f"max(x − mean − Φ⁻¹({share:g}) · deviation, 0)")
         case ops.AltUp(step=step, index=index):
-            return _Caption(*_STEPS[step], "") if step != "pick" else _Caption(f"stream {index}")
+            return _Caption(*_STEPS[step]) if step != "pick" else _Caption(f"stream {index}")
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
             if isinstance(gate, ops.Activation) and gate.shape == up.shape:
@@ -301,13 +303,13 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
 
 
 _STEPS = {
-    "split": ("streams", "each as long as the first"),
-    "predict": ("predicted", "streams + streams · numbers"),
-    "correct": ("corrected", "streams + numbers · (x − the active one)"),
-    "spread": ("+", "all streams but the first"),
-    "join": ("mean of streams", "each as long as the first"),
+    "split": ("streams", "alike in length", "x, and each other · |x| / |other|"),
+    "predict": ("predicted", "of all streams", "each stream + Σ number · stream"),
+    "correct": ("corrected", "by the active one", "each stream + (1 + number) · (x − the active one)"),
+    "spread": ("+", "all but the first", "x + what the layer's own input gives"),
+    "join": ("mean of streams", "alike in length", "mean of x and each other · |x| / |other|"),
 }
-"""Of steps with several streams the title and what stands below it."""
+"""Of steps with several streams the title, what stands below it, and the formula."""
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:
