@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ..errors import ConfigError
 from .base import Component, Size, Weight
 from .norms import Norm
-from .operations import Activation, Add, AltUp, AnyOperation, Linear, Program, Scale, Sizes, linear, out_of
+from .operations import Activation, Add, AltUp, AnyOperation, Linear, Program, Scale, Sizes, Stream, linear, out_of
 from .words import Words
 
 __all__ = ["MOST_STREAMS", "AlternatingUpdates", "LowRankResidual", "Streams"]
@@ -190,7 +190,8 @@ class LowRankResidual(Component, frozen=True):
         left = linear(self, "left_proj", path, source, (*shape[:-1], self.rank), self.label)
         right = linear(self, "right_proj", path, left.id, shape, self.label)
         norm = tuple(out_of(self.label, self.norm.operations(f"{path}.norm", right.id, shape)))
-        return (left, right, *norm, Add(f"{path}.sum", (source, norm[-1].id), shape, self.label, residual=source))
+        past = Stream(f"{path}.past", (source,), shape, self.label)
+        return (past, left, right, *norm, Add(f"{path}.sum", (past.id, norm[-1].id), shape, self.label))
 
 
 def _linear(node: Component, name: str, path: str, source: str, shape: Sizes) -> AnyOperation:

@@ -174,8 +174,9 @@ class _Lanes:
         self.stage: dict[str, str] = {}
         for node in reversed(nodes):
             for source in node.inputs:
-                if source not in trunk:
-                    self.stage[source] = node.id if node.id in trunk else self.stage[node.id]
+                if source not in trunk:  # the first where there are several
+                    joins = {node.id if node.id in trunk else self.stage[node.id], self.stage.get(source, trunk[0])}
+                    self.stage[source] = max(joins, key=trunk.index)
         for node in nodes:  # branches that begin in one box stand side by side, though they join the trunk in turn
             if node.id in self.stage:
                 joins = [self.stage[name] for name in (node.id, *node.inputs) if name in self.stage]

@@ -173,6 +173,8 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
         if each.id not in gathered:
             op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
             residual = each.residual if isinstance(each, ops.Add) else None
+            if isinstance(each, ops.AltUp) and each.step == "correct":
+                residual = inputs[1]
             choice = each.choice if isinstance(each, ops.Linear) else None
             choice = each.inputs[1] if isinstance(each, ops.Gather) else choice
             words = _caption(each, operations, positions)
@@ -198,7 +200,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Tokens():
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
-            return _Caption("x", "the residual stream")
+            return _Caption("x", "" if operation.id.endswith(".past") else "the residual stream")
         case ops.Given(words=words, again=again):
             return _Caption(words, "made before this layer" if again else "")
         case ops.Embed():
