@@ -181,6 +181,9 @@ class _Lanes:
             if node.id in self.stage:
                 joins = [self.stage[name] for name in (node.id, *node.inputs) if name in self.stage]
                 self.stage[node.id] = min(joins, key=self.trunk.index)
+        for node in reversed(nodes):  # and so does what joins them
+            for source in (name for name in node.inputs if name in self.stage and node.id in self.stage):
+                self.stage[source] = min(self.stage[source], self.stage[node.id], key=self.trunk.index)
         self.rank: dict[str, int] = {}
         for node in nodes:
             on = self.trunk.index(self.stage.get(node.id, node.id))
@@ -364,7 +367,7 @@ class _Arrangement:
                 continue
             start, end = (source.port, source.bottom), (box.port, box.top)
             points: tuple[_Point, ...] = (start, end)
-            if edge.kind == "weights":
+            if edge.kind in ("weights", "again"):
                 points = ((source.left, source.middle), (0, source.middle), (0, box.middle), (box.left, box.middle))
             elif edge.kind == "choice":
                 frame = next(frame for frame in frames if box.node.id in frame.nodes)

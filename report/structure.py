@@ -18,13 +18,15 @@ from ..components.ranges import range_label
 from ..components.words import NOT_THERE
 from ..display import Record
 
-_EdgeKind = Literal["data", "residual", "choice", "weights"]
+_EdgeKind = Literal["data", "residual", "choice", "weights", "again"]
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
 
 
 @dataclass(frozen=True)
 class Edge(Record):
-    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head."""
+    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head; again:
+    a result used again, behind what it led to.
+    """
 
     JSON = "from=source to=target kind"
 
@@ -69,6 +71,7 @@ class Node(Record):
 
     def edges(self) -> Iterator[Edge]:
         kinds: dict[str | None, _EdgeKind] = {self.choice: "choice", self.residual: "residual"}
+        kinds |= {self.inputs[0]: "again"} if self.op == "altup" and self.residual is not None else {}
         for source in self.inputs:
             yield Edge(source, self.id, kinds.get(source, "data"))
         if self.tied is not None:

@@ -211,4 +211,4 @@ def test_random_weights_start_a_norm_where_its_factor_is_one() -> None:
 
 
 def test_a_sublayers_defaults_are_all_mistakes() -> None:
-    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier"}
+    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier", "low_rank", "onto"}
