@@ -320,8 +320,8 @@ class Block(Component, frozen=True):
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
             shared = read if index == 0 else shared
             if sublayer.low_rank is not None:  # which no order of sums tells from one behind the mixer's
-                both = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
-                found.append(Add(f"{slot}_augmented", both, shape, "norms", residual=total))
+                inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
+                found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
                 total = found[-1].id
             scaled, kept = sublayer.multiplier != 1, "" if last else end  # of a branch the last result has the name
             normed = sublayer.output_norm is not None

@@ -175,7 +175,7 @@ class _Lanes:
         for node in reversed(nodes):
             for source in node.inputs:
                 if source not in trunk:  # the first where there are several
-                    joins = {node.id if node.id in trunk else self.stage[node.id], self.stage.get(source, trunk[0])}
+                    joins = [node.id if node.id in trunk else self.stage[node.id], self.stage.get(source, trunk[0])]
                     self.stage[source] = max(joins, key=trunk.index)
         for node in nodes:  # branches that begin in one box stand side by side, though they join the trunk in turn
             if node.id in self.stage:

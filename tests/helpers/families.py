@@ -578,7 +578,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "gemma4_unified_vision"},
         "image_token_id": 5,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
     },
     "qwen2_moe": {
         **GROUPED_LLAMA,
