@@ -88,6 +88,7 @@ ASK_FOR_MORE = {
     ("Attention", "kv_from"),
     ("ModelSpec", "layer_inputs"),
     ("ModelSpec", "streams"),
+    ("ModelSpec", "joined"),
     ("Block", "altup"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
