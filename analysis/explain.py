@@ -98,7 +98,10 @@ def explain(spec: ModelSpec) -> Explained:
     of_kind = [kinds.index(seen[block]) for block in spec.blocks]
     ends = {path: node for path, node in spec.nodes() if not path.startswith("blocks.")}
     for path, node in ends.items():
-        side, above = behind if path.startswith(("final_norm", "head")) else before, ends.get(path.rpartition(".")[0])
+        side, above = (
+            behind if path.startswith(("joined", "final_norm", "head")) else before,
+            ends.get(path.rpartition(".")[0]),
+        )
         side.setdefault(str(node.label), Counter()).update(_shapes(path, node, spec, above))
     letters = _letters([before, *kinds, behind])
     names = [f"L{index + 1}" if len(kinds) > 1 else "L" for index in range(len(kinds))]

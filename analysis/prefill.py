@@ -103,6 +103,8 @@ class Following:
         match operation:
             case ops.Given():
                 return _Step()  # it was there before
+            case ops.Stream() if operation.inputs[0] != operation.id:
+                return _Step()  # under another name
             case ops.Tokens() | ops.Stream() | ops.Embed() | ops.Positions() | ops.Concat():
                 return _Step(size)  # here and below no more than the result
             case ops.Gather(weighs=weighs):

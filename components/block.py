@@ -319,7 +319,10 @@ class Block(Component, frozen=True):
                 following = "" if self.parallel or not behind else f"{behind[0].mixer.slot}_norm"
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
             shared = read if index == 0 else shared
-            beside = "" if sublayer.low_rank is None else run(f"{slot}_low_rank", sublayer.low_rank, read)
+            if sublayer.low_rank is not None:  # which no order of sums tells from one behind the mixer's
+                inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
+                found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
+                total = found[-1].id
             scaled, kept = sublayer.multiplier != 1, "" if last else end  # of a branch the last result has the name
             normed = sublayer.output_norm is not None
             branch = run(slot, sublayer.mixer, read, "" if normed or scaled else kept)
@@ -336,9 +339,8 @@ class Block(Component, frozen=True):
                 found.append(AltUp(end, (f"{path}altup.corrected", branch), streams, "streams", step="spread"))
                 continue
             past = read if self.residual == "normed" else total
-            total = add(end if last and not beside else f"{slot}_output", past, branch, past)
-            if beside:
-                total = add(f"{slot}_augmented", total, beside, total)
+            total = add(end if last and sublayer.low_rank is None else f"{slot}_output", past, branch, past)
+            if sublayer.low_rank is not None:
                 name = end if last else f"{slot}_halved"
                 found.append(Scale(name, (total,), shape, "norms", held=end, factor=0.5**0.5))
                 total = name

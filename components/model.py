@@ -22,10 +22,20 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known. Without
     a `final_norm` the head reads the last block's output (where norms stand behind the sums, say). With `streams` each
-    layer passes on several, and has an `altup`.
+    layer passes on several, and has an `altup`, and `joined` makes one of them behind the last.
     """
 
-    tells = ("embedding", "positions", "layer_inputs", "streams", "blocks", "final_norm", "head", "context_length")
+    tells = (
+        "embedding",
+        "positions",
+        "layer_inputs",
+        "streams",
+        "blocks",
+        "joined",
+        "final_norm",
+        "head",
+        "context_length",
+    )
     notes = ("context_length",)
     by_length: ClassVar[dict[str, Any]] = {"context_length": None}
     forgotten: ClassVar[dict[str, str]] = {
@@ -33,6 +43,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         "final_norm": "norm of the last output left out",
         "layer_inputs": "inputs of layers left out",
         "streams": "one stream a token",
+        "joined": "streams of a token not joined",
     }
 
     embedding: Embedding
@@ -40,6 +51,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     layer_inputs: LayerEmbedding | None = None
     streams: Streams | None = None
     blocks: tuple[Block, ...]
+    joined: Streams | None = None
     final_norm: Norm | None = None
     head: Head
     context_length: Size | None = None
@@ -55,6 +67,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.head.tied and self.head.width != self.embedding.width:
             raise ConfigError(f"a tied head of width {self.head.width} on a table of width {self.embedding.width}")
 
+        if self.joined != self.streams:
+            raise ConfigError("streams of a token are made before the first layer, and joined behind the last")
         count = None if self.streams is None else self.streams.count
         for layer, block in enumerate(self.blocks):
             if count != (None if block.altup is None else block.altup.count):
@@ -188,8 +202,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """From the last block's sum to logits."""
         stream: Sizes = ("B", "T", self.hidden_size)
         found: list[AnyOperation] = []
-        if self.streams is not None:
-            found += self.streams.operations("streams", "block_output", (self.streams.count, *stream))
+        if self.joined is not None:
+            found += self.joined.operations("joined", "block_output", (self.joined.count, *stream))
         if self.final_norm is not None:
             found += self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
         return (*found, *self.head.operations("head", found[-1].id if found else "block_output", stream))

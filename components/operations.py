@@ -70,7 +70,7 @@ class Tokens(Operation, frozen=True, kw_only=True):
 
 
 class Stream(Operation, frozen=True, kw_only=True):
-    """A block's input: what the block before it gave."""
+    """What goes on as it is: a block's input, which the block before it gave, or what passes by a branch."""
 
 
 class Given(Operation, frozen=True, kw_only=True):

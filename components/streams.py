@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ..errors import ConfigError
 from .base import Component, Size, Weight
 from .norms import Norm
-from .operations import Activation, Add, AltUp, AnyOperation, Linear, Program, Scale, Sizes, linear, out_of
+from .operations import Activation, Add, AltUp, AnyOperation, Program, Scale, Sizes, Stream, linear, out_of
 from .words import Words
 
 __all__ = ["MOST_STREAMS", "AlternatingUpdates", "LowRankResidual", "Streams"]
@@ -21,8 +21,8 @@ Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
-    """A token's embedding as `count` streams: itself, and what matrices make of it, as long as it; behind the last
-    layer the mean of the first and of what other matrices make of the others, as long as the first (Gemma 3n).
+    """A token's embedding as `count` streams: itself, and what matrices make of it, as long as it; or behind the last
+    layer the mean of the first and of what matrices make of the others, as long as the first (Gemma 3n).
     """
 
     label = "streams"
@@ -33,24 +33,24 @@ class Streams(Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         square = Weight((self.hidden_size, self.hidden_size), "inner")
-        return {f"{name}.{i}.weight": square for name in ("into", "out_of") for i in range(self.count - 1)}
+        return {f"{i}.weight": square for i in range(self.count - 1)}
 
     def words(self) -> dict[str, Words]:
         return {"streams": Words(f"{self.count}", {"count": self.count}, f"{self.count} a token")}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         turned = [*range(1, self.hidden_size), 0]
-        return {"rows of streams shifted by one": {f"into.{i}": turned for i in range(self.count - 1)}}
+        return {"rows of streams shifted by one": {f"{i}": turned for i in range(self.count - 1)}}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         """From one stream (B, T, hidden) to all, (streams, B, T, hidden), or from all to one."""
         split = len(shape) == 3
-        name, one = ("into", shape) if split else ("out_of", shape[1:])
+        one = shape if split else shape[1:]
         found: list[AnyOperation] = []
         if not split:
             found += (_pick(self, f"{path}.stream.{i}", source, one, i) for i in range(self.count))
         read = [source if split else f"{path}.stream.{i}" for i in range(self.count)]
-        made = [_linear(self, f"{name}.{i}", path, read[i + 1], one) for i in range(self.count - 1)]
+        made = [linear(self, f"{i}", path, read[i + 1], one, "streams") for i in range(self.count - 1)]
         inputs = (read[0], *(each.id for each in made))
         if split:
             return (*made, AltUp(f"{path}.split", inputs, (self.count, *shape), "streams", step="split"))
@@ -190,13 +190,8 @@ class LowRankResidual(Component, frozen=True):
         left = linear(self, "left_proj", path, source, (*shape[:-1], self.rank), self.label)
         right = linear(self, "right_proj", path, left.id, shape, self.label)
         norm = tuple(out_of(self.label, self.norm.operations(f"{path}.norm", right.id, shape)))
-        return (left, right, *norm, Add(f"{path}.sum", (source, norm[-1].id), shape, self.label, residual=source))
-
-
-def _linear(node: Component, name: str, path: str, source: str, shape: Sizes) -> AnyOperation:
-    """As `linear`, of one of several matrices in a list."""
-    weight = node.shapes()[f"{name}.weight"]
-    return Linear(f"{path}.{name}", (source,), shape, "streams", (("weight", weight),), inputs_wide=weight[1])
+        past = Stream(f"{path}.past", (source,), shape, self.label)
+        return (past, left, right, *norm, Add(f"{path}.sum", (past.id, norm[-1].id), shape, self.label))
 
 
 def _pick(node: Streams | AlternatingUpdates, name: str, source: str, shape: Sizes, index: int) -> AltUp:

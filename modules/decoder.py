@@ -236,6 +236,7 @@ class Decoder(nn.Module):
         self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
         self.streams = None if spec.streams is None else build_module(spec.streams)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
+        self.joined = None if spec.joined is None else build_module(spec.joined)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = HeadModule(spec.head)
 
@@ -300,7 +301,7 @@ class Decoder(nn.Module):
             x = block(x, context, None if cache is None else cache.layers[layer])
         if cache is not None:
             cache.length += steps
-        x = x if self.streams is None else self.streams.join(x)
+        x = x if self.joined is None else self.joined.join(x)
         x = x if self.final_norm is None else self.final_norm(x)
         logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
         return logits

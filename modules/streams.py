@@ -23,24 +23,20 @@ class Scaling(nn.Module):
 
 
 @computes(Streams)
-class StreamsModule(nn.Module):
-    """One stream (B, T, hidden) -> all, (streams, B, T, hidden), and back."""
+class StreamsModule(nn.ModuleList):
+    """One stream (B, T, hidden) -> all, (streams, B, T, hidden), or back."""
 
     def __init__(self, spec: Streams) -> None:
-        super().__init__()
-        size = spec.hidden_size
-        self.into, self.out_of = (
-            nn.ModuleList(Linear(size, size, False) for _ in range(spec.count - 1)) for _ in range(2)
-        )
+        super().__init__(Linear(spec.hidden_size, spec.hidden_size, False) for _ in range(spec.count - 1))
 
     def split(self, x: Tensor) -> Tensor:
         """What the first layer reads."""
-        return torch.stack(_as_long(x, [each(x) for each in self.into]))
+        return torch.stack(_as_long(x, [each(x) for each in self]))
 
     def join(self, streams: Tensor) -> Tensor:
         """What the norm of the last output reads."""
         first, *others = streams
-        made = [each(stream) for each, stream in zip(self.out_of, others, strict=True)]
+        made = [each(stream) for each, stream in zip(self, others, strict=True)]
         return torch.stack(_as_long(first, made)).mean(dim=0)
 
 

@@ -205,7 +205,7 @@ def _line(wire: Wire) -> list[dict[str, Any]]:
     stream = all(x == METRICS.stream for x, _ in wire.points)
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
     line = {"type": "path", "path": path, "line": LINES["residual" if stream else wire.kind], "layer": "below"}
-    if wire.kind == "weights" or stream:
+    if wire.kind in ("weights", "again") or stream:
         return [line]
     (x0, _), (x, y) = wire.points[-2:]
     way = 6 if x0 > x else -6
@@ -218,6 +218,7 @@ LINES: dict[str, dict[str, Any]] = {
     "data": {"color": "var(--quiet)", "width": 1.5},
     "choice": {"color": "var(--quiet)", "width": 1.5, "dash": "dot"},
     "weights": {"color": "var(--quiet)", "width": 1, "dash": "dash"},
+    "again": {"color": "var(--quiet)", "width": 1, "dash": "dash"},
 }
 
 

@@ -149,7 +149,7 @@ class _Canvas:
 
     def _wire(self, wire: Wire) -> None:
         points = wire.points
-        if wire.kind == "weights":
+        if wire.kind in ("weights", "again"):
             return
         (x, top), (_, turn) = points[:2]
         self._down(x, top, turn)

@@ -174,12 +174,16 @@ class _Lanes:
         self.stage: dict[str, str] = {}
         for node in reversed(nodes):
             for source in node.inputs:
-                if source not in trunk:
-                    self.stage[source] = node.id if node.id in trunk else self.stage[node.id]
+                if source not in trunk:  # the first where there are several
+                    joins = [node.id if node.id in trunk else self.stage[node.id], self.stage.get(source, trunk[0])]
+                    self.stage[source] = max(joins, key=trunk.index)
         for node in nodes:  # branches that begin in one box stand side by side, though they join the trunk in turn
             if node.id in self.stage:
                 joins = [self.stage[name] for name in (node.id, *node.inputs) if name in self.stage]
                 self.stage[node.id] = min(joins, key=self.trunk.index)
+        for node in reversed(nodes):  # and so does what joins them
+            for source in (name for name in node.inputs if name in self.stage and node.id in self.stage):
+                self.stage[source] = min(self.stage[source], self.stage[node.id], key=self.trunk.index)
         self.rank: dict[str, int] = {}
         for node in nodes:
             on = self.trunk.index(self.stage.get(node.id, node.id))
@@ -363,7 +367,7 @@ class _Arrangement:
                 continue
             start, end = (source.port, source.bottom), (box.port, box.top)
             points: tuple[_Point, ...] = (start, end)
-            if edge.kind == "weights":
+            if edge.kind in ("weights", "again"):
                 points = ((source.left, source.middle), (0, source.middle), (0, box.middle), (box.left, box.middle))
             elif edge.kind == "choice":
                 frame = next(frame for frame in frames if box.node.id in frame.nodes)

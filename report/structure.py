@@ -18,13 +18,15 @@ from ..components.ranges import range_label
 from ..components.words import NOT_THERE
 from ..display import Record
 
-_EdgeKind = Literal["data", "residual", "choice", "weights"]
+_EdgeKind = Literal["data", "residual", "choice", "weights", "again"]
 SYMBOLS = "B sequences, T tokens, S tokens in sight with those in the cache"
 
 
 @dataclass(frozen=True)
 class Edge(Record):
-    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head."""
+    """residual: past a branch, to the sum behind it; choice: which experts; weights: used again, by a tied head; again:
+    a result used again, behind what it led to.
+    """
 
     JSON = "from=source to=target kind"
 
@@ -69,6 +71,7 @@ class Node(Record):
 
     def edges(self) -> Iterator[Edge]:
         kinds: dict[str | None, _EdgeKind] = {self.choice: "choice", self.residual: "residual"}
+        kinds |= {self.inputs[0]: "again"} if self.op == "altup" and self.residual is not None else {}
         for source in self.inputs:
             yield Edge(source, self.id, kinds.get(source, "data"))
         if self.tied is not None:
@@ -173,6 +176,8 @@ def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
         if each.id not in gathered:
             op, inputs = type(each).__name__.lower(), tuple(gathered.get(name, name) for name in each.inputs)
             residual = each.residual if isinstance(each, ops.Add) else None
+            if isinstance(each, ops.AltUp) and each.step == "correct":
+                residual = inputs[1]
             choice = each.choice if isinstance(each, ops.Linear) else None
             choice = each.inputs[1] if isinstance(each, ops.Gather) else choice
             words = _caption(each, operations, positions)
@@ -191,12 +196,14 @@ class _Caption(NamedTuple):
 
 def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation], positions: str) -> _Caption:
     """An operation for people; raises ConfigError for one that is not in the vocabulary."""
-    last, matrix = operation.id.rpartition(".")[2], sizes(dict(operation.weights).get("weight", ()))
+    *_, of, last = "", *operation.id.split(".")
+    last = f"{of}.{last}" if last.isdecimal() else last
+    matrix = sizes(dict(operation.weights).get("weight", ()))
     match operation:
         case ops.Tokens():
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
         case ops.Stream():
-            return _Caption("x", "the residual stream")
+            return _Caption("x", "" if operation.id.endswith(".past") else "the residual stream")
         case ops.Given(words=words, again=again):
             return _Caption(words, "made before this layer" if again else "")
         case ops.Embed():
@@ -258,7 +265,7 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Sparse(share=share):
             return _Caption("sparse", f"{share:g} of units 0", f"max(x − mean − Φ⁻¹({share:g}) · deviation, 0)")
         case ops.AltUp(step=step, index=index):
-            return _Caption(*_STEPS[step], "") if step != "pick" else _Caption(f"stream {index}")
+            return _Caption(*_STEPS[step]) if step != "pick" else _Caption(f"stream {index}")
         case ops.Product():
             gate, up = (others[name] for name in operation.inputs)
             if isinstance(gate, ops.Activation) and gate.shape == up.shape:
@@ -301,13 +308,13 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
 
 
 _STEPS = {
-    "split": ("streams", "each as long as the first"),
-    "predict": ("predicted", "streams + streams · numbers"),
-    "correct": ("corrected", "streams + numbers · (x − the active one)"),
-    "spread": ("+", "all streams but the first"),
-    "join": ("mean of streams", "each as long as the first"),
+    "split": ("streams", "alike in length", "x, and each other · |x| / |other|"),
+    "predict": ("predicted", "of all streams", "each stream + Σ number · stream"),
+    "correct": ("corrected", "by the active one", "each stream + (1 + number) · (x − the active one)"),
+    "spread": ("+", "all but the first", "x + what the layer's own input gives"),
+    "join": ("mean of streams", "alike in length", "mean of x and each other · |x| / |other|"),
 }
-"""Of steps with several streams the title and what stands below it."""
+"""Of steps with several streams the title, what stands below it, and the formula."""
 
 
 def _scaled_by(scores: ops.Scores, factor: float | None = None) -> str:

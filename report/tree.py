@@ -144,9 +144,9 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
     """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
     words = describe(graph.spec, (kind.block,))
     groups: set[str] = set()
-    for node in kind.nodes:
-        if not node.weights:
-            continue
+    nodes = [node for node in kind.nodes if node.weights]
+    first = list(dict.fromkeys(node.id.partition(".")[0] for node in nodes))  # whose others may come behind those of it
+    for node in sorted(nodes, key=lambda node: first.index(node.id.partition(".")[0])):
         parts = node.id.split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])

@@ -88,6 +88,7 @@ ASK_FOR_MORE = {
     ("Attention", "kv_from"),
     ("ModelSpec", "layer_inputs"),
     ("ModelSpec", "streams"),
+    ("ModelSpec", "joined"),
     ("Block", "altup"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
@@ -211,4 +212,4 @@ def test_random_weights_start_a_norm_where_its_factor_is_one() -> None:
 
 
 def test_a_sublayers_defaults_are_all_mistakes() -> None:
-    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier"}
+    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier", "low_rank", "onto"}

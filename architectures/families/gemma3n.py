@@ -134,7 +134,8 @@ def read(config: ConfigReader) -> ModelSpec:
         summed=2.0**-0.5,
         scaling="rounded",
     )
-    return replace(spec, blocks=tuple(blocks), layer_inputs=inputs, streams=Streams(hidden_size=hidden, count=streams))
+    both = dict.fromkeys(("streams", "joined"), Streams(hidden_size=hidden, count=streams))
+    return replace(spec, blocks=tuple(blocks), layer_inputs=inputs, **both)
 
 
 def _units(config: ConfigReader, count: int) -> list[int]:
@@ -173,8 +174,8 @@ UPDATES = {
     T + "laurel.post_laurel_norm": B + "attention_low_rank.norm",
 }
 STREAMS = {
-    f"model.altup_{theirs}.{i}": f"streams.{ours}.{i}"
-    for theirs, ours in (("projections", "into"), ("unembed_projections", "out_of"))
+    f"model.altup_{theirs}.{i}": f"{ours}.{i}"
+    for theirs, ours in (("projections", "streams"), ("unembed_projections", "joined"))
     for i in range(MOST_STREAMS - 1)
 }
 HEAD = "lm_head"

@@ -90,16 +90,14 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
     return found
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
-    """Each layer's window, positions, heads, and where its keys and values come from."""
+def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) -> Sequence[Mapping[str, Any]]:
+    """Each layer's window, by default of that width, positions, heads, and where its keys and values come from."""
     types, eps = _types(config, count), FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
-    window, context = config.integer("sliding_window", 512), FIELDS["max_position_embeddings"]
+    window, context = config.integer("sliding_window", width), FIELDS["max_position_embeddings"]
     kv_heads = FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
     shared, own = none_or_more(config, "num_kv_shared_layers", 0), _by_kind(config, types)
     if shared and (shared >= count or {*types[: count - shared]} != {*types}):
         raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
-    if shared and not none_or_more(config, *WIDTH):
-        raise config.fail(WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
     keys_alone, found = config.boolean("attention_k_eq_v", False), {}
     for kind in dict.fromkeys(types):
         width = own.get(kind, {}).get("head_dim", head_dim)
@@ -165,23 +163,23 @@ DECODER = Decoder(
 
 def read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    spec = DECODER.read(config)
-    hidden, count, wide = spec.hidden_size, len(spec.blocks), config.boolean("use_double_wide_mlp", False)
+    spec = scaled(config, DECODER.read(config))
+    hidden, count = spec.hidden_size, len(spec.blocks)
     activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
     width, rows = none_or_more(config, *WIDTH), config.integer("vocab_size_per_layer_input", 262144)
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
+    if spec.shared and not width:
+        raise config.fail(WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward
-        if wide and of_kind(block.attention, Attention).kv_from == "earlier":
-            inner = replace(inner, intermediate_size=2 * inner.intermediate_size)
         if mixture is not None:
             norm: Any = spec.final_norm
             norms = dict.fromkeys(("dense_norm", "dense_output_norm", "mixture_output_norm"), norm)
             block = block.replaced(feed_forward_norm=None)
             inner = DenseBesideExperts(hidden_size=hidden, dense=inner, mixture=mixture, **norms)
-        block = replace(block.replaced(feed_forward=inner), scale=BlockScale())
+        block = block.replaced(feed_forward=inner)
         if width:
             mixer = LayerInput(hidden_size=hidden, width=width, activation=activation)
             block = replace(block, sublayers=(*block.sublayers, SubLayer(mixer=mixer, output_norm=spec.final_norm)))
@@ -199,6 +197,17 @@ def read(config: ConfigReader) -> ModelSpec:
             summed=2.0**-0.5,
         )
     return replace(spec, blocks=tuple(blocks), layer_inputs=inputs)
+
+
+def scaled(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """The tree with what multiplies the stream behind blocks, and wider where keys are those of earlier layers."""
+    wide, blocks = config.boolean("use_double_wide_mlp", False), []
+    for block in spec.blocks:
+        inner: Any = block.feed_forward
+        if wide and of_kind(block.attention, Attention).kv_from == "earlier":
+            inner = replace(inner, intermediate_size=2 * inner.intermediate_size)
+        blocks.append(replace(block.replaced(feed_forward=inner), scale=BlockScale()))
+    return replace(spec, blocks=tuple(blocks))
 
 
 def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
@@ -288,6 +297,24 @@ TOWERS = {
     "vision": ("model.vision_tower.", "model.embed_vision."),
     "audio": ("model.audio_tower.", "model.embed_audio."),
 }
+OF_TOWERS = dict.fromkeys(
+    (
+        "vision_config",
+        "audio_config",
+        "boi_token_id",
+        "eoi_token_id",
+        "image_token_id",
+        "video_token_id",
+        "boa_token_id",
+        "eoa_token_index",
+        "audio_token_id",
+    ),
+    "about images and sound, which the language model does not read",
+)
+CAUSAL: dict[str, tuple[tuple[Any, ...], str] | None] = {
+    "per_layer_config": None,
+    "use_bidirectional_attention": ((None, "vision"), "attention to tokens that come later has no component here"),
+}
 UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 
 GEMMA4 = DECODER.architecture(
@@ -305,24 +332,6 @@ GEMMA4 = DECODER.architecture(
     renamed=(("model.language_model.", "model."),),
     carried={**TOWERS, "unused": UNUSED},
     dropped=LLAMA_DROPPED,
-    irrelevant={
-        **dict.fromkeys(
-            (
-                "vision_config",
-                "audio_config",
-                "boi_token_id",
-                "eoi_token_id",
-                "image_token_id",
-                "video_token_id",
-                "boa_token_id",
-                "eoa_token_index",
-                "audio_token_id",
-            ),
-            "about images and sound, which the language model does not read",
-        )
-    },
-    refused={
-        "per_layer_config": None,
-        "use_bidirectional_attention": ((None, "vision"), "attention to tokens that come later has no component here"),
-    },
+    irrelevant=OF_TOWERS,
+    refused=CAUSAL,
 )

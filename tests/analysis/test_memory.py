@@ -123,7 +123,7 @@ MEASURED = {
         "dots1": 0.004,
         "ernie4_5_moe": 0.005,
         "gpt_oss": 0.003,
-        **dict.fromkeys(("gemma3n_text", "gemma4_text"), 0.01),
+        **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), 0.01),
         "flint": 0.0006,
         "llama4_text": 0.33,
     },

@@ -62,6 +62,7 @@ GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_hidden_layers": 3, "slidi
 GEMMA3N |= {"vocab_size_per_layer_input": 90, "hidden_size_per_layer_input": 12, "laurel_rank": 10}
 GEMMA3N |= {"num_kv_shared_layers": 0, "altup_num_inputs": 3, "final_logit_softcapping": 3.0}
 GEMMA4 = {**GEMMA, "model_type": "gemma4_text", "num_hidden_layers": 3, "sliding_window": 16, "global_head_dim": 24}
+GEMMA4_UNIFIED = {**GEMMA4, "model_type": "gemma4_unified_text"}
 GEMMA4 |= {"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 12}
 GEMMA4_SHORT = {**GEMMA4, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 
@@ -555,6 +556,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gemma4",
         "text_config": GEMMA4_SHORT,
         "vision_config": {"model_type": "gemma4_vision", "hidden_size": 24},
+        "image_token_id": 5,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_unified_text": {**GEMMA4_UNIFIED, "num_hidden_layers": 7},
+    "gemma4_unified_text-shared": {
+        **GEMMA4_UNIFIED,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_unified_text-composite": {
+        "model_type": "gemma4_unified",
+        "text_config": {
+            **GEMMA4_UNIFIED,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+        "vision_config": {"model_type": "gemma4_unified_vision"},
         "image_token_id": 5,
         "tie_word_embeddings": True,
     },

@@ -313,6 +313,13 @@ def gemma4(chosen: random.Random) -> Config:
     return found
 
 
+def gemma4_unified(chosen: random.Random) -> Config:
+    """Gemma 4 without experts and inputs of layers."""
+    found = gemma4(chosen)
+    names = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+    return {name: each for name, each in found.items() if name not in names and "per_layer_input" not in name}
+
+
 def latent(chosen: random.Random) -> Config:
     """What families with latent attention have; the rotary key's width is for a whole "head" of them."""
     heads, rope_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
@@ -806,6 +813,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "gemma3_text": gemma3,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4_unified,
     "youtu": youtu,
     "minicpm3": minicpm3,
     "deepseek_v2": deepseek_v2,

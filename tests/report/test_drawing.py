@@ -105,7 +105,7 @@ def check_wires(placed: Placement, metrics: Metrics) -> None:
         source, target = placed.box(wire.source), placed.box(wire.target)
         for (x0, y0), (x1, y1) in itertools.pairwise(wire.points):
             assert (x0 == x1) != (y0 == y1) or (x0, y0) == (x1, y1), "lines go down or sideways"
-        if wire.kind == "weights":
+        if wire.kind in ("weights", "again"):
             assert wire.points[0][0] == source.left and wire.points[-1][0] == target.left
             continue
         assert wire.points[0] == (source.port, source.bottom)
@@ -121,7 +121,7 @@ def check_wires(placed: Placement, metrics: Metrics) -> None:
             if box.node.id not in (wire.source, wire.target):
                 crossed = any(meet(part, cells(box)) for part in parts_of(wire))
                 assert not crossed, (wire.source, wire.target, box.node.id)
-    lines = [(wire, parts_of(wire)) for wire in placed.wires if wire.kind != "weights"]
+    lines = [(wire, parts_of(wire)) for wire in placed.wires if wire.kind not in ("weights", "again")]
     for (one, here), (other, there) in itertools.combinations(lines, 2):
         if one.source != other.source and one.target != other.target:
             touch = any(meet(a, b) for a in here for b in there)

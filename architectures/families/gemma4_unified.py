@@ -1,0 +1,63 @@
+"""Gemma 4 (Google 2026) without towers, as the 12B is, in which images and sound come in as they are: Gemma 4's text
+model without experts, and without inputs of layers.
+
+Source: transformers models/gemma4_unified/{configuration,modeling}_gemma4_unified.py. Of a checkpoint with embeddings
+of images and sound the language model is read. What `use_bidirectional_attention` "vision" changes is about images
+alone.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...components import BlockScale, ModelSpec
+from ..config import ConfigReader
+from ..decoder import with_defaults
+from ..rope import ROTARY
+from . import gemma4
+from .gemma import GEMMA_IDS
+from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
+from .llama import LLAMA_DROPPED
+
+OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `read` reads."""
+    return {name: value for name, value in gemma4.written(spec).items() if name not in OF_INPUTS}
+
+
+DECODER = replace(
+    gemma4.DECODER,
+    fields=with_defaults(gemma4.DECODER.fields, max_position_embeddings=262144),
+    layers=partial(gemma4.layers, width=1024),
+    written=written,
+)
+
+
+def read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    return gemma4.scaled(config, DECODER.read(config))
+
+
+GEMMA4_UNIFIED = DECODER.architecture(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    LEAVES,
+    released="2026-04",
+    model_types=("gemma4_unified_text", "gemma4_unified"),
+    hf_config="Gemma4UnifiedTextConfig",
+    kinds=DECODER.kinds | {*ROTARY, BlockScale},
+    read=read,
+    token_ids=GEMMA_IDS,
+    part="text_config",
+    renamed=(("model.language_model.", "model."),),
+    carried={
+        "vision": ("model.embed_vision.", "model.vision_embedder."),
+        "audio": ("model.embed_audio.",),
+        "unused": UNUSED,
+    },
+    dropped=LLAMA_DROPPED,
+    irrelevant=OF_TOWERS,
+    refused=CAUSAL,
+)
