@@ -103,7 +103,8 @@ def ablation_page(table: Ablation) -> Page:
     lit = frozenset(n for n, row in enumerate(table.rows) if row.difference is not None and row.difference.tells)
     shown = Table("Variants", plain.columns, plain.rows, lit, bold="those whose interval is on one side of 0")
     comments = tuple(f"{row.name}: {row.comment}" for row in table.rows if row.comment)
-    blocks = (Lines(tuple(told(table))), shown, *([Lines(comments, listed=True)] if comments else []))
+    more = (Lines(comments, listed=True),) if comments else ()
+    blocks = (Lines(tuple(told(table))), shown, *more)
     drawn = [_curves(table), *([_differences(table)] if any(row.difference for row in table.rows) else [])]
     return Page(
         title=table.name,

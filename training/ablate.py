@@ -354,7 +354,7 @@ def student(freedom: int) -> float:
         return _STUDENT[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def read_ablation(folder: str | Path) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def fit_scaling(
     if min(law.alpha, law.beta) <= 0:
         what = "parameters" if law.alpha <= 0 else "tokens"
         raise UsageError(f"the loss does not fall with {what} in these runs", "Run a wider range, or more seeds.")
-    generator, own, again = np.random.default_rng(seed), [_unknowns(law)], []
+    generator, own, again = np.random.default_rng(seed), [_unknowns(law)], list[Law]()
     while len(again) < drawn:
         some = values[generator.integers(0, len(values), len(values))]
         if all(len(set(some[:, column])) > 1 for column in (0, 1)):

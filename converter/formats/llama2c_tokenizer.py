@@ -95,7 +95,7 @@ def _as_header(path: Path, pieces: list[tuple[str, float]]) -> Header:
         "add_eos_token": False,
         "add_space_prefix": True,
     }
-    return Header(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, {}, b"")
+    return Header(str(path), {PREFIX + key: value for key, value in metadata.items()}, {}, b"")
 
 
 def tokenizer_bin(request: Request, sizes: Sizes) -> tuple[bytes | None, list[str]]:
