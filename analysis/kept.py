@@ -7,10 +7,11 @@ not understood is refused by its name: a layer of another kind, a field that giv
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..architectures.config import MAX_LAYERS
+from ..components import Shape
 from ..errors import UnknownFamily
 from .allocators import Kept, Layers, held, in_vllm
 from .costs import CacheSize
@@ -34,8 +35,15 @@ _HARMLESS = re.compile(
 )
 
 
-def layers_of_config(config: Mapping[str, Any]) -> Layers:
-    """What each layer keeps. Raises UnknownFamily: it is not understood, by the name of the field."""
+_PROJECTION = re.compile(r"(?!.*(?:vision|visual|audio)).*layers\.(?P<layer>\d{1,6})\..*\b(?P<of>[kv])_proj\.weight")
+"""The matrices of keys and values, by the name that nearly every type has for them."""
+
+
+def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shape]] = ()) -> Layers:
+    """What each layer keeps. `shapes`: tensors by name, of which those of keys and values must be as wide as the config
+    says: some classes make them otherwise in some layers, and no field tells. Raises UnknownFamily: it is not
+    understood, by the name of the field.
+    """
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     types = text.get("layer_types") or text.get("layers_block_type")
     count = _integer(text, *_NAMES["layers"], default=len(types) if isinstance(types, list) else None)
@@ -57,14 +65,21 @@ def layers_of_config(config: Mapping[str, Any]) -> Layers:
     unknown = next((kind for kind in types if kind not in _KINDS), None)
     if unknown is not None:
         raise _refusal("layer_types", f"has layers of the kind {unknown!r:.40}, and what these keep is not known")
+    if "kv_lora_rank" not in text:
+        for name, shape in shapes:
+            part = _PROJECTION.fullmatch(name)
+            kind = types[int(part["layer"])] if part and int(part["layer"]) < count else ""
+            seen = kind.endswith("attention") and kind != "linear_attention"
+            if part and seen and shape[0] != _widths(text)[part["of"] == "v"]:
+                raise _refusal("num_key_value_heads", f"is not what {name} is made for, which is {list(shape)}")
     found = Counter(_KINDS[kind](text) for kind in types)
     return {kept: number for kept, number in found.items() if kept.left or kept.state}
 
 
-def cache_of_config(config: Mapping[str, Any], context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
+def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
     """The cache after so many tokens, as `costs.cache_bytes` tells it of a tree, states in the cache's dtype too."""
     check_number("tokens", context)
-    layers, size = layers_of_config(config), itemsize(dtype)
+    size = itemsize(dtype)
     needed = size * batch * held(layers, context)
     rolling = sum(
         number * each.left for each, number in layers.items() if each.window is not None and context >= each.window
@@ -93,14 +108,19 @@ def _integer(config: Mapping[str, Any], *names: str, default: int | None = None)
     return value
 
 
-def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bool = False) -> Kept:
-    if config.get("kv_lora_rank") is not None and config.get("qk_rope_head_dim") is not None:
-        return Kept(_integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim"), window, chunked)
+def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Numbers of a token's keys and of its values, of all heads."""
     heads = _integer(config, *_NAMES["heads"])
     usual = _integer(config, *_NAMES["hidden"]) // heads if type(config.get("head_dim")) is not int else 0
     head_dim = _integer(config, "head_dim", "kv_channels", default=usual)
     groups = _integer(config, *_NAMES["kv_heads"], default=heads)
-    return Kept(groups * (head_dim + _integer(config, "v_head_dim", default=head_dim)), window, chunked)
+    return groups * head_dim, groups * _integer(config, "v_head_dim", default=head_dim)
+
+
+def _attention(config: Mapping[str, Any], window: int | None = None, chunked: bool = False) -> Kept:
+    if config.get("kv_lora_rank") is not None and config.get("qk_rope_head_dim") is not None:
+        return Kept(_integer(config, "kv_lora_rank") + _integer(config, "qk_rope_head_dim"), window, chunked)
+    return Kept(sum(_widths(config)), window, chunked)
 
 
 def _linear(config: Mapping[str, Any]) -> Kept:

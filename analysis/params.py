@@ -224,8 +224,10 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
 
 def _with_cache(model: ModelCount, asked: Asked) -> ModelCount:
     """A model of an unknown family with its key-value cache, where that is asked for. Raises UnknownFamily."""
-    from .kept import cache_of_config
+    from .kept import cache_of_layers, layers_of_config
 
-    assert model.named is not None
-    sizes = tuple(cache_of_config(model.named.config, each, asked.cached, asked.batch) for each in asked.kv)
+    if model.named is None or not asked.kv:
+        return model
+    layers = layers_of_config(model.named.config, ((each.name, each.shape) for each in model.named.parameters))
+    sizes = tuple(cache_of_layers(layers, each, asked.cached, asked.batch) for each in asked.kv)
     return replace(model, named=replace(model.named, cache=sizes))

@@ -14,7 +14,7 @@ from typing import Any
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
-from .dtypes import FLOATS, HF_NAMES, INTEGERS, VALUES, widest
+from .dtypes import F8, FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
@@ -250,7 +250,7 @@ def _match(
         dtype, shape = info[own]
         if shape != declared[name].shape:
             shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
-        if dtype not in (VALUES if stored else FLOATS + INTEGERS if integers else FLOATS):
+        if dtype not in (*FLOATS, *(INTEGERS if integers else ()), *(F8 if "scales" in carried else ())):
             typed.append(f"{own} is {dtype}")
     for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
         problems += [f"{len(names)} {what}: {_some(names)}"] if names else []

@@ -20,7 +20,10 @@ HF_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "floa
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 """Types that are no weights as they stand, but whose every value fp64 holds: cast where somebody asks for it."""
 
-VALUES = (*FLOATS, *INTEGERS, "F8_E4M3", "F8_E5M2")  # types whose every value `to_float64` tells
+F8 = ("F8_E4M3", "F8_E5M2")
+"""Types that weights have whose scales lie beside them."""
+
+VALUES = (*FLOATS, *INTEGERS, *F8)  # types whose every value `to_float64` tells
 
 Array = NDArray[Any]
 

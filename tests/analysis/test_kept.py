@@ -1,6 +1,7 @@
 """What layers keep, told from a config.json alone: the bytes of transformers' caches, or refused by a field's name."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,13 @@ def test_what_layers_keep_is_what_transformers_caches(kind: str) -> None:
     if {*(getattr(model.config, "layer_types", None) or ["none"])} == {"linear_attention"}:
         model.config.layer_types = ["linear_attention", FULL]  # transformers counts tokens by layers that see them
         model = type(model)(model.config)
-    config = model.config.to_dict()
+    config, shapes = model.config.to_dict(), [(name, tuple(each.shape)) for name, each in model.named_parameters()]
     if kind not in TOLD:
         try:
-            layers_of_config(config)
+            layers_of_config(config, shapes)
         except UnknownFamily:
             return
-    layers = layers_of_config(config)
+    layers = layers_of_config(config, shapes)
     ids = torch.arange(5, 25)[None]
     try:
         with torch.no_grad():
@@ -142,6 +143,14 @@ CONFIG: dict[str, Any] = {"model_type": "nobody", "num_hidden_layers": 4, "hidde
 def test_fields_mean_what_they_do_in_transformers(fields: dict[str, Any], layers: dict[Kept, int]) -> None:
     assert layers_of_config({**CONFIG, **fields}) == layers
     assert layers_of_config({"text_config": {**CONFIG, **fields}}) == layers
+
+
+def test_tensors_that_are_wider_than_the_config_says_are_told() -> None:
+    """As in MiMo V2, whose class gives layers with a window twice the heads."""
+    name = "model.layers.3.self_attn.k_proj.weight"
+    assert layers_of_config(CONFIG, [(name, (64, 64)), ("vision." + name, (3, 3))]) == {Kept(128): 4}
+    with pytest.raises(UnknownFamily, match=re.escape(name)):
+        layers_of_config(CONFIG, [(name, (128, 64))])
 
 
 def test_the_interval_of_full_attention_says_the_kinds_of_layers() -> None:

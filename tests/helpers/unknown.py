@@ -23,7 +23,7 @@ def small(value: Any, key: str = "", layers: int = 0) -> Any:
     """A config's value, sizes cut down; lists with an entry a layer are cut to the layers."""
     if isinstance(value, dict):
         count = next((value[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if value.get(name)), 0)
-        return {name: small(each, name, count) for name, each in value.items()}
+        return {name: small(each, str(name), count) for name, each in value.items()}
     if isinstance(value, list):
         return [small(each, key) for each in (value[:LAYERS] if len(value) == layers else value)]
     if type(value) is not int:
@@ -67,7 +67,7 @@ def composite(kind: str, **fields: Any) -> Any:
     """A model of images and text with random weights."""
     found = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     data = small(CONFIG_MAPPING[kind]().to_dict())
-    for place, value in {**COMPOSITES[kind], **fields}.items():
+    for place, value in {**COMPOSITES.get(kind, {}), **fields}.items():
         part, _, name = place.rpartition(".")
         (data[part] if part else data)[name] = value
     return filled(getattr(transformers, found), transformers.AutoConfig.for_model(**data))

@@ -411,7 +411,7 @@ def test_by_name(tmp_path, folder) -> None:
     assert unknown.returncode == 4
     assert "tidal" in unknown.stderr
     counted = subprocess.run([*unknown.args[:3], "params", str(folder)], env=env, capture_output=True, text=True)
-    assert (counted.returncode, "by names" in counted.stdout) == (0, True)
+    assert (counted.returncode, "by names" in counted.stdout) == (0, True), counted.stderr
 
 
 def test_one_that_fails_is_told_and_ignored(tmp_path) -> None:
