@@ -159,7 +159,7 @@ BAD = {
 }
 
 
-MAY_BE_ZERO = ("qk_nope_head_dim", "first_k_dense_replace", "hidden_size_per_layer_input")
+MAY_BE_ZERO = ("qk_nope_head_dim", "first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())

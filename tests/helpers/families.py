@@ -491,7 +491,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gemma3n_text": {**GEMMA3N, "num_hidden_layers": 7, "num_kv_shared_layers": 2},
-    "gemma3n_text-sparse": {
+    "gemma3n_text-shared": {
         **GEMMA3N,
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 3,
