@@ -24,7 +24,7 @@ from ..components import operations as ops
 
 Kernel = Literal["sdpa", "eager"]
 
-FLOAT, LONG = 4, 8
+FLOAT, _LONG = 4, 8
 """Bytes of fp32, in which norms, softmax and the loss are computed at least, and of a token's or row's number."""
 
 
@@ -93,7 +93,7 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     for block, number in Counter(spec.blocks).items():
         found.update({name: value * number for name, value in layers[block].found.items()})
     found["attention"] += tables(run, (each for program in programs.values() for each in program))
-    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
+    return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found[name]}
 
 
 def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
@@ -106,7 +106,7 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
 
 
-COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
+_COMPONENTS = ("embedding", "norms", "attention", "scores", "feed-forward", "router", "loss")
 
 
 def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
@@ -116,8 +116,8 @@ def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
     found = before.found + Keeping(spec.after_blocks(), run).found
     if stream and before.keeps(program[-1]):
         found[before.views[program[-1].id].storage.row] -= run.rows * spec.stream_size * run.size
-    found["loss"] = run.rows * (spec.vocab_size * FLOAT + LONG)
-    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found[name]}
+    found["loss"] = run.rows * (spec.vocab_size * FLOAT + _LONG)
+    return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found[name]}
 
 
 def tables(run: Pass, operations: Iterable[ops.AnyOperation]) -> int:
@@ -317,7 +317,7 @@ class Keeping:
             case ops.Embed() | ops.Positions():  # which rows were read
                 ids = [self.views[name].id for name in operation.inputs]
                 if ids not in self.looked_up:
-                    found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * LONG
+                    found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * _LONG
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
@@ -383,17 +383,17 @@ class Keeping:
                     found[operation.row] += run.rows * operation.experts * size
                 if operation.jitter is not None:  # scores for each of the chosen, and what is left out of them
                     found[operation.row] += run.rows * operation.experts * ((top_k - 1) * size + top_k)
-                found[operation.row] += run.rows * each * size + numbers * LONG
+                found[operation.row] += run.rows * each * size + numbers * _LONG
                 if operation.normalise and not (operation.of_chosen and operation.scores == "softmax"):
                     found[operation.row] += (run.rows if operation.of_chosen else numbers + run.rows) * size
                 if "weight" in dict(operation.weights):  # what is multiplied by each expert's factor, and that
                     found[operation.row] += numbers * (size + run.size)
                 if operation.groups > 1:  # the best of each, the best of these, and what is left out
-                    places = (operation.group_best * operation.groups + operation.top_groups) * LONG + operation.groups
+                    places = (operation.group_best * operation.groups + operation.top_groups) * _LONG + operation.groups
                     found[operation.row] += run.rows * places
             case ops.Gather():
                 chosen = self._given(operation, 1)
-                found[chosen.storage.row] += chosen.size // run.size * LONG  # the order by expert
+                found[chosen.storage.row] += chosen.size // run.size * _LONG  # the order by expert
                 if operation.weighs:  # weights in that order, what they multiply, and how it comes about
                     found[operation.row] += size
             case ops.Combine():
@@ -402,10 +402,10 @@ class Keeping:
                 if operation.weighs:
                     self._keep(outputs)
                 # That order, the way back, and the weights; or one after the other, weighted.
-                found[chosen.storage.row] += chosen.size // run.size * (2 * LONG + weight)
+                found[chosen.storage.row] += chosen.size // run.size * (2 * _LONG + weight)
                 if operation.one_by_one:
                     found[outputs.storage.row] += outputs.size
-                    found[chosen.storage.row] -= chosen.size // run.size * LONG
+                    found[chosen.storage.row] -= chosen.size // run.size * _LONG
             case _:
                 raise ops.unknown(operation, "the memory of training")
         return result
@@ -481,6 +481,6 @@ class Keeping:
         found["scores"] += (pairs + sinks) * softmax + (0 if softmax == weights else pairs * weights)
         found["scores"] += pairs * scored if mixing.cap is not None else 0
         found["scores"] += (
-            sinks * LONG if mixing.softmax.sunk == "in softmax" else 0
+            sinks * _LONG if mixing.softmax.sunk == "in softmax" else 0
         )  # where the largest is, which is taken away beside sinks
         return _View(operation.id, _Storage(size, row), size)

@@ -19,11 +19,11 @@ from ..components import ModelSpec
 from .costs import CacheSize, work_of
 from .sizes import itemsize
 
-BLOCK = 16
+_BLOCK = 16
 """Tokens of a block in vLLM, where no backend asks for others (config/cache.py)."""
-PADDED = 256
+_PADDED = 256
 """Tokens that contexts are padded to in llama.cpp."""
-BATCH = 512
+_BATCH = 512
 """Tokens that llama.cpp computes at once (n_ubatch)."""
 _FP16 = 2
 _MUCH = 1.5
@@ -66,16 +66,16 @@ def in_vllm(layers: Layers, context: int, bytes_each: int, batch: int = 1) -> in
     """
     if any(each.state for each in layers):
         return None
-    page = {each: BLOCK * each.left * bytes_each for each in layers}
+    page = {each: _BLOCK * each.left * bytes_each for each in layers}
     if len({(each.window, each.chunked) for each in layers}) <= 1:
-        return batch * sum(number * page[each] * _blocks(each, context, BLOCK) for each, number in layers.items())
+        return batch * sum(number * page[each] * _blocks(each, context, _BLOCK) for each, number in layers.items())
     largest = max(page.values())
     if any(largest % nbytes for nbytes in page.values()):
         return None
     fewest, most = min(layers.values()), max(layers.values())
     size = most if most < fewest * _MUCH else fewest
     held = sum(
-        -(-number // size) * _blocks(each, context, BLOCK * largest // page[each]) for each, number in layers.items()
+        -(-number // size) * _blocks(each, context, _BLOCK * largest // page[each]) for each, number in layers.items()
     )
     return batch * size * largest * held
 
@@ -93,12 +93,12 @@ def in_llama_cpp(layers: Layers, context: int, batch: int = 1) -> int | None:
     if any(each.state for each in layers):
         return None
     cells = _padded(context)
-    near = {each: _padded(min(cells, each.window + BATCH)) if each.window else cells for each in layers}
+    near = {each: _padded(min(cells, each.window + _BATCH)) if each.window else cells for each in layers}
     return batch * _FP16 * sum(number * each.left * near[each] for each, number in layers.items())
 
 
 def _padded(tokens: int) -> int:
-    return -(-tokens // PADDED) * PADDED
+    return -(-tokens // _PADDED) * _PADDED
 
 
 def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:

@@ -31,7 +31,10 @@ class Aspect:
     detail: bool = False
 
 
-MOST_RUNS, MOST_KINDS = 3, 4  # so many runs of layers, and so many kinds of them, are told in words; data has them all
+_MOST_RUNS, _MOST_KINDS = (
+    3,
+    4,
+)  # so many runs of layers, and so many kinds of them, are told in words; data has them all
 
 ORDER = (
     *("position", "rope pairs", "norm", "norm eps", "embedding norm", "final norm", "activation", "feed-forward"),
@@ -117,8 +120,8 @@ def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:
     found = list(kinds.values())
     if len(found) == 1:
         return found[0][0].short, found[0][0].data
-    told = [f"{words.short} in {_which(layers)}" for words, layers in found[:MOST_KINDS]]
-    more = len(found) - MOST_KINDS
+    told = [f"{words.short} in {_which(layers)}" for words, layers in found[:_MOST_KINDS]]
+    more = len(found) - _MOST_KINDS
     if more > 0:
         told.append(f"{more} more kinds" if more > 1 else "1 more kind")
     data = [{"layers": [list(run) for run in number_runs(layers)], "value": words.data} for words, layers in found]
@@ -140,7 +143,7 @@ def _in_words(said: Sequence[str]) -> str:
 
 def _which(layers: Sequence[int]) -> str:
     """Which layers, in few words: 0–13; 0–3, 8; every 6th from 5; 20 layers."""
-    if len(number_runs(layers)) <= MOST_RUNS:
+    if len(number_runs(layers)) <= _MOST_RUNS:
         return number_ranges(layers)
     first, *other_steps = {after - before for before, after in pairwise(layers)}
     ending = {2: "nd", 3: "rd"}.get(first, "th")

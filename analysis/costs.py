@@ -138,7 +138,7 @@ def _in_sight(context: int, window: int | None, chunked: bool = False) -> int:
 
 def _in_order(found: Mapping[str, int]) -> dict[str, int]:
     """What is there, by component in the order of `COMPONENTS`."""
-    return {name: found[name] for name in dict.fromkeys((*COMPONENTS, *found)) if found.get(name)}
+    return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found.get(name)}
 
 
 # --- a token behind others -------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Costs(Record):
         }
 
 
-COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
+_COMPONENTS = ("attention", "scores", "feed-forward", "router", "head")
 """The order of rows; a component of another label is behind them."""
 
 

@@ -21,13 +21,13 @@ from .parameters import count
 Positions = Literal["learned", "rope", "yarn", "alibi"]
 _AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
-EPS = 1e-5
+_EPS = 1e-5
 TRAINED = 8_192  # tokens that a model of long context is trained at, before its rotary positions are stretched
 _LOW_BASE, _HIGH_BASE, LOW_UP_TO = 10_000.0, 500_000.0, 4_096
 """Rotary base up to so many tokens, as LLaMA-2 has it, and beyond at least, as Llama 3 has it."""
 _BOUND = (0.0424, 1.628)
 """The least base for T tokens is about a·T^b (Men et al. 2405.14591, the fit of their figure 1)."""
-KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
+_KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
 TOLERANCE, _WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
 _CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
 _WIDEST_SMALL = 2_048
@@ -71,7 +71,7 @@ class Shape:
     @property
     def kv_heads(self) -> int:
         """Of grouped attention: eight, or the most that share the queries out in groups of three or more."""
-        return next(n for n in range(KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
+        return next(n for n in range(_KV_HEADS, 0, -1) if self.heads % n == 0 and (n == 1 or self.heads // n >= 3))
 
     @property
     def gated_width(self) -> int:
@@ -88,7 +88,7 @@ def build(design: Design, shape: Shape, vocab: int, context: int) -> ModelSpec:
     Raises:
         ConfigError: sizes that no tree has.
     """
-    norm = (parts.LayerNorm if design.norm == "layernorm" else parts.RMSNorm)(size=shape.hidden, eps=EPS)
+    norm = (parts.LayerNorm if design.norm == "layernorm" else parts.RMSNorm)(size=shape.hidden, eps=_EPS)
     parallel = design.block == "parallel"
     attention = parts.SubLayer(mixer=_attention(design, shape, context), norm=norm)
     feed_forward = parts.SubLayer(mixer=_feed_forward(design, shape), norm=None if parallel else norm)
@@ -133,7 +133,7 @@ def _attention(design: Design, shape: Shape, context: int) -> parts.Attention | 
             scale=(size + rotated) ** -0.5,
             rope_heads=1 if rotated else 0,
             position=_position(design, size // 2, context),
-            kv_norm=parts.RMSNorm(size=4 * size, eps=EPS),
+            kv_norm=parts.RMSNorm(size=4 * size, eps=_EPS),
         )
     kv_heads = {"mha": shape.heads, "gqa": shape.kv_heads, "mqa": 1}[design.attention]
     position = _position(design, size, context)

@@ -37,8 +37,8 @@ _MEANINGS = {
     "n": "another width",
 }
 _MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
-MOST = 8
-MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
+_MOST = 8
+_MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 
 _Letter = tuple[str, int]  # what a size is, by its letter, and the size itself
 _Sum = Counter[tuple[_Letter, ...]]  # products of letters, and how often each is there
@@ -161,7 +161,7 @@ def _shapes(
         factor = 1
         for index, (base, size) in enumerate(product):
             times, rest = divmod(size, spec.hidden_size)
-            if base in _MULTIPLES and not rest and times <= MOST:
+            if base in _MULTIPLES and not rest and times <= _MOST:
                 factor *= times
                 product[index] = ("d", spec.hidden_size)
         found[tuple(sorted(product, key=lambda letter: [*_MEANINGS].index(letter[0])))] += factor
@@ -203,5 +203,5 @@ def _which(kind: int, of_kind: list[int]) -> str:
     if set(of_kind) == {kind}:
         return _MEANINGS["L"]
     ranges = [range_label(first, last) for first, last, each in layer_ranges(of_kind) if each == kind]
-    more = f" and {len(ranges) - MOST_RANGES} more ranges" if len(ranges) > MOST_RANGES else ""
-    return f"layers {', '.join(ranges[:MOST_RANGES])}{more}"
+    more = f" and {len(ranges) - _MOST_RANGES} more ranges" if len(ranges) > _MOST_RANGES else ""
+    return f"layers {', '.join(ranges[:_MOST_RANGES])}{more}"

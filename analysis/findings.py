@@ -10,8 +10,8 @@ from .costs import Costs, costs
 from .design import Baseline, Design, build
 from .papers import PAPERS
 
-NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
-MORE = 0.05  # the same, of models that are not of one size to the last parameter
+_NOTHING = 0.02  # a share of the whole up to which a difference is none to choose by
+_MORE = 0.05  # the same, of models that are not of one size to the last parameter
 _SEQUENCES = 16  # written at once, where it is told what a step reads
 _ITEMSIZE = 2  # bf16
 
@@ -97,7 +97,7 @@ def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding
     share = with_gate.parameters / usual.parameters - 1
     flops = with_gate.total_flops / usual.total_flops - 1
     changes = f"changes parameters by {_signed(share)} and FLOPs by {_signed(flops)}"
-    same, plain = abs(share) <= NOTHING and abs(flops) <= NOTHING, design.feed_forward == "gelu"
+    same, plain = abs(share) <= _NOTHING and abs(flops) <= _NOTHING, design.feed_forward == "gelu"
     against = plain and same and goal in ("speed", "balance")
     if not plain:
         name = "SwiGLU" if design.feed_forward == "swiglu" else "GEGLU"
@@ -143,7 +143,7 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
     why = "so many more weights are multiplied, not looked up"
-    why = "a token meets each weight once" if abs(weights) <= MORE else why
+    why = "a token meets each weight once" if abs(weights) <= _MORE else why
     words = (
         f"Products with weights take {_signed(weights)} FLOPs per token against GPT-2's way: {why}."
         f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."

@@ -25,7 +25,7 @@ GGUF = ("q8_0", "q4_k_m", "q4_0")
 FORMATS = ("q8_0", _NF4, "q4_k_m", "q4_0")
 """Formats whose scales are counted, the widest first; of GGUF those that `gguf_types` knows."""
 
-BLOCK, _OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
+_BLOCK, _OUTER = 64, 256  # nf4's: weights of a scale, and scales of a scale of scales
 
 
 def weighed(spec: ModelSpec, dtype: str, family: str = "") -> ParameterCount:
@@ -82,7 +82,7 @@ def _nf4_bytes(parameter: Parameter) -> int:
     linear = len(parameter.shape) == 2 and parameter.component in ("attention", "feed-forward")
     if not linear or ".experts." in parameter.name:
         return parameter.count * itemsize("bfloat16")
-    scales = math.ceil(parameter.count / BLOCK)
+    scales = math.ceil(parameter.count / _BLOCK)
     return math.ceil(parameter.count / 2) + scales + 4 * math.ceil(scales / _OUTER)
 
 

@@ -18,7 +18,7 @@ from .costs import cache_bytes, costs, usual_context, windows
 from .prefill import Logits, peak
 from .sizes import MOST, check_sizes, full_dtype, itemsize
 
-WINDOWED = (
+_WINDOWED = (
     "a window is a mask of context x context numbers",
     "keys and values beyond a window stay until the next step",
 )
@@ -129,7 +129,7 @@ def memory(
     assumed = (
         f"activations in {computed}, {_attention(spec, 'sdpa')}",
         f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
-        *(WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
+        *(_WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
     beside = beside_weights(spec, computed, length, batch, cache_dtype, logits)
     return Memory(length, batch, name, weights, *beside, assumed)
@@ -191,7 +191,7 @@ def training_memory(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
-            *(WINDOWED[:1] if min(windows(spec), default=MOST + 1) <= length else ()),
+            *(_WINDOWED[:1] if min(windows(spec), default=MOST + 1) <= length else ()),
         ),
     )
 

@@ -20,8 +20,8 @@ from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Baseline, Design, S
 from .findings import Finding, findings
 from .papers import PAPERS, Paper
 
-LEAST, MOST = 10**7, 10**12  # parameters
-CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
+_LEAST, _MOST = 10**7, 10**12  # parameters
+_CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
 VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
 WINDOW = 4_096  # of Mistral (2310.06825)
 _MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24
@@ -78,7 +78,7 @@ GOALS: Mapping[str, Goal] = {
     ),
 }
 
-ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
+_ORDER = ("placement", "positions", "norm", "feed_forward", "attention", "block", "bias", "tied", "window")
 """Choices in the order of their effect; the first four are in the order of what is usually advised."""
 
 _ASPECTS = {"placement": "norm", "positions": "position", "feed_forward": "feed-forward", "tied": "head"}
@@ -214,7 +214,7 @@ def recommend(
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
     budget = parse_budget(params)
-    length = context if context is not None else _LONG_CONTEXT if goal == "context" else CONTEXT
+    length = context if context is not None else _LONG_CONTEXT if goal == "context" else _CONTEXT
     for what, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
         if not 1 <= value <= most:
             raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
@@ -233,7 +233,7 @@ def recommend(
         family, spec = expressed(build(design, shape, vocab, length))
     # Its table of positions comes on top.
     base = Baseline(fit(replace(BASELINE, positions="rope"), budget, vocab, length), vocab, length)
-    kinds = {kind: "pre" if kind == "placement" else getattr(design, kind) for kind in ORDER}
+    kinds = {kind: "pre" if kind == "placement" else getattr(design, kind) for kind in _ORDER}
     choices = tuple(_choice({k: value}, base, spec) for k, value in kinds.items() if (k, value) != ("window", None))
     considered = []  # what the design has not got; in a small model grouped heads may be one
     for changes in GOALS[goal].considered:
@@ -272,7 +272,7 @@ def parse_budget(text: int | str) -> int:
     scale = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[unit.lower()] + int(power or 0)
     digits = re.sub("[,_]", "", whole)
     number: int = int(digits + (part or ".")[1:]) * 10**scale // 10 ** len((part or ".")[1:])
-    if not LEAST <= number <= MOST:
+    if not _LEAST <= number <= _MOST:
         raise UsageError(f"{text} parameters are not from 10M to 1T", hint)
     return number
 

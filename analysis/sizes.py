@@ -6,7 +6,7 @@ from ..errors import UsageError
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 """Bytes a number by torch's names, which config.json uses."""
 
-SHORT = {
+_SHORT = {
     "f64": "float64",
     "fp64": "float64",
     "f32": "float32",
@@ -31,7 +31,7 @@ def full_dtype(dtype: str) -> str:
         UsageError: it is none of `DTYPES`.
     """
     name = dtype.lower().removeprefix("torch.")
-    name = SHORT.get(name, name)
+    name = _SHORT.get(name, name)
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r:.40}", f"known: {', '.join(DTYPES)}")
     return name

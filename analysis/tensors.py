@@ -10,7 +10,7 @@ import msgspec
 from ..components import Block, ModelSpec, Parameter, Shape
 from ..components.ranges import number_runs, range_label
 
-MOST_RANGES = 4
+_MOST_RANGES = 4
 """Ranges of layers that a folded name lists; more of them are told by the first, the last and how many there are."""
 
 
@@ -75,6 +75,6 @@ def braces(indices: Iterable[int]) -> str:
     """Numbers in order, as a folded name has them: 3, {0–31}, {0–3,8}, {0,2,…,38}."""
     listed = list(indices)
     ranges = [range_label(*run) for run in number_runs(listed)]
-    if len(ranges) > MOST_RANGES:
+    if len(ranges) > _MOST_RANGES:
         ranges = [*ranges[:2], "…", ranges[-1]]
     return ranges[0] if len(listed) == 1 else f"{{{','.join(ranges)}}}"

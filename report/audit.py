@@ -15,7 +15,7 @@ from .sheets import Layout, drawing, human_bytes
 if TYPE_CHECKING:
     from ..parity.audit import Audit
 
-MOST = 6  # lines of tensors that a finding has, unless all are asked for
+_MOST = 6  # lines of tensors that a finding has, unless all are asked for
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -33,10 +33,10 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
         yield Text(f"{each.severity} {each.rule}", style=_STYLES[each.severity])
         yield from layout.wrapped(each.message, 2)
         lines = folded(each.tensors)
-        for line in lines if everything else lines[:MOST]:
+        for line in lines if everything else lines[:_MOST]:
             yield from layout.wrapped(line, 4, "dim")
-        if len(lines) > MOST and not everything:
-            yield from layout.wrapped(f"{len(lines) - MOST} more lines: --all", 4, "dim")
+        if len(lines) > _MOST and not everything:
+            yield from layout.wrapped(f"{len(lines) - _MOST} more lines: --all", 4, "dim")
         if each.remedy:
             yield from layout.wrapped(f"→ {each.remedy}", 2)
 

@@ -11,10 +11,10 @@ from .pages import COLOURS, PALETTE, Figure, Key, Table, figure, plain, safe
 from .sheets import held, share, short
 
 DASHES = ("solid", "dash", "dot")  # lines differ in more than colour
-APART = 3  # models that differ in size by more than this are drawn by their shares too
-NAME = 22  # characters of a model's name on a line beside its bar
-FROM = 128  # tokens at which the cache's lines begin
-UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
+_APART = 3  # models that differ in size by more than this are drawn by their shares too
+_NAME = 22  # characters of a model's name on a line beside its bar
+_FROM = 128  # tokens at which the cache's lines begin
+_UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
 Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
 
 
@@ -25,7 +25,7 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
     with_totals = list(zip(models, totals, strict=True))
     left = iter([n for n in range(PALETTE) if n not in {COLOURS.get(part) for part in parts}])
     colours = {part: COLOURS[part] if part in COLOURS else next(left, 7) for part in parts}
-    units = UNITS.get(what, "kMGT")
+    units = _UNITS.get(what, "kMGT")
     traces: list[dict[str, Any]] = []
     rows = list(range(len(models)))
     for part in parts:
@@ -77,7 +77,7 @@ def parameter_bars(models: Named) -> list[Figure]:
     """Parameters by component, and where small models would be lost beside large ones, their shares too."""
     totals = [sum(numbers.values()) for _, numbers in models]
     figures = [bars(models, title="Parameters by component", what="parameters")]
-    if max(totals) > APART * min(totals):
+    if max(totals) > _APART * min(totals):
         words = "The same, each bar as long as the others: shares of each model's own parameters."
         figures.append(bars(models, title="Shares by component", what="parameters", summary=words, shares=True))
     return figures
@@ -87,9 +87,9 @@ def _short_name(name: str) -> str:
     """A name beside its bar: the end of a path, its words on two lines, the middle left out of what is longer."""
     last = plain(name).rstrip("/").rpartition("/")[2] or plain(name)
     first, _, rest = last.partition(" ")
-    lines = [last] if len(last) <= NAME or not rest else [first, rest]
-    half = NAME // 2
-    return "<br>".join(safe(line if len(line) <= NAME else f"{line[:half]}…{line[1 - half :]}") for line in lines)
+    lines = [last] if len(last) <= _NAME or not rest else [first, rest]
+    half = _NAME // 2
+    return "<br>".join(safe(line if len(line) <= _NAME else f"{line[:half]}…{line[1 - half :]}") for line in lines)
 
 
 def cache_chart(
@@ -108,7 +108,7 @@ def cache_chart(
         end = end if spec.positions is None else min(end, spec.positions.length)
         # Powers of two up to the end, where the line bends, and what was asked for.
         lengths = [*(1 << power for power in range(end.bit_length())), *windows(spec), *at]
-        first = min(FROM, end, *at)
+        first = min(_FROM, end, *at)
         lengths = sorted({first, end, *(length for length in lengths if first <= length <= end)})
         ends.append(end)
         lines.append([(length, cache_bytes(spec, length, dtype, batch).held) for length in lengths])

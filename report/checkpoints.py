@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..converter.outline import Outline
     from ..converter.transfer import Transferred
 
-SHOWN = 5  # tensors named, of however many
+_SHOWN = 5  # tensors named, of however many
 Facts = Sequence[tuple[str, str]]
 
 
@@ -163,8 +163,8 @@ def _transfer_lines(done: Transferred) -> list[str]:
         lines.append(
             f"rounded {cost.changed:,} values of {tensors}{zeroed}, by {cost.relative:.1e} of their size at most"
         )
-    for name, values in list(done.not_finite.items())[:SHOWN]:
+    for name, values in list(done.not_finite.items())[:_SHOWN]:
         lines.append(f"warning: {name} holds {values:,} values that are NaN or infinite, copied as they are")
-    if len(done.not_finite) > SHOWN:
-        lines.append(f"warning: … and {len(done.not_finite) - SHOWN} more tensors")
+    if len(done.not_finite) > _SHOWN:
+        lines.append(f"warning: … and {len(done.not_finite) - _SHOWN} more tensors")
     return lines

@@ -16,8 +16,8 @@ from .counts_page import MOST_NAMES, layer_diagrams
 from .pages import Lines, Page, Section, Table, counted, noted
 from .sheets import Layout, decimal, drawing, nbytes, plain_table, short
 
-MARK = "*"
-GAP = 2  # blank characters between two columns
+_MARK = "*"
+_GAP = 2  # blank characters between two columns
 _MOST_LINES = 4  # a cell that would need more lines than this makes the table a list
 MOST_DRAWN = 12  # models whose layers a page draws
 
@@ -69,7 +69,7 @@ def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] |
     yield page.note(_conditions(comparison))
     if len(names) > 1:
         differ = any(row.differs for row in rows)
-        marks = f"{MARK} marks what differs." if differ else "The models are alike in these rows."
+        marks = f"{_MARK} marks what differs." if differ else "The models are alike in these rows."
         left = len(comparison.rows) - len(rows)
         yield page.note(f"{marks} --all adds {counted(left, 'row')} in which they are alike." if left else marks)
     yield from map(page.note, comparison.told)
@@ -78,11 +78,11 @@ def comparison_table(page: Layout, comparison: Comparison, rows: Sequence[Row] |
 def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[_Line]) -> Grid | None:
     """A column a model; None where a word would have to be broken, or a cell is more lines than can be read."""
     columns = list(zip(names, *(line.cells for line in shown), strict=True))
-    first = max(len(line.label) for line in shown) + len(MARK) + 1
-    widths = shared_out(page.width - first - GAP * len(names), [[*column] for column in columns])
+    first = max(len(line.label) for line in shown) + len(_MARK) + 1
+    widths = shared_out(page.width - first - _GAP * len(names), [[*column] for column in columns])
     if widths is None:
         return None
-    table = plain_table(gap=GAP)
+    table = plain_table(gap=_GAP)
     table.show_header = True
     table.add_column("", no_wrap=True, width=first)
     for name, width in zip(names, widths, strict=True):
@@ -91,7 +91,7 @@ def _side_by_side(page: Layout, names: Sequence[str], shown: Sequence[_Line]) ->
         if line.cost and not shown[index - 1].cost:
             table.add_row("")
         lit = line.differs and not line.cost
-        cells = [f"{MARK if lit else ' '} {line.label}", *line.cells]
+        cells = [f"{_MARK if lit else ' '} {line.label}", *line.cells]
         table.add_row(*map(page.text, cells), style="bold" if lit else None)
     return table
 
@@ -104,11 +104,11 @@ def _one_below_the_other(page: Layout, names: Sequence[str], shown: Sequence[_Li
         if not line.differs:
             yield page.text(f"  {line.label}: {line.cells[0]}")
             continue
-        yield Text(page.clean(f"{' ' if line.cost else MARK} {line.label}"), style="bold")
+        yield Text(page.clean(f"{' ' if line.cost else _MARK} {line.label}"), style="bold")
         by_value: dict[str, list[str]] = {}
         for name, cell in zip(names, line.cells, strict=True):
             by_value.setdefault(cell, []).append(name)
-        table = plain_table(gap=GAP)
+        table = plain_table(gap=_GAP)
         room = max((page.width - 4) // 2, _longest_word(by_value))
         table.add_column(width=2)
         table.add_column(width=min(max(map(len, by_value)), room), overflow="fold")

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _Model = tuple[str, ModelSpec, Figures]  # a name, a tree and its figures
 _Words = Callable[[str, int], str]  # how a figure under its label is written
 _Column = tuple[str, Mapping[str, int], _Words]  # a name, figures under their labels, and how they are written
-NOTHING = "–"  # where a model has no such figure
-TOTAL, _TOTAL_BINARY = "total", "total in GiB"
-BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
-LABELS = (
+_NOTHING = "–"  # where a model has no such figure
+_TOTAL, _TOTAL_BINARY = "total", "total in GiB"
+_BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
+_LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
     *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "activations"),
-    *(TOTAL, _TOTAL_BINARY, *BESIDE),
+    *(_TOTAL, _TOTAL_BINARY, *_BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
 
@@ -82,7 +82,7 @@ def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> li
     for name, spec, figures in models:
         lengths = [*asked.kv, *([figures.context] if asked.at_context else [])]
         if spec.positions is not None and max(lengths, default=0) > spec.positions.length:
-            notes.append(f"{NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
+            notes.append(f"{_NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
         own = stated_context(spec)
         more = sorted({each for each in lengths if own is not None and each > own and fits(spec, each)})
         if more:
@@ -91,22 +91,24 @@ def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> li
     return [*notes, *beyond]
 
 
-def _sheet(title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = NOTHING) -> Sheet:
+def _sheet(
+    title: str, columns: Sequence[_Column], compared: bool, notes: Sequence[str], empty: str = _NOTHING
+) -> Sheet:
     """Columns of figures below one another's labels; a total is ruled off, and what is beside it is dim."""
     there = dict.fromkeys(label for _, cells, _ in columns for label in cells)
     rows = []
-    for label in sorted(there, key=lambda label: LABELS.index(label) if label in LABELS else -1):
+    for label in sorted(there, key=lambda label: _LABELS.index(label) if label in _LABELS else -1):
         numbers = [cells.get(label) for _, cells, _ in columns]
         words = [partial(told, label) for *_, told in columns]
         texts = [empty if number is None else told(number) for told, number in zip(words, numbers, strict=True)]
         if compared:
             # A component that one side lacks it has none of; whatever else is lacking nobody knows.
-            unknown = label not in LABELS or not all(cells for _, cells, _ in columns)
+            unknown = label not in _LABELS or not all(cells for _, cells, _ in columns)
             before, after = (number or 0 for number in numbers)
             known = None not in numbers or not unknown
             texts += [difference(before, after, words[0]), change(before, after)] if known else ["", ""]
-        style = "bold" if label == TOTAL else "dim" if label in BESIDE else None
-        rows.append(Row(label, tuple(texts), style, ruled=label == TOTAL))
+        style = "bold" if label == _TOTAL else "dim" if label in _BESIDE else None
+        rows.append(Row(label, tuple(texts), style, ruled=label == _TOTAL))
     names = [*(name for name, *_ in columns), *(["difference", "change"] if compared else [])]
     return Sheet(title, tuple(names), tuple(rows), tuple(notes))
 
@@ -173,12 +175,12 @@ def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> 
     for size in sizes:
         if size is not None:
             cells = [size.in_transformers, size.in_vllm, size.in_llama_cpp]
-            words = tuple(NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
+            words = tuple(_NOTHING if nbytes is None else decimal(nbytes, "B") for nbytes in cells)
             rows.append(Row(_sequences(size.batch, size.context), words))
     of_kinds = (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windowed else ("", "")
     notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
     if any(size is not None and size.in_llama_cpp is None for size in sizes):
-        notes.append(f"{NOTHING} llama.cpp: no architecture of its is known here that keeps what {name} does.")
+        notes.append(f"{_NOTHING} llama.cpp: no architecture of its is known here that keeps what {name} does.")
     return Sheet("KV cache as programs allocate it", ("transformers", "vLLM", "llama.cpp"), tuple(rows), tuple(notes))
 
 
@@ -222,10 +224,10 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
     cells: dict[str, dict[str, int]] = {}
     token, prefill, step = figures.token, figures.prefill, figures.training
     if token is not None:
-        cells["next token"] = {**token.flops, TOTAL: token.total_flops}
+        cells["next token"] = {**token.flops, _TOTAL: token.total_flops}
     if prefill is not None:
         dense = {"scores, dense": prefill.scores, "total, dense": prefill.dense}
-        cells["prefill"] = {**prefill.products, "scores": prefill.needed_scores, TOTAL: prefill.causal, **dense}
+        cells["prefill"] = {**prefill.products, "scores": prefill.needed_scores, _TOTAL: prefill.causal, **dense}
     if step is not None:
         estimates = {"6N": step.six_n, "6N, no embedding": step.six_n_non_embedding}
         cells["training step"] = {name: 3 * number for name, number in cells["prefill"].items()} | estimates
@@ -239,7 +241,7 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
             "Adam's moments": training.moments,
             **({"fp32 weights": training.master} if training.master else {}),
             "activations": training.activations,
-            TOTAL: training.total,
+            _TOTAL: training.total,
             _TOTAL_BINARY: training.total,
             "checkpointed": training.checkpointed,
             "total, checkpointed": training.total_checkpointed,
@@ -248,7 +250,7 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
 
 
 def _parts(weights: int, cache: int, activations: int, total: int) -> dict[str, int]:
-    return {"weights": weights, "KV cache": cache, "activations": activations, TOTAL: total, _TOTAL_BINARY: total}
+    return {"weights": weights, "KV cache": cache, "activations": activations, _TOTAL: total, _TOTAL_BINARY: total}
 
 
 def _formats(models: Sequence[_Model]) -> Sheet:
@@ -258,7 +260,7 @@ def _formats(models: Sequence[_Model]) -> Sheet:
         cells = []
         for _, spec, figures in models:
             nbytes = (figures.formats or {}).get(name)
-            words = [NOTHING] * 3
+            words = [_NOTHING] * 3
             if nbytes is not None:
                 words = [decimal(nbytes, "B"), binary(nbytes), f"{8 * nbytes / count(spec).total:.2f}"]
             cells += words if alone else words[:1]
@@ -270,7 +272,7 @@ def _formats(models: Sequence[_Model]) -> Sheet:
         " is in bfloat16.",
         "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
     ]
-    notes += [f"{NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
+    notes += [f"{_NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
     return Sheet("Weights in other formats", columns, tuple(rows), tuple(notes))
 
 
@@ -280,7 +282,7 @@ def _explained(models: Sequence[_Model]) -> list[Sheet]:
         total = figures.explained
         if total is not None:
             rows = [Row(each.label, (each.formula, f"{each.value:,}")) for each in total.terms]
-            rows.append(Row(TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
+            rows.append(Row(_TOTAL, (total.formula, f"{total.total:,}"), "bold", ruled=True))
             for index, letter in enumerate(total.symbols):
                 rows.append(Row(letter.name, (letter.meaning, f"{letter.value:,}"), "dim", ruled=not index))
             title = "The total as a formula" if len(models) == 1 else f"The total of {name} as a formula"
@@ -298,7 +300,7 @@ def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
         cells: list[str] = []
         for name, _, _ in models:
             row = next((row for row in there[name].rows if row.dtype == dtype), None) if name in there else None
-            words = [f"{number:,}" if number else NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
+            words = [f"{number:,}" if number else _NOTHING for number in ((row.context, row.batch) if row else (0, 0))]
             cells += [decimal(row.weights, "B"), *words] if alone and row is not None else words[:1]
         rows.append(Row(dtype, tuple(cells)))
     columns = ("weights", "longest context", f"batch of {first.context:,}") if alone else tuple(n for n, *_ in models)
@@ -307,7 +309,7 @@ def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
     title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
-        f"Longest context: tokens of {sequences} read at once, no more than the model is for; {NOTHING} for none.",
+        f"Longest context: tokens of {sequences} read at once, no more than the model is for; {_NOTHING} for none.",
         *([f"Batch: as many sequences of {first.context:,} tokens."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]

@@ -25,7 +25,7 @@ from .sheets import GAP, Layout, Row, Sheet, drawing, nbytes, percentage
 
 _NARROWEST_WORDS = 20  # a column of words that would be narrower than this is left out
 _NARROWEST_NAMES = 32  # names of tensors keep so much room, or shapes stand below them
-MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
+_MOST_RUNS = 8  # so many runs of layers alike are told below the total; more are left to `by` layer
 
 
 @drawing
@@ -135,10 +135,10 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
     if count.active != count.total:
         row("active", figures("used per token", count.active, active), "dim")
     runs = layer_ranges(count.by_layer)
-    if len(runs) > MOST_RUNS:
+    if len(runs) > _MOST_RUNS:
         totals = [layer.total for layer in count.by_layer]
         row("each layer", (f"from {min(totals):,} to {max(totals):,}", "varies", "", ""), "dim")
-    for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
+    for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
         alike = set() if weights is None else {each.total for each in weights.by_layer[first : last + 1]}
         whole = last - first + 1 == layers
         label = "layer" if whole else f"layer{'s' if first < last else ''} {range_label(first, last)}"
@@ -162,7 +162,7 @@ def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResul
     rows = [Row(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]
     rows.append(Row("total", (f"{count.total:,}", percentage(count.total, count.total)), "bold", ruled=True))
     runs = layer_ranges(count.by_layer)
-    for first, last, layer in runs if len(runs) <= MOST_RUNS else ():
+    for first, last, layer in runs if len(runs) <= _MOST_RUNS else ():
         label = f"layers {range_label(first, last)}, each" if first < last else f"layer {first}"
         rows.append(Row(label, (f"{layer.total:,}", ""), "dim"))
     yield page.table(["by names"], ["parameters", "share"], rows)

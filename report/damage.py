@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..surgery.swap import SwapResult
 
 _ROUNDING = 1e-9  # KL in nats up to which rounding in fp32 explains it
-ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
-LAYERS = 3  # layers named, of however many
-LARGEST = "the largest KL"
+_ALIKE = 1e-6  # relative difference of perplexities up to which neither is the worse one
+_LAYERS = 3  # layers named, of however many
+_LARGEST = "the largest KL"
 
 
 def _damage_or_change(damage: Damage) -> str:
     """What a difference is called: damage where the perplexity of a text became worse, else a change."""
     before, after = damage.total.before, damage.total.after
-    worse = before is not None and after is not None and not after <= before * (1 + ALIKE)
+    worse = before is not None and after is not None and not after <= before * (1 + _ALIKE)
     return "damage" if worse else "change"
 
 
@@ -48,12 +48,12 @@ def damage_lines(damage: Damage) -> list[str]:
             lines.append(f"{label:<10}KL {number(chosen.kl)} at {chosen.name}, the {which}")
     if damage.layers:
         lines.append("layer     KL if both models ended there, and how far residual streams differ:")
-        worst_layers = sorted(damage.layers, key=lambda each: -each.kl)[:LAYERS]
+        worst_layers = sorted(damage.layers, key=lambda each: -each.kl)[:_LAYERS]
         for layer in sorted(worst_layers, key=lambda each: each.after):
             apart = "" if layer.stream is None else f", streams by {number(layer.stream)}"
             lines.append(f"          layer {layer.after}: KL {number(layer.kl)}{apart}")
-        if len(damage.layers) > LAYERS:
-            lines.append(f"          (the worst {LAYERS} of {len(damage.layers)})")
+        if len(damage.layers) > _LAYERS:
+            lines.append(f"          (the worst {_LAYERS} of {len(damage.layers)})")
     first, most = damage.first, damage.born
     if first is not None:
         lines.append(f"begins    {first.name}: the first that differs by itself, by {number(first.relative)}")
@@ -140,7 +140,7 @@ def _position_table(damage: Damage) -> Table:
     for name, each in (*((each.name, each) for each in damage.bins), ("all", damage.total)):
         perplexities = () if each.before is None or each.after is None else (each.before, each.after)
         rows.append((name, f"{each.positions:,}", number(each.kl), f"{each.top1:.1%}", *map(_plain, perplexities)))
-    return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=LARGEST)
+    return Table("By position", tuple(columns), tuple(rows), _largest([each.kl for each in damage.bins]), bold=_LARGEST)
 
 
 def _largest(divergences: Sequence[float]) -> frozenset[int]:
@@ -190,7 +190,7 @@ def _layer_table(layers: Sequence[Layer]) -> Table:
         perplexities = [_plain(n) for n in (each.perplexity_before, each.perplexity_after) if n is not None]
         rows.append((name, stream, number(each.kl), f"{each.top1:.1%}", *perplexities))
     caption = "If the models ended after a layer"
-    return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=LARGEST)
+    return Table(caption, tuple(columns), tuple(rows), _largest([each.kl for each in layers]), bold=_LARGEST)
 
 
 def _places_figure(places: Sequence[Place]) -> Figure:

@@ -20,8 +20,8 @@ from .sheets import number
 from .surgery import swap_lines
 from .verification import verification_report
 
-PROMPT = "ROMEO:\n"
-SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
+_PROMPT = "ROMEO:\n"
+_SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 7}
 
 
 def tour(console: Console, keep: Path | None = None) -> bool:
@@ -94,9 +94,9 @@ def tour(console: Console, keep: Path | None = None) -> bool:
     texts = []
     for name, model in (("the original", "sample:gpt2"), ("the swapped one", swapped)):
         # In float32 both: in bf16 a near tie may fall the other way.
-        texts.append("".join(generate(model, PROMPT, 90, dtype="float32", **SAMPLED)))  # type: ignore[arg-type]
+        texts.append("".join(generate(model, _PROMPT, 90, dtype="float32", **_SAMPLED)))  # type: ignore[arg-type]
         say(f"[bold]{name}[/]")
-        say(PROMPT + texts[-1].rstrip(), markup=False)
+        say(_PROMPT + texts[-1].rstrip(), markup=False)
     prove(texts[0] == texts[1], "token for token the same text")
 
     say()

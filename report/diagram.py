@@ -10,19 +10,19 @@ from .pages import Figure, Table, figure, safe
 from .placement import SHAPED, Area, Box, Metrics, Size, Wire, boxed, experts_words, folded, place
 from .structure import SYMBOLS, Kind, Node, Structure, layers_label, shape_words, sizes, structure
 
-FONT, LINE, PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
-SUM = 18  # the width of a sum's circle
-HEADS = 15  # the height of the heads' picture in the scores' box
+_FONT, _LINE, _PAD = 11, 14, 5  # pixels: of a letter, from one line to the next, between words and a box's border
+_SUM = 18  # the width of a sum's circle
+_HEADS = 15  # the height of the heads' picture in the scores' box
 PHONE = 343  # the width of a page's text on a screen of 375 pixels
 ROOMS = (30, 24, 20, 18, *range(16, 8, -1))
 """Letters that a line of words may have; the first with which the diagram fits a phone is taken."""
-TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
+_TRUNK_ROOM = 40  # the same of boxes on the stream, which have all of the width
 _HEADS_MOST = 130  # how wide that picture makes the box at most
 _HEADS_ROOM = 3  # the least width of a head in that picture; what has more heads than fit shows some of its groups
 _GROUPED_ROOM = 2  # the same where several share a key head
 _STEP = 14  # pixels between the points that can be pointed at
 EDGE = 6  # blank around the picture
-LEAST = 300  # the least width of a picture
+_LEAST = 300  # the least width of a picture
 
 
 def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
@@ -31,7 +31,7 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     kind = graph.kind_of(layer)
     nodes, label = graph.path(kind), layers_label(graph, kind)
     placed = place(nodes, METRICS, PHONE - 2 * EDGE, ROOMS)
-    width, height = max(placed.width, LEAST), placed.height
+    width, height = max(placed.width, _LEAST), placed.height
     top, bottom = placed.box("x").top, placed.box("block_output").bottom
     block = Area(METRICS.trunk - 4, top, width - METRICS.trunk + 4 + EDGE, bottom - top + 4)
     dotted = {"color": "var(--quiet)", "width": 1, "dash": "dot"}
@@ -41,16 +41,16 @@ def block_diagram(spec: ModelSpec, layer: int = 0, model: str = "") -> Figure:
     shapes.sort(key=lambda shape: "layer" not in shape)  # the heads of lines behind them
     shapes += [shape for box in placed.boxes for shape in (*_border(box), *_heads(box))]
     notes = [note for box in placed.boxes for note in _words(box)]
-    notes.append(_note(width - PAD, top + LINE // 2 + 3, label, True, "right"))
+    notes.append(_note(width - _PAD, top + _LINE // 2 + 3, label, True, "right"))
     for frame in placed.frames:
         words = experts_words(frame.copies)
-        notes.append(_note(frame.right - PAD, frame.bottom - LINE // 2 - 2, words, False, "right"))
+        notes.append(_note(frame.right - _PAD, frame.bottom - _LINE // 2 - 2, words, False, "right"))
     axis = {"visible": False, "showgrid": False, "zeroline": False, "constrain": "domain"}
     layout: dict[str, Any] = {"height": height + 2 * EDGE, "margin": dict.fromkeys("tbrl", 0), "hovermode": "closest"}
     layout |= {"shapes": shapes, "annotations": notes, "xaxis": {**axis, "range": [-EDGE, width + EDGE]}}
     layout["yaxis"] = {**axis, "range": [height + EDGE, -EDGE], "scaleanchor": "x", "scaleratio": 1}
     title, table = f"{f'{model}: block' if model else 'Block'} diagram, {label}", _node_table(nodes, label)
-    return figure(title, _summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, FONT)
+    return figure(title, _summary(graph, kind), _pointed(placed.boxes), (), table, layout, width + 2 * EDGE, _FONT)
 
 
 def _summary(graph: Structure, kind: Kind) -> str:
@@ -85,16 +85,16 @@ def _lines(node: Node, trunk: bool) -> list[str]:
 def _measure(node: Node, lanes: int, room: int) -> Size:
     lines = _lines(node, not lanes)
     if node.op == "add":
-        return tuple(lines), SUM, SUM
+        return tuple(lines), _SUM, _SUM
     if node.op in ("tokens", "stream"):
-        return tuple(lines), text_width(lines[0]) + 3 * PAD, LINE + PAD
-    lines = [part for line in lines for part in folded(line, lanes * room or TRUNK_ROOM)]
+        return tuple(lines), text_width(lines[0]) + 3 * _PAD, _LINE + _PAD
+    lines = [part for line in lines for part in folded(line, lanes * room or _TRUNK_ROOM)]
     first = title_lines(node, lines)
     wide = max(text_width(line, bold=index < first) for index, line in enumerate(lines))
-    tall = LINE * len(lines) + 2 * PAD
+    tall = _LINE * len(lines) + 2 * _PAD
     if node.op == "scores":
-        wide, tall = max(wide, min(_heads_of(node)[0] * _HEADS_ROOM, _HEADS_MOST)), tall + HEADS
-    return tuple(lines), wide + 2 * PAD, tall
+        wide, tall = max(wide, min(_heads_of(node)[0] * _HEADS_ROOM, _HEADS_MOST)), tall + _HEADS
+    return tuple(lines), wide + 2 * _PAD, tall
 
 
 def title_lines(node: Node, lines: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def title_lines(node: Node, lines: Sequence[str]) -> int:
 def text_width(text: str, bold: bool = False) -> int:
     """Pixels that a line takes at most, in the usual sans-serif fonts (those of DejaVu Sans, the widest)."""
     em = sum(0.32 if c in " ,.;:|'ilj()" else 0.9 if c in "mwMW×→≤" else 0.62 for c in text)
-    return round(FONT * em * (1.1 if bold else 1.0)) + 1
+    return round(_FONT * em * (1.1 if bold else 1.0)) + 1
 
 
 _FILLS = {"attention": "var(--zero)", "feed_forward": "var(--cell-0)", "norm": "var(--good-ground)"}
@@ -117,11 +117,11 @@ def _border(box: Box) -> list[dict[str, Any]]:
     node = box.node
     if node.op == "stream":
         path = f"M{box.port},{box.top}L{box.port},{box.bottom}"
-        return [{"type": "path", "path": path, "line": LINES["residual"]}]
+        return [{"type": "path", "path": path, "line": _LINES["residual"]}]
     if node.op == "tokens":
         return []
     if node.op == "add":
-        cx, cy, r = box.port, box.middle, SUM // 2
+        cx, cy, r = box.port, box.middle, _SUM // 2
         circle = {"type": "circle", "x0": cx - r, "x1": cx + r, "y0": cy - r, "y1": cy + r}
         line = {"color": "var(--mark)" if box.trunk else "var(--quiet)", "width": 2 if box.trunk else 1.5}
         plus = f"M{cx - 5},{cy}L{cx + 5},{cy}M{cx},{cy - 5}L{cx},{cy + 5}"
@@ -148,10 +148,10 @@ def _heads(box: Box) -> list[dict[str, Any]]:
         return []
     heads, group = _heads_of(box.node)
     shown = _shown(box)
-    each = (box.width - 2 * PAD) / (shown if shown == heads // group else shown + 1)
-    top, bars = box.bottom - HEADS - PAD // 2, []
+    each = (box.width - 2 * _PAD) / (shown if shown == heads // group else shown + 1)
+    top, bars = box.bottom - _HEADS - _PAD // 2, []
     for index in range(shown):
-        left, room = box.left + PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
+        left, room = box.left + _PAD + index * each, each - (min(3, each / 4) if shown > 1 else 0)
         wide = room / group * (0.8 if group > 1 else 1)
         bars.append((left, top + 7, room, "var(--mark)"))
         bars += [(left + number * room / group, top, wide, "var(--quiet)") for number in range(group)]
@@ -171,7 +171,7 @@ def _heads_of(node: Node) -> tuple[int, int]:
 
 def _shown(box: Box) -> int:
     heads, group = _heads_of(box.node)
-    fit = max((box.width - 2 * PAD) // (group * (_HEADS_ROOM if group == 1 else _GROUPED_ROOM)), 1)
+    fit = max((box.width - 2 * _PAD) // (group * (_HEADS_ROOM if group == 1 else _GROUPED_ROOM)), 1)
     return heads // group if heads // group <= fit else max(fit - 1, 1)
 
 
@@ -180,23 +180,23 @@ def _words(box: Box) -> list[dict[str, Any]]:
     if node.op == "add":
         return []
     if node.op in ("tokens", "stream"):
-        return [_note(box.left + 2 * PAD, box.middle, box.lines[0], False, "left")]
+        return [_note(box.left + 2 * _PAD, box.middle, box.lines[0], False, "left")]
     notes = []
     first = title_lines(node, box.lines)
     shape = False  # whose second line has no bracket of its own
     for index, line in enumerate(box.lines):
         shape = shape or line.startswith("(")
-        y = box.top + PAD + LINE * index + LINE // 2
+        y = box.top + _PAD + _LINE * index + _LINE // 2
         notes.append(_note(box.left + box.width // 2, y, line, index < first, "center", shape))
     if node.op == "scores" and _shown(box) < _heads_of(node)[0] // _heads_of(node)[1]:
-        notes.append(_note(box.right - PAD - 4, box.bottom - HEADS // 2 - 3, "…", False, "right"))
+        notes.append(_note(box.right - _PAD - 4, box.bottom - _HEADS // 2 - 3, "…", False, "right"))
     return notes
 
 
 def _note(x: int, y: int, text: str, bold: bool, anchor: str, quiet: bool = False) -> dict[str, Any]:
     words = f"<b>{safe(text)}</b>" if bold else safe(text)
     place = {"x": x, "y": y, "xanchor": anchor, "yanchor": "middle", "borderpad": 0}
-    font = {"size": FONT, "color": "var(--quiet)" if quiet else "var(--text)"}
+    font = {"size": _FONT, "color": "var(--quiet)" if quiet else "var(--text)"}
     return {**place, "text": words, "showarrow": False, "font": font}
 
 
@@ -204,7 +204,7 @@ def _line(wire: Wire) -> list[dict[str, Any]]:
     """A line and its head, where it ends."""
     stream = all(x == METRICS.stream for x, _ in wire.points)
     path = "M" + "L".join(f"{x},{y}" for x, y in wire.points)
-    line = {"type": "path", "path": path, "line": LINES["residual" if stream else wire.kind], "layer": "below"}
+    line = {"type": "path", "path": path, "line": _LINES["residual" if stream else wire.kind], "layer": "below"}
     if wire.kind in ("weights", "again") or stream:
         return [line]
     (x0, _), (x, y) = wire.points[-2:]
@@ -213,7 +213,7 @@ def _line(wire: Wire) -> list[dict[str, Any]]:
     return [line, {"type": "path", "path": head, "line": {"width": 0}, "fillcolor": "var(--quiet)"}]
 
 
-LINES: dict[str, dict[str, Any]] = {
+_LINES: dict[str, dict[str, Any]] = {
     "residual": {"color": "var(--mark)", "width": 3},
     "data": {"color": "var(--quiet)", "width": 1.5},
     "choice": {"color": "var(--quiet)", "width": 1.5, "dash": "dot"},
@@ -254,7 +254,7 @@ def _hint(node: Node) -> str:
 
 METRICS = Metrics(
     _measure,
-    lambda copies: 2 * (text_width(experts_words(copies)) + 2 * PAD),
+    lambda copies: 2 * (text_width(experts_words(copies)) + 2 * _PAD),
     stream=24,
     trunk=8,
     left=42,

@@ -22,15 +22,15 @@ from .sheets import Layout, Row, Sheet, drawing
 if TYPE_CHECKING:
     from ..parity.changes import Diff, Status, TensorDiff
 
-MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
+_MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
 _UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
-HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
 """Of tensors that cannot be compared."""
-APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
+_APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
 """What stands in a cell of the heatmap that has no figure."""
-COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
-SOME = 5  # tensors that are listed unless all are asked for
+_COLUMNS = ("tensors", "changed", "relative", "cosine", "rank")
+_SOME = 5  # tensors that are listed unless all are asked for
 _INDENT = 2
 
 
@@ -41,7 +41,7 @@ def sides(diff: Diff) -> list[str]:
     """Which two were compared."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
-        dtypes = " and ".join(DTYPES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
+        dtypes = " and ".join(_DTYPES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
         kind = f"{side.origin.family or 'no family'} ({side.format})"
         lines.append(f"{name}  {side.reference}: {kind}, {total:,} parameters in {dtypes}")
     return lines
@@ -51,7 +51,7 @@ def verdict(diff: Diff) -> str:
     """All of it in a line."""
     number, counts = len(diff.tensors), diff.counts
     tensors = f"all {number:,} tensors" if number > 1 else "the one tensor"
-    apart = {HEADINGS[status]: counts[status] for status in HEADINGS if counts[status]}
+    apart = {_HEADINGS[status]: counts[status] for status in _HEADINGS if counts[status]}
     if diff.same and diff.same_bytes:
         return f"The same: {tensors} to the last bit"
     if diff.same:
@@ -61,7 +61,7 @@ def verdict(diff: Diff) -> str:
     rounded, changed, both = diff.rounded, len(diff.changed), number - sum(apart.values())
     if rounded is not None and not apart:
         one, other = ("B", "A") if rounded[1] == "b" else ("A", "B")
-        return f"Rounding alone: {one} is {other}, rounded to {DTYPES[rounded[0]]}"
+        return f"Rounding alone: {one} is {other}, rounded to {_DTYPES[rounded[0]]}"
     if not both:
         return "Different: no tensor of one has its like in the other"
     if not changed and not apart:
@@ -153,7 +153,7 @@ def _remarks(each: TensorDiff) -> list[str]:
         words += [] if figures.cosine is None else [f"cosine {figures.cosine:.5f}"]
     words += _rank_told(each)
     if figures.rounded is not None:
-        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {DTYPES[figures.rounded[0]]} rounds")
+        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {_DTYPES[figures.rounded[0]]} rounds")
     words += [] if figures.scale is None else [f"B = {figures.scale:.6g} · A"]
     words += [] if figures.order is None else [f"the same {figures.order} in another order"]
     if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
@@ -187,7 +187,7 @@ def _rows(each: TensorDiff) -> str:
     figures = each.figures
     assert figures is not None
     count = f"{figures.rows_changed:,} of {figures.rows_all:,}"
-    if len(figures.rows) > MOST_RUNS:
+    if len(figures.rows) > _MOST_RUNS:
         return f"{count} rows changed"
     runs = ", ".join(range_label(*run) for run in figures.rows)
     return f"row{'s' if figures.rows_changed > 1 else ''} {runs} changed, {count}"
@@ -263,7 +263,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
     if diff.changed and by != "tensor":
         groups = diff.by_layer() if by == "layer" else diff.by_module()
         rows = [Row(_label(group), _group_cells(group)) for group in groups if group.changed]
-        lines: list[str | Sheet] = [Sheet("", COLUMNS, tuple(rows))]
+        lines: list[str | Sheet] = [Sheet("", _COLUMNS, tuple(rows))]
         same = [_label(group) for group in groups if group.same == len(group.tensors)]
         lines += [f"Unchanged: {some(same, 8)}"] if same else []
         layers = [group for group in diff.by_layer() if group.layer is not None and group.relative]
@@ -271,12 +271,12 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
             most = sorted(layers, key=lambda group: -(group.relative or 0.0))[:3]
             lines.append(f"Most in layer {', '.join(f'{group.layer} ({figure(group.relative)})' for group in most)}")
         yield "Changed values (figures are of the tensors that changed)", lines
-    shown = _most_changed(diff) if everything else _most_changed(diff)[:SOME]
+    shown = _most_changed(diff) if everything else _most_changed(diff)[:_SOME]
     if shown:
         part = f" ({len(shown)} of {len(diff.changed)}, most changed first; --all lists all)"
         tensors = [f"{each.name}\n{', '.join(_remarks(each))}" for each in shown]
         yield f"Tensors{part if len(shown) < len(diff.changed) else ''}", tensors
-    for status, heading in HEADINGS.items():
+    for status, heading in _HEADINGS.items():
         apart = _listed([each for each in diff.tensors if each.status == status])
         if apart:
             yield heading, apart
@@ -288,7 +288,7 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         rounding = [f"{counted(left, 'field')} of how it rounds: --all"] if left else []
         yield "The trees differ (A → B)", [*fields, *rounding]
     if diff.files:
-        yield "Files beside the weights (A → B)", _files_told(diff, None if everything else SOME)
+        yield "Files beside the weights (A → B)", _files_told(diff, None if everything else _SOME)
 
 
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Text]:
@@ -356,12 +356,12 @@ def _sections(diff: Diff) -> Iterator[Section]:
     if changed:
         rows = []
         for each in changed:
-            dtypes = [DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
+            dtypes = [_DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
             rows.append((each.name, figure(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"
         yield Section("Tensors", (Table(caption, columns, tuple(rows), folded=True),))
-    for status, heading in HEADINGS.items():
+    for status, heading in _HEADINGS.items():
         lines = _listed([each for each in diff.tensors if each.status == status])
         if lines:
             yield Section(f"Tensors {heading[0].lower()}{heading[1:]}", (Lines(tuple(lines), listed=True),))
@@ -388,7 +388,7 @@ def _figure(groups: Sequence[Group]) -> Figure:
     largest = f"Nothing {'of one shape ' * apart}changed."
     if most is not None:
         largest = f"Largest: {places[most]}, {_group_cells(groups[most])[2]}."
-    columns = (("place", False), *((name, True) for name in COLUMNS))
+    columns = (("place", False), *((name, True) for name in _COLUMNS))
     marks = " A, B: on that side alone; ≠: of another shape." * apart
     return heatmap(
         cells,
@@ -404,7 +404,7 @@ def _cell(group: Group) -> Cell:
     name = group.name.replace("_forward", "-forward").replace("_norm", " norm").replace(".", " ")
     changed, kinds = group.changed, {each.status for each in group.tensors}
     if not _compared(group):
-        apart = APART[kinds.pop()] if len(kinds) == 1 else "≠"
+        apart = _APART[kinds.pop()] if len(kinds) == 1 else "≠"
         return Cell(name, group.layer, 0.0, tuple(_listed(group.tensors)[:2]), True, apart)
     words = [f"relative change: {figure(group.relative) if changed else '0'}"]
     if changed:
@@ -422,4 +422,6 @@ def _groups(caption: str, groups: Sequence[Group]) -> Table:
     rows = tuple((_label(group), *_group_cells(group)) for group in groups)
     lit = frozenset(index for index, group in enumerate(groups) if group.changed)
     some = lit if len(lit) < len(groups) else frozenset()
-    return Table(caption, (("", False), *((name, True) for name in COLUMNS)), rows, some, bold="something changed here")
+    return Table(
+        caption, (("", False), *((name, True) for name in _COLUMNS)), rows, some, bold="something changed here"
+    )

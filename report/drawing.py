@@ -13,12 +13,12 @@ from ..components.operations import Scores
 from .placement import SHAPED, Box, Metrics, Placement, Size, Wire, boxed, experts_words, folded, place
 from .structure import Kind, Node, Structure, layers_label, shape_words
 
-_STREAM, _TRUNK, _LEFT, BESIDE = 2, 0, 6, 2
+_STREAM, _TRUNK, _LEFT, _BESIDE = 2, 0, 6, 2
 """Columns: of the residual stream, of boxes on it, of what stands beside it; and the blank between two boxes."""
 ROOMS = (28, *range(24, 7, -1))  # letters that a line of words may have; the first with which the drawing fits is taken
-TRUNK_ROOM = 40
+_TRUNK_ROOM = 40
 _BRACKET = 2  # columns of the bracket on the right that holds the block together
-WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
+_WORDS = {"×": "x", "–": "-", "·": "*", "ᵀ": "^T", "√": "sqrt ", "−": "-", "Σ": "sum", "…": "...", "²": "^2", "⊕": "+"}
 """What ASCII has instead, in words."""
 
 
@@ -26,7 +26,7 @@ def plain_words(text: str, ascii_only: bool) -> str:
     """Text with the characters that the terminal has."""
     if not ascii_only:
         return text
-    return "".join(WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
+    return "".join(_WORDS.get(letter, letter) for letter in text).encode("ascii", "replace").decode()
 
 
 def path_lines(graph: Structure, kind: Kind, width: int, ascii_only: bool = False) -> Iterator[Text]:
@@ -54,7 +54,7 @@ def metrics(ascii_only: bool) -> Metrics:
     def least(copies: int) -> int:
         return 2 * (len(experts_words(copies)) + 4)
 
-    return Metrics(measure, least, _STREAM, _TRUNK, _LEFT, BESIDE, gap=0, track=1, around=(2, 1))
+    return Metrics(measure, least, _STREAM, _TRUNK, _LEFT, _BESIDE, gap=0, track=1, around=(2, 1))
 
 
 def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
@@ -68,7 +68,7 @@ def _lines(node: Node, room: int, ascii_only: bool) -> list[str]:
     if not boxed(node) and node.op != "scores" and len(", ".join(first)) <= room:
         first = [", ".join(first)]
     words = [*first, *([shape_words(node)] if node.op in SHAPED else [])]
-    lines = [part for line in words for part in folded(plain_words(line, ascii_only), room or TRUNK_ROOM)]
+    lines = [part for line in words for part in folded(plain_words(line, ascii_only), room or _TRUNK_ROOM)]
     return [*lines, *_groups(node, room, ascii_only)] if node.op == "scores" else lines
 
 
@@ -86,7 +86,7 @@ def _groups(node: Node, room: int, ascii_only: bool) -> list[str]:
     return [" ".join(queries), " ".join(keys)]
 
 
-UP, DOWN, _LEFTWARDS, _RIGHTWARDS = range(4)
+_UP, _DOWN, _LEFTWARDS, _RIGHTWARDS = range(4)
 
 _LIGHT = {
     (1, 1, 0, 0): "│", (0, 0, 1, 1): "─", (0, 1, 0, 1): "┌", (0, 1, 1, 0): "┐", (1, 0, 0, 1): "└", (1, 0, 1, 0): "┘",
@@ -94,7 +94,7 @@ _LIGHT = {
     (1, 0, 0, 0): "│", (0, 1, 0, 0): "│", (0, 0, 1, 0): "─", (0, 0, 0, 1): "─",
 }  # fmt: skip
 """Lines that meet in a character: up, down, left, right."""
-HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", "┴": "┸"}
+_HEAVY = {"│": "┃", "├": "┠", "┤": "┨", "┼": "╂", "┬": "┰", "┴": "┸"}
 """The same where what goes up and down is the residual stream."""
 
 
@@ -121,8 +121,8 @@ class _Canvas:
             self._box(box)
         # What holds the block together, on the right.
         top, bottom, x = placed.box("x").top, placed.box("block_output").top, self.width - 1
-        self._join(x, top, DOWN, _LEFTWARDS)
-        self._join(x, bottom, UP, _LEFTWARDS)
+        self._join(x, top, _DOWN, _LEFTWARDS)
+        self._join(x, bottom, _UP, _LEFTWARDS)
         self._down(x, top + 1, bottom)
         self._join(x - 1, bottom, _RIGHTWARDS)
         self._write(x - 1 - len(label), top, f"{plain_words(label, ascii_only)} ", "bold")
@@ -136,7 +136,7 @@ class _Canvas:
     def _down(self, x: int, top: int, bottom: int) -> None:
         """A line down the rows from `top` to the one before `bottom`, open at both ends."""
         for y in range(top, bottom):
-            self._join(x, y, UP, DOWN)
+            self._join(x, y, _UP, _DOWN)
 
     def _along(self, y: int, one: int, other: int) -> None:
         """A line along a row, from the middle of one column to that of another."""
@@ -157,7 +157,7 @@ class _Canvas:
             if x == _STREAM:
                 self.heavy |= {(x, y) for y in range(top, turn)}
             return
-        self._join(x, turn, UP)
+        self._join(x, turn, _UP)
         end = points[2][0]
         if len(points) == 3:
             self._along(turn, x, end if end < x else end - 1)
@@ -165,7 +165,7 @@ class _Canvas:
                 self._write(end - 1, turn, ">" if self.ascii_only else "▸", "dim")
         else:
             self._along(turn, x, end)
-            self._join(end, turn, DOWN)
+            self._join(end, turn, _DOWN)
             self._down(end, turn + 1, points[3][1])
 
     def _box(self, box: Box) -> None:
@@ -177,25 +177,25 @@ class _Canvas:
         for index, line in enumerate(box.lines):
             left = box.left + (box.width - len(line)) // 2
             if not bordered:
-                left = box.left + BESIDE if box.trunk else box.port - len(line) // 2
+                left = box.left + _BESIDE if box.trunk else box.port - len(line) // 2
             style = "bold" if index == 0 else "dim" if line.startswith("(") else ""
             self._write(left, box.top + bordered + index, line, style)
         if not bordered:
             self._down(box.port, box.top + len(box.lines), box.bottom)
             if box.trunk:
-                self._join(box.port, box.top, DOWN, *([UP] if box.top else []))
+                self._join(box.port, box.top, _DOWN, *([_UP] if box.top else []))
                 self.heavy.add((box.port, box.top))
             return
         right, bottom = box.right - 1, box.bottom - 1
         for y in (box.top, bottom):
             self._along(y, box.left, right)
         for x in (box.left, right):
-            self._join(x, box.top, DOWN)
-            self._join(x, bottom, UP)
+            self._join(x, box.top, _DOWN)
+            self._join(x, bottom, _UP)
             self._down(x, box.top + 1, bottom)
-        self._join(box.port, box.top, UP)
+        self._join(box.port, box.top, _UP)
         if box.bottom < self.height:
-            self._join(box.port, bottom, DOWN)
+            self._join(box.port, bottom, _DOWN)
         if box.trunk:
             self.heavy |= {(box.port, box.top), (box.port, bottom)}
 
@@ -209,7 +209,7 @@ class _Canvas:
         heavy, drawn = (x, y) in self.heavy, _LIGHT[up, down, left, right]
         if self.ascii_only:
             drawn = "+" if (up or down) and (left or right) else "|" if up or down else "-"
-        return HEAVY.get(drawn, drawn) if heavy else drawn, "bold" if heavy else "dim"
+        return _HEAVY.get(drawn, drawn) if heavy else drawn, "bold" if heavy else "dim"
 
     def lines(self) -> Iterator[Text]:
         for y in range(self.height):

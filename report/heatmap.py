@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 from .pages import Figure, Key, Table, figure, safe
 
-NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
+_NARROWEST = 0.5  # powers of ten that the colours span at least: what is nearly alike looks alike
 _TICKS = 6  # values named on the scale, at most
-_ROW, MARGIN, SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
-LABELS, _COLUMN, NARROW = 160, 34, 18
+_ROW, _MARGIN, _SCALE = 32, 50, 70  # pixels: of a row, of the axis above, of the colour scale below
+_LABELS, _COLUMN, _NARROW = 160, 34, 18
 """Pixels: of the components' names and their title, of a column at least with figures in it, and without."""
 _MOST_FIGURES = 16  # columns up to which the cells have figures in them
-LONGEST = 17  # characters of a component's name on one line
-SOME = 5  # of narrow columns every so many has its layer above it
+_LONGEST = 17  # characters of a component's name on one line
+_SOME = 5  # of narrow columns every so many has its layer above it
 _BEFORE, _AFTER = "in", "out"
-KINDS = {
+_KINDS = {
     "zero": "exactly 0",
     "rounding": "within rounding",
     "counts": "more than rounding explains",
@@ -75,10 +75,10 @@ def heatmap(
     columns = [name for name in (_BEFORE, *map(str, layers), _AFTER) if name in used]
     at = {(cell.component, column): cell for cell, column in placed}
     grid = [[at.get((row, column)) for column in columns] for row in rows]
-    kinds = [kind for kind in KINDS if any(cell.kind == kind for cell in cells)]
+    kinds = [kind for kind in _KINDS if any(cell.kind == kind for cell in cells)]
     written = len(columns) <= _MOST_FIGURES
-    below = SCALE if "counts" in kinds else SCALE // 5
-    frames, keys = [], [Key(kind, KINDS[kind]) for kind in kinds]
+    below = _SCALE if "counts" in kinds else _SCALE // 5
+    frames, keys = [], [Key(kind, _KINDS[kind]) for kind in kinds]
     if marked is not None:
         x, y = columns.index(next(column for cell, column in placed if cell is marked)), rows.index(marked.component)
         corners = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5}
@@ -87,11 +87,11 @@ def heatmap(
     # The logarithms of the least and the largest value that counts; infinite ones have the colour of the largest.
     logs = [math.log10(cell.value) for cell in cells if cell.kind == "counts" and 0 < cell.value < math.inf]
     low, high = min(logs, default=0.0), max(logs, default=0.0)
-    middle, half = (low + high) / 2, max(high - low, NARROWEST) / 2
+    middle, half = (low + high) / 2, max(high - low, _NARROWEST) / 2
     ends = (middle - half, middle + half)
     named = columns
     if not written:  # where columns are narrow only some have their name above, so that names do not touch
-        some = {str(layer) for layer in layers if layer % SOME == 0}
+        some = {str(layer) for layer in layers if layer % _SOME == 0}
         some -= {*([columns[-2]] if columns[-1] == _AFTER else []), *(["0"] if columns[0] == _BEFORE else [])}
         named = [name for name in columns if name in some or name in (_BEFORE, _AFTER)]
     axis = {"showgrid": False, "zeroline": False, "showline": False, "ticks": "", "tickangle": 0}
@@ -101,8 +101,8 @@ def heatmap(
     below_another = {"title": {"text": down, "standoff": 14}, "automargin": True, "range": [len(rows) - 0.5, -0.5]}
     by_row = {"tickvals": list(range(len(rows))), "ticktext": [_folded(row) for row in rows]}
     layout: dict[str, Any] = {
-        "height": _ROW * len(rows) + MARGIN + below,
-        "margin": {"t": MARGIN, "b": below, "r": 4, "l": 8},
+        "height": _ROW * len(rows) + _MARGIN + below,
+        "margin": {"t": _MARGIN, "b": below, "r": 4, "l": 8},
     }
     layout |= {"xaxis": {**axis, **ordered, **across, "tickvals": named, "ticktext": named}}
     layout |= {"yaxis": {**axis, **below_another, **by_row}, "shapes": frames}
@@ -121,7 +121,7 @@ def heatmap(
         trace["text"] = [["" if cell is None else cell.apart or _short(cell.value) for cell in line] for line in mine]
         trace |= {"hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2}
         traces.append(trace | (_scale(measure, *ends) if scaled else {"colorscale": one, "showscale": False}))
-    width = LABELS + (_COLUMN if written else NARROW) * len(columns)
+    width = _LABELS + (_COLUMN if written else _NARROW) * len(columns)
     return figure(title, summary, traces, keys, table, layout, width)
 
 
@@ -144,7 +144,7 @@ def _folded(component: str) -> str:
     """A name without what stands in brackets, on two lines where it is long: phones are narrow."""
     name = component.split(" (")[0]
     first, _, rest = name.partition(" ")
-    return f"{safe(first)}<br>{safe(rest)}" if len(name) > LONGEST and rest else safe(name)
+    return f"{safe(first)}<br>{safe(rest)}" if len(name) > _LONGEST and rest else safe(name)
 
 
 def _hover(cell: Cell) -> str:

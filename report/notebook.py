@@ -14,18 +14,18 @@ from ..analysis.params import ModelCount
 from ..terminal import printable, status
 from .sheets import Row, Sheet, nbytes
 
-WIDTH = 100  # characters of a line
+_WIDTH = 100  # characters of a line
 OFTEN = 0.1  # seconds between two changes of a line of progress, at least
-BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
+_BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
 """What of rich's page is wanted: no colours but those of the notebook."""
 
 
 def html(value: Any) -> str:
     """A value of `display.Shown` as HTML; text in it is escaped."""
-    console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, markup=False, emoji=False)
+    console = Console(file=io.StringIO(), record=True, width=_WIDTH, highlight=False, markup=False, emoji=False)
     kind = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in DRAWN)
     console.print(Group(*DRAWN[kind](value)), crop=False)
-    return console.export_html(code_format=BLOCK, inline_styles=True)
+    return console.export_html(code_format=_BLOCK, inline_styles=True)
 
 
 def _counts(counts: list[ModelCount]) -> Iterator[RenderableType]:

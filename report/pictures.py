@@ -18,11 +18,11 @@ from ..errors import UsageError
 from . import pages
 from .pages import Figure, Page, safe
 
-WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
-SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
+_WIDTH = 520  # pixels: a column of a paper (84 mm) makes 12 of them 6 points high
+_SCALE = 4  # pixels of a PNG for each of the drawing's: 600 dots an inch in such a column
 _NOWHERE = "127.0.0.1:9"  # a proxy that nobody is: the discard port
-SECONDS = 120
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+_SECONDS = 120
+_FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 _TITLE = 26  # pixels above the figure for its name
 
@@ -121,11 +121,11 @@ async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
     from kaleido import Kaleido
 
     made = []
-    async with Kaleido(mathjax=False, proxy_server=_NOWHERE, timeout=SECONDS, path=_browser()) as kaleido:
+    async with Kaleido(mathjax=False, proxy_server=_NOWHERE, timeout=_SECONDS, path=_browser()) as kaleido:
         for figure, form in figures:
             spec = _static(figure)
-            size = {"width": max(figure.width, WIDTH), "height": spec["layout"]["height"]}
-            options = {"format": form, **size, "scale": SCALE if form == "png" else 1}
+            size = {"width": max(figure.width, _WIDTH), "height": spec["layout"]["height"]}
+            options = {"format": form, **size, "scale": _SCALE if form == "png" else 1}
             content = bytes(await kaleido.calc_fig(spec, opts=options))
             # The same file for the same figure: plotly makes its names by chance.
             chance = re.search(rb'id="defs-([0-9a-f]{6})"', content) if form == "svg" else None
@@ -153,7 +153,7 @@ def _static(figure: Figure) -> dict[str, Any]:
     more = 0
     if legend:  # below the figure; plotly gives all of its entries the width of the longest
         widest = 50 + 7 * max(len(entry["name"]) for entry in legend)
-        more = 12 + 20 * math.ceil(len(legend) / max(1, max(figure.width, WIDTH) // widest))
+        more = 12 + 20 * math.ceil(len(legend) / max(1, max(figure.width, _WIDTH) // widest))
     margin = {"t": 0, **layout.get("margin", {})}
     nested = any(trace["type"] == "treemap" for trace in data)
     if nested:
@@ -164,7 +164,7 @@ def _static(figure: Figure) -> dict[str, Any]:
         **layout,
         "shapes": shapes,
         "paper_bgcolor": "#ffffff",
-        "font": {**layout["font"], "family": FONT, "size": 12},
+        "font": {**layout["font"], "family": _FONT, "size": 12},
         "height": figure.height + _TITLE + more,
         "margin": {**margin, "t": margin["t"] + _TITLE, "b": margin.get("b", 0) + more},
         "title": {"text": f"<b>{safe(figure.title)}</b>", "font": {"size": 13}, **corner, "pad": {"t": 6}},

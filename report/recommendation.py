@@ -12,7 +12,7 @@ from .comparison import flops
 from .pages import counted
 from .sheets import Layout, Row, Sheet, drawing, nbytes, plain_table
 
-NARROWEST = 72  # characters below which a choice is told in lines one below the other
+_NARROWEST = 72  # characters below which a choice is told in lines one below the other
 _BETWEEN = 2
 
 
@@ -33,7 +33,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
     yield Text("Components, in the order of their effect", style="bold")
     disagree = " The costs disagree: see below." if contrary else ""
     yield page.note(f"As usually advised for {advice.goal}: {advice.way}.{disagree}")
-    if page.width >= NARROWEST:  # what, why, and where it is written, beside each other
+    if page.width >= _NARROWEST:  # what, why, and where it is written, beside each other
         rows = [(choice.words, choice.why, str(choice.paper or "")) for choice in advice.choices]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = plain_table(gap=_BETWEEN)
@@ -43,7 +43,7 @@ def recommendation_table(page: Layout, advice: Recommendation) -> RenderResult:
         for row in rows:
             table.add_row(*map(page.text, row))
         yield table
-    for choice in advice.choices if page.width < NARROWEST else ():
+    for choice in advice.choices if page.width < _NARROWEST else ():
         yield page.text(choice.words)
         yield _item(page, choice.why, "  ")
         if choice.paper is not None:

@@ -17,7 +17,7 @@ from .sheets import Layout, drawing
 from .structure import SYMBOLS, Kind, Structure, layers_label
 from .tree import tree_json, tree_lines, tree_table
 
-MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells apart in words
+_MOST_KINDS = 8  # kinds of layers that a page draws, and that a terminal tells apart in words
 
 
 @drawing
@@ -62,7 +62,7 @@ def named_drawing(page: Layout, model: ModelCount) -> RenderResult:
 
 def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
     """Each kind of layer with the aspects in which kinds differ, in words; more than `MOST_KINDS` are not told."""
-    kinds = graph.kinds[:MOST_KINDS]
+    kinds = graph.kinds[:_MOST_KINDS]
     each = [describe(graph.spec, (kind.block,)) for kind in kinds]
     every = dict.fromkeys(aspect for words in each for aspect in words)
     differ = [aspect for aspect in every if len({words.get(aspect, "none") for words in each}) > 1]
@@ -115,12 +115,12 @@ def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Pag
     words = describe(model.spec)
     differ = dict(kinds_differ(graph)) if len(graph.kinds) > 1 else {}
     sections = []
-    for kind in kinds[:MOST_KINDS]:
+    for kind in kinds[:_MOST_KINDS]:
         lead = (Lines((differ[kind],)),) if kind in differ else ()
         title = f"The data's path through {layers_label(graph, kind)}"
         sections.append(Section(title, (*lead, block_diagram(model.spec, kind.layers[0]))))
-    if len(kinds) > MOST_KINDS:
-        more = f"{len(kinds) - MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
+    if len(kinds) > _MOST_KINDS:
+        more = f"{len(kinds) - _MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
         sections.append(Section("More layers", (Lines((more,)),)))
     aspects = Table("What it is", (("aspect", False), ("of this model", False)), tuple(words.items()))
     sections += [Section("The tree", (tree_table(graph),)), Section("What it is", (aspects,)), *noted(model.notes)]

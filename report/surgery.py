@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..surgery.registry import Swap
     from ..surgery.swap import SwapResult
 
-HEADINGS = {
+_HEADINGS = {
     "exact": "Possible and exact here",
     "approximate": "Possible, approximate",
     "retrained": "Possible, but needs training",
@@ -60,7 +60,7 @@ def listing_report(listing: Listing) -> RenderableType:
     costly = f"a token that sees {before.context:,}: {flops(before.total_flops)}FLOP"
     size = f"{before.parameters:,} parameters; {costly}, {human_bytes(before.cache_bytes())} of cache in bf16"
     parts: list[RenderableType] = [Text(listing.reference, style="bold"), Text(size)]
-    for verdict, heading in HEADINGS.items():
+    for verdict, heading in _HEADINGS.items():
         entries = [entry for entry in listing.entries if entry.verdict == verdict]
         if entries:
             parts += [Text(), Text(f"{heading} ({len(entries)})", style="bold")]

@@ -18,8 +18,8 @@ from .placement import folded
 from .sheets import Layout, drawing
 from .structure import Kind, Node, Structure, sizes, structure
 
-NARROWEST = 18  # a column of words is at least so wide
-GAP = 2  # blanks between two columns
+_NARROWEST = 18  # a column of words is at least so wide
+_GAP = 2  # blanks between two columns
 _Branch = dict[str, "_Branch | Shape"]
 _GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-", "·": "*", "…": "..."}
 
@@ -187,10 +187,10 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
     names = max(len(lead) + len(words(row.name)) for lead, row in zip(leads, rows, strict=True))
     whats = max(len(words(row.what)) for row in rows)
     figures = max(len(words(row.figures)) for row in rows)
-    room = width - names - figures - 2 * GAP
-    below = room < min(whats, NARROWEST)
+    room = width - names - figures - 2 * _GAP
+    below = room < min(whats, _NARROWEST)
     whats = 0 if below else min(whats, room)
-    line_width = names + figures + (GAP if below else 2 * GAP + whats)
+    line_width = names + figures + (_GAP if below else 2 * _GAP + whats)
     for lead, row in zip(leads, rows, strict=True):
         style = "bold" if row.depth == 0 else ""
         parts = folded(words(row.what), max(width - len(lead) - 3, 1) if below else whats) if row.what else []
@@ -198,7 +198,7 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
         line.append(lead, "dim").append(words(row.name), style)
         first = parts[0] if parts and not below else ""
         if first:
-            line.append(" " * (names + GAP - line.cell_len)).append(first)
+            line.append(" " * (names + _GAP - line.cell_len)).append(first)
         figure = words(row.figures)
         if line_width <= width:
             line.append(" " * (line_width - line.cell_len - len(figure))).append(figure, style)
@@ -208,7 +208,7 @@ def tree_lines(graph: Structure | Named, width: int, ascii_only: bool = False) -
         onwards = lead.translate(str.maketrans("├└─`-", "│    "))
         for part in parts[0 if below else 1 :]:
             more = Text(no_wrap=True, overflow="ignore").append(onwards, "dim")
-            yield more.append(" " * (3 if below else names + GAP - len(onwards))).append(part, "dim" if below else "")
+            yield more.append(" " * (3 if below else names + _GAP - len(onwards))).append(part, "dim" if below else "")
 
 
 def tree_table(graph: Structure | Named) -> Table:

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from ..parity.port import PortVerification
     from ..parity.verify import Verification
 
-SHOWN = 5  # tensors named, of however many
+_SHOWN = 5  # tensors named, of however many
 _PROBE = (("probe", False), ("tokens", True), ("max Δ", True), ("mean Δ", True), ("KL", True), ("top-1", True))
 """Columns of a row a prompt: how far the logits are apart."""
-PLACES = (("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
+_PLACES = (("component", False), ("relative Δ", True), ("rounding there", True), ("", False))
 _VERDICTS = {
     "identical": "Identical to the last bit",
     "equal": "The same function: what differs is rounding",
     "different": "Different",
 }
-WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
+_WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
 _RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
 def some(names: Sequence[str]) -> str:
     """Tensors by name, at most so many, those of all layers together."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
-    return ", ".join(names[:SHOWN]) + (f", … ({len(names) - SHOWN} more)" if len(names) > SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (f", … ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else "")
 
 
 # --- in the terminal -------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def verification_report(result: Verification) -> RenderableType:
         for place in divergence.places[max(first - 3, 0) : first + 6]:
             mark = "<- parts here" if place is divergence.first else "differs" if place.parts else "equal"
             rows.append((place.name, number(place.relative), number(place.noise), mark))
-        parts += [Text(), plain_table(*PLACES, rows=rows)]
+        parts += [Text(), plain_table(*_PLACES, rows=rows)]
     if result.damage is not None:
         parts += [Text(), *map(Text, damage_lines(result.damage))]
     return Group(*parts)
@@ -90,15 +90,15 @@ def verdict_lines(result: Verification) -> list[str]:
         if bad and not result.bytes.required:
             lines.append(f"          the trees differ, and so may the other {len(bad)}")
         else:
-            lines += [f"          differs: {name}" for name in bad[:SHOWN]]
-            lines += [f"          … ({len(bad) - SHOWN} more)"] if len(bad) > SHOWN else []
+            lines += [f"          differs: {name}" for name in bad[:_SHOWN]]
+            lines += [f"          … ({len(bad) - _SHOWN} more)"] if len(bad) > _SHOWN else []
         if result.bytes.alone:
             lines += indented(f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}")
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     worst = f", max Δ {number(max(prompt.maximum for prompt in result.prompts))}"
     reach, worst = {"identical": (reach, ""), "equal": (reach, worst), "different": ("", worst)}[result.verdict]
-    lines.append(f"function  {WORDS[result.verdict]}{reach}: {where}{worst}")
+    lines.append(f"function  {_WORDS[result.verdict]}{reach}: {where}{worst}")
     noise, marks, divergence = result.noise, result.score, result.divergence
     if noise is not None:
         lines.append(f"          {_apart(noise.functions, noise.allowed)}:")
@@ -148,7 +148,7 @@ def _cause_words(divergence: Divergence) -> list[str]:
 def port_report(result: PortVerification) -> RenderableType:
     """A port's verdict: a row a prompt, then where it leaves the reference."""
     lines = [
-        f"function  {WORDS[result.verdict]}: {result.against} against {result.reference}",
+        f"function  {_WORDS[result.verdict]}: {result.against} against {result.reference}",
         f"          {_apart(result.functions, result.allowed)}",
     ]
     if result.imprecise:
@@ -167,7 +167,7 @@ def port_report(result: PortVerification) -> RenderableType:
         start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
         shown = result.matches[start : start + 9]
         rows = [(each.place.name, number(each.place.relative), Text(each.module or "-")) for each in shown]
-        parts += [Text(), plain_table(*PLACES[:2], ("your module", False), rows=rows)]
+        parts += [Text(), plain_table(*_PLACES[:2], ("your module", False), rows=rows)]
     return Group(*parts)
 
 
@@ -305,7 +305,7 @@ def _places_figure(
             row.append(modules[index] or "-")
         cells.append(Cell(place.label, place.layer, place.relative, tuple(lines), place.parts))
         rows.append(tuple(row))
-    columns = (*PLACES, *([] if modules is None else [("your module", False)]))
+    columns = (*_PLACES, *([] if modules is None else [("your module", False)]))
     lit = frozenset() if first_index is None else frozenset([first_index])
     caption = f"{counted(len(rows), 'place')} as a table"
     return heatmap(
