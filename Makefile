@@ -27,7 +27,7 @@ help:
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       docs/healing.md: what six swaps cost, and what training gives back, with controls"
 	@echo "make healing-starts  docs/kv-healing.md: five closed forms of fewer key-value heads, healed alike"
-	@echo "make healing-smollm  docs/kv-healing.md: SmolLM2-135M with one key-value head, healed (WHEEL=)"
+	@echo "make healing-smollm  SmolLM2-135M with one key-value head, healed (WHEEL=)"
 	@echo "make ablation      docs/ablation.md: what each step from GPT-2 to LLaMA gives (TEXT=tinyshakespeare.txt)"
 	@echo "make bench         speed against transformers, as ratios"
 	@echo "make bench-convert conversion against copying, hashing and transformers"
@@ -131,7 +131,7 @@ healing-starts: $(STAMP)
 
 # 4 GB of disk, 5 GB of memory, and half an hour.
 healing-smollm: $(STAMP)
-	$(BIN)/python benchmarks/kv_healing.py --out docs/kv-healing.md $(if $(WHEEL),--wheel $(WHEEL))
+	$(BIN)/python benchmarks/kv_healing.py $(if $(WHEEL),--wheel $(WHEEL))
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -146,11 +146,12 @@ class Healed(Record, Shown):
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def distilled(teacher: Decoder, hidden: float = 0.0) -> Loss:
+def distilled(teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None) -> Loss:
     """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have; where it
     is trained, and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
-    |Δ|² over its |x|², a mean over layers.
+    |Δ|² over its |x|², a mean over layers; |x|² is that of the `sample`.
     """
+    sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
 
     def loss(model: Logits, batch: Batch) -> Tensor:
         layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
@@ -161,7 +162,8 @@ def distilled(teacher: Decoder, hidden: float = 0.0) -> Loss:
             found = divergence(wanted, model(batch.ids, documents=batch.documents), counted)
         for layer in layers:
             y, given = original[layer][1].float(), own[layer][1].float()
-            far = (given - y).square().sum(dim=-1) / y.square().sum(dim=-1).mean().clamp_min(1e-12)
+            size = sizes[layer][1] if sizes else float(y.square().sum(dim=-1).mean())
+            far = (given - y).square().sum(dim=-1) / max(size, 1e-12)
             found = found + hidden / len(layers) * (far * counted).sum()
         return found
 
@@ -181,10 +183,11 @@ def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
     return (F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1) * counted).sum()
 
 
-def block_local(teacher: Decoder, layers: Sequence[int]) -> Loss:
+def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:
     """How far each of these layers is from the teacher's, given what the teacher's was: |Δ|² over |what it adds|², a
-    mean over layers.
+    mean over layers. What it adds is that of the `sample`, the same for each part of a step, or of each batch.
     """
+    sizes = {} if sample is None else _sizes(teacher, sample, layers)
 
     def loss(model: Logits, batch: Batch) -> Tensor:
         with torch.no_grad(), _watched(teacher.blocks, layers) as original:
@@ -196,11 +199,20 @@ def block_local(teacher: Decoder, layers: Sequence[int]) -> Loss:
         total = torch.zeros(counted.shape, device=batch.ids.device)
         for layer in layers:
             (x, y), (_, found) = original[layer], own[layer]
-            added = (y - x).float().square().sum(dim=-1).mean()
-            total = total + (found - y).float().square().sum(dim=-1) / added.clamp_min(1e-12)
+            added = sizes[layer][0] if sizes else float((y - x).float().square().sum(dim=-1).mean())
+            total = total + (found - y).float().square().sum(dim=-1) / max(added, 1e-12)
         return (total * counted).sum() / len(layers)
 
     return loss
+
+
+@torch.no_grad()
+def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Of each layer, on a batch: the mean square of what it adds to the stream of a token, and of what leaves it."""
+    with _watched(teacher.blocks, layers) as seen:
+        teacher(sample.ids, documents=sample.documents)
+    pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in seen.items()}
+    return {i: tuple(float(x.square().sum(dim=-1).mean()) for x in pair) for i, pair in pairs.items()}  # type: ignore[misc]
 
 
 @contextmanager
@@ -513,6 +525,11 @@ class _Runs:
     force: bool
     tell: Callable[[str, Step], None]
 
+    def _sample(self) -> Batch:
+        """As much held-out text as a step has, the same in every process."""
+        parts = max(1, len(self.windows.ids) // self.settings.windows)
+        return Batch.of(self.windows.part(0, parts), self.group.device)
+
     def held(self, model: Decoder) -> Held:
         """A model on the held-out text."""
         training, sums, parts = model.training, [0.0, 0.0], max(1, len(self.windows.ids) // self.settings.windows)
@@ -579,11 +596,13 @@ class _Runs:
             prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
             inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
             if inside:
-                loss = block_local(self.original, self.layers)
+                loss = block_local(self.original, self.layers, self._sample())
                 run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
                 steps, taken = run.step, run.seconds
             whole = 1 - self.local if inside else 1.0
-            run = self._fit(f"{name}-{seed}", model, distilled(self.original, self.hidden), whole, names, seed)
+            run = self._fit(
+                f"{name}-{seed}", model, distilled(self.original, self.hidden, self._sample()), whole, names, seed
+            )
         return steps + run.step, taken + run.seconds, count
 
     def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:

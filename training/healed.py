@@ -1,6 +1,6 @@
 """swap, and heal where the recipe says so: what the swaps gave is trained to answer as the model it was made from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from ..converter.publish import Staging
 from ..surgery.recipe import read_recipe
+from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
 from .heal import Healed, heal
@@ -25,7 +26,8 @@ class Carried(SwapResult):
 def swap(
     model: str | Path,
     out: str | Path,
-    *steps: Any,
+    steps: Sequence[Step] = (),
+    *,
     recipe: str | Path | None = None,
     to: str | None = None,
     force: bool = False,
@@ -37,17 +39,17 @@ def swap(
     told = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
     if told is None or told.heal is None:
-        return run(out, *steps, to=to, force=force)
+        return run(out, steps, to=to, force=force)
     target, to = Path(out), to or told.to
     if dry_run:
-        done = run(out, *steps, to=to, force=force)
+        done = run(out, steps, to=to, force=force)
         return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
     given = {"train": "trained"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
     with TemporaryDirectory(prefix=f".{target.name}.changed-", dir=target.parent) as folder:
-        done = run(Path(folder) / "changed", *steps, to="local")
+        done = run(Path(folder) / "changed", steps, to="local")
         healed = watched(
             done.target, model, [told.heal.value], target, **healing, **opening, force=force,
             to="hf:auto" if to == "auto" else to,

@@ -139,7 +139,7 @@ def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, i
     found = {}
     for layer in calibration.walk(model, layers):
         rows = layer.run("attention.o_proj")[1]["attention.o_proj"][0]
-        found[layer.index] = _activity(rows.unflatten(-1, (layers[layer.index], -1)))
+        found[layer.index] = _activity(rows.reshape(*rows.shape[:2], layers[layer.index], -1))
     return found
 
 

@@ -256,10 +256,12 @@ def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
         assert len(first) == len(second) > 0
         for a, b in zip(first, second, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-    for a, b in zip(load(tmp_path / "one").parameters(), load(tmp_path / "two").parameters(), strict=True):
-        assert torch.allclose(a, b, atol=2e-4)
+    # Biases of keys have no gradient but rounding, of which AdamW makes whole steps; they are in no logit.
+    with torch.no_grad():
+        first, second = (load(tmp_path / name)(batch().ids) for name in ("one", "two"))
+    assert float((first - second).abs().max()) < 1e-3 * float(first.abs().max())
     lora = python(*ranks, *words, "no", "--train", "lora:2", cwd=tmp_path, env=env)
-    assert lora.returncode == 2 and lora.stderr.count("gptkit: ") == 1 and "no shares of lora's updates" in lora.stderr
+    assert lora.returncode == 1 and lora.stderr.count("gptkit: ") == 1 and "no shares of lora's updates" in lora.stderr
 
 
 def stopped_at(name: str, number: int, do: Callable[[], object]) -> Callable[[str, Step], None]:

@@ -24,7 +24,6 @@ from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
 from gptkit import generate, load, open_checkpoint
-from gptkit.analysis.memory import training_memory
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
@@ -415,45 +414,3 @@ def test_what_fails_in_several_processes_is_told_once(tmp_path: Path) -> None:
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gptkit", "train", "tree.json", "out"]
     done = python(*ranks, "--data", "text.jsonl", "--tokens", "1k", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stderr.count("gptkit: ") == 1 and "out exists" in done.stderr
-
-
-RANK = """
-import json, os, sys
-from pathlib import Path
-import torch
-from gptkit.training.train import train
-
-def held(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-def tell(step):
-    if step.step == 2:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-    if step.step == 5:
-        Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"before": before, "peak": held("VmHWM")}))
-
-before = held("VmRSS")
-train("wide.json", ["text.jsonl"], "out", tokens=6 * 512, context=64, batch=512, every=100, tell=tell)
-"""
-
-
-@pytest.mark.slow
-def test_memory_of_a_rank_is_what_params_says(tmp_path: Path) -> None:
-    """Half of all states, activations of half of the batch, and what is whole for a while: tables and two layers."""
-    config, _ = made(tmp_path)
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-    (tmp_path / "wide.json").write_text(json.dumps({**json.loads(config.read_text()), **sizes}))
-    (tmp_path / "rank.py").write_text(RANK)
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "rank.py"]
-    done = python(*ranks, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    spec = open_checkpoint(tmp_path / "out").spec
-    told = training_memory(spec, "float32", 64, 4)
-    of_layer = max(sum(each.count for each in spec.parameters() if each.layer == layer) for layer in range(8))
-    outside = sum(each.count for each in spec.parameters() if each.layer is None)
-    expected = told.states / 2 + told.activations + 4 * (outside + 2 * of_layer)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        used = found["peak"] - found["before"]
-        assert 0.8 * expected < used < 1.3 * expected, (used / 1e6, expected / 1e6)
