@@ -99,7 +99,7 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
     def choose(values: Any) -> Any:
         return data.draw(st.sampled_from(list(values)))
 
-    spec = spec_of(resized(CONFIGS[choose(CONFIGS)], choose))
+    spec = of_chosen(spec_of(resized(CONFIGS[choose(CONFIGS)], choose)))
     kernel, dtype = choose(("sdpa", "eager")), choose(SIZES)
     batch, tokens = choose((1, 2, 3)), choose((2, 7, 17, 30))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -127,7 +127,7 @@ MEASURED = {
         "flint": 0.0006,
         "llama4_text": 0.33,
     },
-    "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.33},
+    "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.39},
 }
 """Where transformers keeps more, at most so much. Of Cohere it takes the mean off twice in every norm, and with windows
 makes a mask for each sequence. Of ERNIE, GLM and Helium neighbours turn as slices. Of DeepSeek-V3's routers it keeps
