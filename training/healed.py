@@ -39,17 +39,17 @@ def swap(
     told = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
     if told is None or told.heal is None:
-        return run(out, steps=steps, to=to, force=force)
+        return run(out=out, steps=steps, to=to, force=force)
     target, to = Path(out), to or told.to
     if dry_run:
-        done = run(out, steps=steps, to=to, force=force)
+        done = run(out=out, steps=steps, to=to, force=force)
         return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
     given = {"train": "trained"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
     with TemporaryDirectory(prefix=f".{target.name}.changed-", dir=target.parent) as folder:
-        done = run(Path(folder) / "changed", steps=steps, to="local")
+        done = run(out=Path(folder) / "changed", steps=steps, to="local")
         healed = watched(
             done.target, model, [told.heal.value], target, **healing, **opening, force=force,
             to="hf:auto" if to == "auto" else to,
