@@ -25,7 +25,7 @@ _NAMES = {
 }
 _STRANGE = re.compile(
     r"(global|swa|sliding|local|full|shared|compress|index|cross|cycle|loop|recurr|attn_layer|block_type|layers_block"
-    r"|rwkv|xlstm|mamba|ssm|state_size|conv|linear_|kv_shared|lsh|per_layer|encoder|expand|depth)"
+    r"|rwkv|xlstm|mamba|ssm|state_size|conv|linear_|kv_shared|lsh|per_layer|encoder|expand|depth|prompt)"
 )
 """What in a field's name says that layers keep something else than keys and values of their heads."""
 _HARMLESS = re.compile(

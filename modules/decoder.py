@@ -102,19 +102,27 @@ class PositionsModule(nn.Module):
 
 
 class Front(nn.Module):
-    """What stands before the layers of a tree: token ids (B, T), position ids (1 or B, T) -> (B, T, hidden)."""
+    """What stands before the layers of a tree: token ids (B, T), position ids (1 or B, T) -> the stream (B, T, hidden),
+    or streams (streams, B, T, hidden), and what layers read beside it, None where they read nothing.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = None if spec.positions is None else PositionsModule(spec.positions)
+        self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
+        self.streams = None if spec.streams is None else build_module(spec.streams)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """With an `attention_mask` positions are those of tokens that nobody gives any."""
         x: Tensor = self.embedding(input_ids)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, x)
         if self.positions is not None and attention_mask is not None:
             position_ids = self.positions.where_not_given(attention_mask, 0, input_ids.shape[1], input_ids.device)
-        return x if self.positions is None else x + self.positions(position_ids, x.dtype)
+        x = x if self.positions is None else x + self.positions(position_ids, x.dtype)
+        return (x if self.streams is None else self.streams.split(x)), inputs
 
 
 class BlockModule(nn.Module):

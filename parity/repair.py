@@ -127,7 +127,8 @@ def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batc
     dtype, read = next(iter(inputs.values())).dtype, partial(tensor_of, tree)
     module: Callable[..., Tensor]
     if unit == "front":
-        module = filled(partial(Front, tree.spec), read, dtype)
+        whole = filled(partial(Front, tree.spec), read, dtype)
+        module = lambda *given: whole(*given)[0]  # noqa: E731
     elif unit == "back":
         norm, head = final_norm(tree, dtype), next(head_rows(tree, dtype, [slice(None)]))
         module = lambda x: head(norm(x))  # noqa: E731

@@ -112,9 +112,11 @@ class Calibration:
         rows, steps = self.ids.shape
         front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
         with torch.no_grad():
-            x: Tensor = front(self.ids, torch.arange(steps)[None])
+            x, inputs = front(self.ids, torch.arange(steps)[None])
         context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
+        context.inputs, context.shared = inputs, dict.fromkeys(model.spec.shared)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
+            context.layer = index
             layer = Layer(index, block_of(model, index), context, x)
             if layers is None or index in layers:
                 yield layer

@@ -50,8 +50,11 @@ def test_what_layers_keep_is_what_transformers_caches(kind: str) -> None:
     if model is None:
         pytest.skip("transformers makes none of sizes cut down like this")
     if {*(getattr(model.config, "layer_types", None) or ["none"])} == {"linear_attention"}:
-        model.config.layer_types = ["linear_attention", FULL]  # transformers counts tokens by layers that see them
-        model = type(model)(model.config)
+        try:  # transformers counts tokens by layers that see them
+            model.config.layer_types = ["linear_attention", FULL]
+            model = type(model)(model.config)
+        except (AttributeError, TypeError):
+            pytest.skip("it has no such layers")
     config, shapes = model.config.to_dict(), [(name, tuple(each.shape)) for name, each in model.named_parameters()]
     if kind not in TOLD:
         try:
@@ -63,7 +66,7 @@ def test_what_layers_keep_is_what_transformers_caches(kind: str) -> None:
     try:
         with torch.no_grad():
             cache = getattr(model.eval()(ids, use_cache=True), "past_key_values", None)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         pytest.skip(f"its sizes do not go together when they are cut down: {error}")
     if not hasattr(cache, "layers"):
         pytest.skip("transformers has no cache of layers for it")

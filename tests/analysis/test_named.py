@@ -122,7 +122,7 @@ def test_a_file_without_a_config_is_counted(tmp_path: Path) -> None:
         assert [group.name for group in found.named.groups()] == ["net.blocks.{0,2}.experts.{0–3}.w", "net.table"]
 
 
-NEED_A_TREE = "--kv 64,--flops,--memory,--dtype bf16,--explain,--gpu 24GB,--tp 2,--swap norm=rmsnorm,--html page.html"
+NEED_A_TREE = "--flops,--memory,--dtype bf16,--explain,--gpu 24GB,--tp 2,--swap norm=rmsnorm,--html page.html"
 
 
 @pytest.mark.parametrize("options", NEED_A_TREE.split(","))
@@ -135,6 +135,8 @@ def test_figures_that_need_a_tree_are_refused_by_the_family(
     result = CliRunner().invoke(app, ["params", ".", *options.split()])
     assert (result.exit_code, "family 'mamba' that gptkit does not know" in result.stderr) == (2, True)
     assert not (tmp_path / "page.html").exists()
+    result = CliRunner().invoke(app, ["params", ".", "--kv", "64"])  # told of types whose fields say what layers keep
+    assert (result.exit_code, "state_size says" in result.stderr) == (4, True)
     with pytest.raises(UsageError, match="mamba"):
         _ = gptkit.params(tmp_path)[0].count
 

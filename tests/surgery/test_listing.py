@@ -107,7 +107,8 @@ def hold(source: Path) -> Listing:
     """
     checkpoint = gptkit.open_checkpoint(source)
     found, model = listing(checkpoint), Stored(checkpoint)
-    assert len(found.of("exact")) >= 9 and found.of("needs a text")
+    unknown = any("unknown to this swap" in entry.said for entry in found.entries)  # to most of them
+    assert len(found.of("exact")) >= (4 if unknown else 9) and found.of("needs a text")
     ids = torch.randint(checkpoint.spec.vocab_size, (320,), generator=torch.Generator().manual_seed(0)).tolist()
     text = Calibration(Text(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
     held: set[tuple[str, str]] = set()
@@ -157,7 +158,7 @@ def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None
     assert all(entry.costs is not None for entry in found.entries if entry.verdict != "refused")
     told = {each["value"]: each for each in found.as_json()["swaps"]}
     assert told["mqa"]["verdict"] == "needs a text" and told["mqa"]["costs"]["parameters"] < 260_032
-    assert "Possible, needs a text to be fitted on (--calibrate FILE) (7)" in shown(listing_report(found))
+    assert "Possible, needs a text to be fitted on (--calibrate FILE) (9)" in shown(listing_report(found))
 
 
 def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
@@ -180,7 +181,8 @@ def test_samples_compute_no_tensor(sample: str, monkeypatch: pytest.MonkeyPatch)
         assert len(found.of(verdict)) >= 5, verdict  # type: ignore[arg-type]
     assert all(entry.costs is not None for entry in found.entries if entry.verdict != "refused")
     unsaid = set(options()) - {entry.swap.option for entry in found.entries}
-    assert unsaid <= {"merge_lora", "rotary_dim", "context", "drop"}  # which need a value, and have none to try
+    # Which need a value and have none to try, or, of experts, a mixture.
+    assert unsaid <= {"merge_lora", "rotary_dim", "context", "drop", "experts"}
 
 
 def test_json(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ VALUES = {
     "rope_pairs": "adjacent",
     "context": "512",
     "mlp": "moe:4x2",
+    "experts": "2",
     "activation": "gelu",
     "intermediate": "160",
     "vocab": "multiple:64",
@@ -82,7 +83,9 @@ def test_every_option_has_a_value() -> None:
     assert set(VALUES) == {option.name for option in all_options()}
 
 
-@pytest.mark.parametrize("option", [option for option in VALUES if option not in ("merge_lora", "drop", "untie")])
+@pytest.mark.parametrize(
+    "option", [option for option in VALUES if option not in ("merge_lora", "drop", "untie", "experts")]
+)
 def test_it_is_moved_by_its_roles_or_refused_by_its_name(option: str) -> None:
     found = asked(option)
     if option in ELSEWHERE:
