@@ -34,9 +34,8 @@ def test_a_picture_without_its_command_is_told(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="1 marks, 0 of them before a picture"):
         pictured(page)
     for path in PAGES:
-        assert len(re.findall(r"!\[", path.read_text())) == (path in MEASURED) + len(MARK.findall(path.read_text())), (
-            path
-        )
+        text = path.read_text()
+        assert len(re.findall(r"!\[", text)) == len(MARK.findall(text)) + (path in MEASURED), path
 
 
 def texts(file: Path) -> set[str]:
