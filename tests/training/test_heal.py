@@ -239,6 +239,7 @@ def test_what_no_recipe_heals(steps: str, why: str, tmp_path: Path) -> None:
 # --- several processes, and what goes wrong ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
     words = ["-m", "gptkit", "heal", str(changed), "--teacher", TEACHER, "--data", str(PLAY), "--tokens", "3k"]
     words += ["--context", "64", "--batch", "512", "--held-out", "0.02", "--lr", "0.001", "--alone"]
