@@ -269,7 +269,7 @@ def gemma3n(chosen: random.Random) -> Config:
         "altup_active_idx": chosen.randrange(streams),
         "num_kv_shared_layers": int(layers > 1 and {*kinds[:-1]} == {*kinds}),
     }
-    shares = {"activation_sparsity_pattern": [chosen.choice((0, 0.25, 0.95)) for _ in range(layers)]}
+    shares = {"activation_sparsity_pattern": [chosen.choice((0.0, 0.25, 0.95)) for _ in range(layers)]}
     units = {"intermediate_size": [chosen.choice((16, 33)) for _ in range(layers)]}
     return found | sometimes(chosen, {**shares, **units})
 
