@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..architectures.composite import text_config, text_names
-from ..display import Shown
 from ..errors import CheckpointError, UsageError
 from .resolve import Reference, resolve
 from .rewrite import rewrite
@@ -15,7 +14,7 @@ PARTS = ("text",)
 
 
 @dataclass(frozen=True)
-class Extracted(Shown):
+class Extracted:
     """What was written: the family that it is of, its tensors with the name that each had, and those left out."""
 
     reference: str

@@ -76,7 +76,7 @@ class AlternatingUpdatesModule(nn.Module):
         """The predicted streams, by what the active one of them was off."""
         numbers: Tensor = self.correction(self._routed(computed)) + 1.0
         off = computed - streams[self.spec.active]
-        return off * numbers.permute(2, 0, 1)[..., None] + streams
+        return (off * numbers.permute(2, 0, 1)[..., None] + streams).contiguous()
 
     def scaled(self, streams: Tensor) -> Tensor:
         """The active one of the corrected streams, times a weight."""
