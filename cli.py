@@ -27,7 +27,7 @@ from .commands import eval as evaluate
 from .commands.base import app
 from .process import answer_signals
 
-COMMANDS = (
+_COMMANDS = (
     *(params, compare, diff, audit, show, recommend, convert, swap, verify, generate),
     *(tokenize, train, heal, ablate, evaluate, demo),
 )

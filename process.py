@@ -8,7 +8,7 @@ from typing import NoReturn
 
 INTERRUPTED = 130
 TERMINATED = 143
-AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
+_AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
 
 
 class Terminated(KeyboardInterrupt):
@@ -27,11 +27,11 @@ def _answer(number: int, frame: FrameType | None) -> None:
 
     Within an import nothing is raised: libraries take it for a failure of their own. Its end is waited for.
     """
-    signal.signal(number, leave)
+    signal.signal(number, _leave)
 
     def again(_: int, at: FrameType | None) -> None:
         if _importing(at):
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
             return
         # While it leaves, once more means at once.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
@@ -49,7 +49,7 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
-def leave(number: int, _: FrameType | None = None) -> NoReturn:
+def _leave(number: int, _: FrameType | None = None) -> NoReturn:
     """End the process at once, with the exit code of the signal."""
     os.write(2, b"gptkit: interrupted\n")
     os._exit(TERMINATED if number == signal.SIGTERM else INTERRUPTED)
@@ -60,7 +60,7 @@ def leave_at_signals() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            signal.signal(number, leave)
+            signal.signal(number, _leave)
 
 
 def open_streams() -> None:

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from .costs import Costs, costs
 from .parameters import count
 
-Positions = Literal["learned", "rope", "yarn", "alibi"]
+_Positions = Literal["learned", "rope", "yarn", "alibi"]
 _AttentionKind = Literal["mha", "gqa", "mqa", "mla"]
 
 _EPS = 1e-5
@@ -39,7 +39,7 @@ class Design:
     window: tokens in sight, None for all.
     """
 
-    positions: Positions = "learned"
+    positions: _Positions = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     feed_forward: Literal["gelu", "swiglu", "geglu"] = "gelu"
     attention: _AttentionKind = "mha"

@@ -22,8 +22,8 @@ from .papers import PAPERS, Paper
 
 _LEAST, _MOST = 10**7, 10**12  # parameters
 _CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
-VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
-WINDOW = 4_096  # of Mistral (2310.06825)
+_VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
+_WINDOW = 4_096  # of Mistral (2310.06825)
 _MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24
 _TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
 _LARGE_HEAD = 0.1  # a head that would take more of the budget than this is tied
@@ -54,7 +54,7 @@ GOALS: Mapping[str, Goal] = {
     ),
     "memory": Goal(
         "the least to keep of each token",
-        replace(_LLAMA, attention="mqa", window=WINDOW),
+        replace(_LLAMA, attention="mqa", window=_WINDOW),
         True,
         ({"attention": "gqa"}, {"attention": "mla", "positions": "rope"}, {"tied": False}),
     ),
@@ -62,7 +62,7 @@ GOALS: Mapping[str, Goal] = {
         "trained short, stretched long",
         replace(_LLAMA, positions="yarn"),
         None,
-        ({"positions": "alibi"}, {"attention": "mqa"}, {"attention": "mla", "positions": "rope"}, {"window": WINDOW}),
+        ({"positions": "alibi"}, {"attention": "mqa"}, {"attention": "mla", "positions": "rope"}, {"window": _WINDOW}),
     ),
     "simplicity": Goal(
         "the fewest ideas",
@@ -114,7 +114,7 @@ _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("bias", False): ("none in linears: large models train more stably", "palm"),
     ("tied", True): ("one table for input and output", "tied"),
     ("tied", False): ("a table of its own, as LLaMA has it", "llama"),
-    ("window", WINDOW): ("the cache stops growing there; layers above still see further", "mistral"),
+    ("window", _WINDOW): ("the cache stops growing there; layers above still see further", "mistral"),
 }
 
 
@@ -196,7 +196,7 @@ class Recommendation(Record, Shown):
 
 
 def recommend(
-    goal: str, params: int | str, *, vocab: int = VOCABULARY, context: int | None = None, loadable: bool = False
+    goal: str, params: int | str, *, vocab: int = _VOCABULARY, context: int | None = None, loadable: bool = False
 ) -> Recommendation:
     """Components for a goal and a number of parameters.
 

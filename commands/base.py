@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 # What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
-ORDER = (
+_ORDER = (
     *("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
     *("load", "inspect", "convert", "extract", "check", "swap", "swaps", "verify", "generate"),
     *("tokenize", "train", "heal", "ablate", "fit-scaling", "eval", "demo"),
 )
 """The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
-WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
+_WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
 """What other tools have as commands, and how it is called here."""
 
 
-def mistake(call: Any) -> str:
+def _mistake(call: Any) -> str:
     """What is wrong with a call, in a line; of the options that may have been meant, the nearest alone."""
     near = get_close_matches(getattr(call, "option_name", ""), getattr(call, "possibilities", None) or (), 1)
     if near:
@@ -48,7 +48,7 @@ def mistake(call: Any) -> str:
     message = str(call.format_message()).strip()
     # click and typer each add a suggestion, the same one
     message = re.sub(r"( Did you mean .*\?)\1$", r"\1", message)
-    if any(f"{word!r}" in message for word in WORDS):
+    if any(f"{word!r}" in message for word in _WORDS):
         message = re.sub(r" Did you mean .*\?$", "", message)
     return message[:1].lower() + message[1:].rstrip(".")
 
@@ -57,13 +57,13 @@ class _Commands(typer.core.TyperGroup):
     """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
 
     def way_on(self, call: Any, given: Sequence[str]) -> str:
         """What to do after a wrong call of `given`."""
         first = next((word for word in given if not word.startswith("-")), "")
-        if first in WORDS:
-            return f"{WORDS[first]} does that"
+        if first in _WORDS:
+            return f"{_WORDS[first]} does that"
         if call.ctx is not None:
             return f"{call.ctx.command_path} -h says what it takes"
         # The parser of options does not say whose it is, and the group itself has none that take a value.
@@ -76,7 +76,7 @@ class _Commands(typer.core.TyperGroup):
         except _WrongCall as error:
             call: Any = error
             given = kwargs.get("args", args[0] if args else None) or sys.argv[1:]
-            message = mistake(call)
+            message = _mistake(call)
             if message:  # none where there was no argument at all: the help was printed
                 complain(f"{message}\n{self.way_on(call, given)}")
             code = call.exit_code
@@ -86,7 +86,7 @@ class _Commands(typer.core.TyperGroup):
         sys.exit(code or 0)
 
 
-def examples(*lines: str) -> str:
+def _examples(*lines: str) -> str:
     """The end of a command's help: calls to try, a line each."""
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])
 
@@ -95,12 +95,12 @@ app = typer.Typer(
     name="gptkit",
     cls=_Commands,
     help="Take any GPT-style checkpoint apart, change it, and prove that it still computes what it should.",
-    epilog=examples("gptkit params qwen3-8b", "gptkit verify sample:llama", "gptkit demo"),
+    epilog=_examples("gptkit params qwen3-8b", "gptkit verify sample:llama", "gptkit demo"),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-F = TypeVar("F", bound=Callable[..., None])
+_F = TypeVar("_F", bound=Callable[..., None])
 _Completion = Callable[[str], list[str]] | None
 
 
@@ -223,7 +223,7 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     return signature.replace(parameters=parameters), together
 
 
-def guarded(function: F) -> F:
+def _guarded(function: _F) -> _F:
     """Turn gptkit's errors into a line or two on stderr and exit codes; options come as what they make together."""
     signature, together = _apart(function)
 
@@ -263,9 +263,9 @@ def guarded(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[F], F]:
-    """A command of the app, with calls to try at the end of its help, and `guarded`."""
-    return lambda function: app.command(name, help=words, epilog=examples(*calls), **more)(guarded(function))
+def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:
+    """A command of the app, with calls to try at the end of its help, and `_guarded`."""
+    return lambda function: app.command(name, help=words, epilog=_examples(*calls), **more)(_guarded(function))
 
 
 def _version(value: bool) -> None:
@@ -296,7 +296,7 @@ def reshaped(
         yield model, made, expressed(made.spec)[0] or ""
 
 
-UNITS = {"": 1, "B": 1} | {
+_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": of**power for power, prefix in enumerate("KMGT", 1) for unit, of in (("B", 1000), ("IB", 1024))
 }
 
@@ -308,29 +308,29 @@ def parse_size(option: str, text: str | None, with_unit: bool = False) -> int | 
     if with_unit and text.strip().isdecimal():
         raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    nbytes = int(float(match[1]) * UNITS.get(match[2].upper(), 0)) if match else 0
+    nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if nbytes <= 0:
         raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
     return nbytes
 
 
-By = Literal["component", "layer", "tensor"]
-ROWS: tuple[By, ...] = get_args(By)
+_By = Literal["component", "layer", "tensor"]
+_ROWS: tuple[_By, ...] = get_args(_By)
 
 
 def by_option(panel: str | None = None) -> Any:
     """--by."""
     form = "--by component | layer | tensor"
-    return option(form, "What each row of the table stands for.", panel, default="component", complete=one_of(ROWS))
+    return option(form, "What each row of the table stands for.", panel, default="component", complete=one_of(_ROWS))
 
 
-def rows_by(text: str) -> By:
+def rows_by(text: str) -> _By:
     """What --by names: component, layer or tensor, or a plural; raises UsageError."""
-    for known in ROWS:
+    for known in _ROWS:
         if text in (known, f"{known}s"):
             return known
-    plurals = ", ".join(f"{known}s" for known in ROWS)
-    raise UsageError(f"--by {text!r:.40} is none of {', '.join(ROWS)}", f"or their plurals: {plurals}")
+    plurals = ", ".join(f"{known}s" for known in _ROWS)
+    raise UsageError(f"--by {text!r:.40} is none of {', '.join(_ROWS)}", f"or their plurals: {plurals}")
 
 
 _COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072

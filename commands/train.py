@@ -15,7 +15,7 @@ _HOW = "How to train"
 _UNITS = {"s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def seconds(name: str, text: str) -> float:
+def _seconds(name: str, text: str) -> float:
     """Seconds of "90", "90s", "10m", "1.5h"; raises UsageError."""
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([smhd]?)\s*", text, re.ASCII)
     found = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -30,7 +30,7 @@ def amounts(
     """Tokens, seconds and shares as options say them; raises UsageError."""
     counts = {"tokens": budget, "batch": batch, "context": context}
     found: dict[str, Any] = {name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()}
-    found["seconds"] = None if time is None else seconds("--time", time)
+    found["seconds"] = None if time is None else _seconds("--time", time)
     share = re.fullmatch(r"\d*\.?\d+", held_out)
     return {**found, "held_out": float(held_out) if share else held_out}
 

@@ -39,8 +39,8 @@ _FOREVER = timedelta(days=30)
 _MEETING = timedelta(minutes=5)  # how long the processes wait for one another at the beginning
 _ANSWER = timedelta(seconds=30)  # how long a process that is there takes to stop its work, or to take its leave
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +73,11 @@ def team() -> _Alone:
     return _team
 
 
-def together(function: Callable[P, R]) -> Callable[P, R]:
+def together(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let a team call a function that converts by `team()`; in all but the one that failed it raises `Elsewhere`."""
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         global _team
         if not several():
             return function(*args, **kwargs)

@@ -9,7 +9,7 @@ from .resolve import Reference, resolve
 from .rewrite import rewrite
 from .scan import scan
 
-PARTS = ("text",)
+_PARTS = ("text",)
 """What can be extracted."""
 
 
@@ -40,8 +40,8 @@ def extract(
         InvalidInput: it is no composite, or its language model is of no family known here, quantised or not whole.
         UsageError: an unknown part; `out` exists or cannot be made.
     """
-    if part not in PARTS:
-        raise UsageError(f"{part!r:.40} is no part that can be extracted", f"known: {', '.join(PARTS)}")
+    if part not in _PARTS:
+        raise UsageError(f"{part!r:.40} is no part that can be extracted", f"known: {', '.join(_PARTS)}")
     found = resolve(model, offline=offline, companions=True)
     assert found.path is not None
     files = replace(scan(found.path), reference=found.text, revision=found.revision)

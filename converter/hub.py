@@ -57,7 +57,7 @@ class NoModel(InvalidInput):
     """The hub knows no model of that name, or does not show it."""
 
 
-class File(msgspec.Struct):
+class _File(msgspec.Struct):
     """What a repository's listing says of a file, of which no more is read."""
 
     rfilename: str = ""
@@ -67,7 +67,7 @@ class File(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    siblings: list[File] = []
+    siblings: list[_File] = []
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Repository:
     revision: str | None
     commit: str
     online: bool
-    files: Mapping[str, File] | None = None
+    files: Mapping[str, _File] | None = None
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
 
@@ -114,7 +114,7 @@ class Repository:
         if config is None:
             raise Offline(f"{self} is not in the local cache, and {why}", WAY_ON)
         # The cache names a snapshot's folder by its commit.
-        commit, files = config.parent.name, {path.name: File() for path in config.parent.iterdir()}
+        commit, files = config.parent.name, {path.name: _File() for path in config.parent.iterdir()}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
         return Repository(self.repo, self.revision, commit, False, files, [*notes], why)
 
@@ -131,7 +131,7 @@ class Repository:
         except Exception as error:  # a mirror may answer anything at an address that it does not have
             _log.debug("%s cannot be listed: %r", self, error)
 
-    def siblings(self) -> list[File]:
+    def siblings(self) -> list[_File]:
         """What the hub's API says of the repository's files, up to a size: a server may send more without an end."""
         revision = self.commit or self.revision or "main"
         url = f"{constants.ENDPOINT}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
@@ -167,7 +167,7 @@ class Repository:
 
     def size(self, name: str) -> int | None:
         """The bytes of a file, as far as the listing says."""
-        size = (self.files or {}).get(name, File()).size
+        size = (self.files or {}).get(name, _File()).size
         return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
@@ -239,7 +239,7 @@ class Repository:
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            size, file = self.size(name), self.files.get(name, File())
+            size, file = self.size(name), self.files.get(name, _File())
             # A commit that changed another file: the bytes are there, under the blob's name.
             blob = str(file.blobId if file.lfs is None else file.lfs.get("sha256"))
             shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()

@@ -26,14 +26,14 @@ _MAX_VALUES = 2**20  # objects and lists: each costs some hundred bytes of memor
 _SHOWN = 20  # damaged tensors a file, before the rest is counted
 
 
-Place = Annotated[int, msgspec.Meta(ge=0)]
+_Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
     """Bytes `start` to `end` (exclusive) of its file, and their XXH3-128 in hex: a tenth of a second sha256's cost."""
 
-    start: Place
-    end: Place
+    start: _Place
+    end: _Place
     xxh3: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")] = msgspec.field(name="xxh3_128")
 
 
@@ -46,7 +46,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 class _Entry(msgspec.Struct):
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    bytes: Place
+    bytes: _Place
     tensors: dict[str, TensorRecord] = {}
 
 

@@ -23,17 +23,17 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from .confinement import MEMORY, allow
 
-COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
+_COSTS = (MEMORY, 24, 3.0, 1 / 2**22)
 """What a pickle's smallest objects take in memory; that of 100,000 tensors takes 4 seconds."""
 _MAX_PICKLE = 32 * 2**20
 """A pickle names tensors and does not hold them: that of a checkpoint with 100,000 tensors has 20 MB."""
 _MAX_VALUES = 2**19
-MAX_TEXT = 2**25
+_MAX_TEXT = 2**25
 _MAX_DEPTH = 32
-MAX_DIMS = 32
+_MAX_DIMS = 32
 _MAX_INTEGER = 2**63
 
-STORAGES = {
+_STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
     "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "ComplexDouble": "C128", "Untyped": "U8",
 }  # fmt: skip
@@ -54,10 +54,10 @@ _NOT_PLAIN = (
     "_rebuild_wrapper_subclass",
 )
 """Ways of torch._utils to make tensors that are no stretch of the file."""
-PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+_PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
-class RefusedError(Exception):
+class _RefusedError(Exception):
     """The file cannot be read; its text is what to tell."""
 
 
@@ -73,29 +73,29 @@ def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
             infos, end = archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, EOFError, ValueError, struct.error, NotImplementedError, OSError) as error:
         if beginning == b"PK\3\4":
-            raise RefusedError(f"is truncated: its directory is not at its end, {size:,} bytes found") from error
-        raise RefusedError(f"is not an archive that torch.save writes: {error}") from error
+            raise _RefusedError(f"is truncated: its directory is not at its end, {size:,} bytes found") from error
+        raise _RefusedError(f"is not an archive that torch.save writes: {error}") from error
     if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
-        raise RefusedError("is compressed: torch.save never does that, and it hides the real size")
+        raise _RefusedError("is compressed: torch.save never does that, and it hides the real size")
     if any(info.flag_bits & 1 for info in infos):
-        raise RefusedError("is encrypted")
+        raise _RefusedError("is encrypted")
     # Uncompressed sizes, summed before anything is read: many entries may stand for the same bytes.
     total = sum(info.file_size for info in infos)
     if total > size:
-        raise RefusedError(f"claims {total:,} bytes of content, it has {size:,}")
+        raise _RefusedError(f"claims {total:,} bytes of content, it has {size:,}")
     found: dict[str, tuple[int, int]] = {}
     at = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.header_offset < at or info.filename in found:
-            raise RefusedError(f"holds {info.filename!r:.80} twice, or over another")
+            raise _RefusedError(f"holds {info.filename!r:.80} twice, or over another")
         file.seek(info.header_offset)
         head = file.read(30)
         if len(head) < 30 or head[:4] != b"PK\3\4":
-            raise RefusedError(f"has no entry where its directory says {info.filename!r:.80} is")
+            raise _RefusedError(f"has no entry where its directory says {info.filename!r:.80} is")
         start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
         at = start + info.file_size
         if at > end:
-            raise RefusedError(f"is truncated: {info.filename!r:.80} ends at byte {at:,} of {end:,}")
+            raise _RefusedError(f"is truncated: {info.filename!r:.80} ends at byte {at:,} of {end:,}")
         found[info.filename] = (start, info.file_size)
     return found
 
@@ -118,11 +118,11 @@ class Known(NamedTuple):
             return tensor(*args[:4])
         if self.name == "_rebuild_tensor_v3":
             return tensor(args[0], args[1], args[2], args[3], args[6])
-        if self.name in PARAMETERS:
+        if self.name in _PARAMETERS:
             return args[0]
         if self.name in (*_NOT_PLAIN, "device", "_get_layout"):
             return _Other(self.name)
-        raise RefusedError(f"it calls {self.name!r:.80}")
+        raise _RefusedError(f"it calls {self.name!r:.80}")
 
 
 class _Table(dict[Any, Any]):
@@ -164,12 +164,12 @@ class Tensor(NamedTuple):
 def tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> Tensor:
     """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
     shape, strides = list(shape), list(strides)
-    if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > MAX_DIMS:
-        raise RefusedError("a tensor is not made as torch makes one")
+    if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
+        raise _RefusedError("a tensor is not made as torch makes one")
     if any(type(value) is not int or not 0 <= value < _MAX_INTEGER for value in (offset, *shape, *strides)):
-        raise RefusedError("a tensor's sizes are no sizes")
+        raise _RefusedError("a tensor's sizes are no sizes")
     if element is not None and not (isinstance(element, Known) and element.element):
-        raise RefusedError("a tensor has no element type")
+        raise _RefusedError("a tensor has no element type")
     return Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
 
 
@@ -181,13 +181,13 @@ KNOWN: dict[tuple[str, str], Known] = {
         ("__builtin__", ("set",)),
         ("torch", ("Size", "device")),
         ("torch.serialization", ("_get_layout",)),
-        ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *PARAMETERS, *_NOT_PLAIN)),
+        ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *_PARAMETERS, *_NOT_PLAIN)),
     )
     for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
-KNOWN["torch.storage", "UntypedStorage"] = Known("storage", STORAGES["Untyped"])
-KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, element in STORAGES.items()}
+KNOWN["torch.storage", "UntypedStorage"] = Known("storage", _STORAGES["Untyped"])
+KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, element in _STORAGES.items()}
 KNOWN |= {("torch", name): Known("dtype", element) for name, element in _ELEMENTS.items()}
 
 
@@ -233,7 +233,7 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._names:
-            raise RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
+            raise _RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
         return self._names[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -243,24 +243,24 @@ class _Reader(pickle.Unpickler):
         # litgpt numbers its storages with integers, torch with strings.
         name = str(key) if type(key) is int and 0 <= key < _MAX_INTEGER and self._places is not None else key
         if not isinstance(kind, Known) or not kind.element or type(count) is not int:
-            raise RefusedError("it holds a storage in a way that is not known")
+            raise _RefusedError("it holds a storage in a way that is not known")
         nbytes = count * _bytes_of(kind.element)
         if self._places is None:
             if not isinstance(name, str) or not 0 <= count < _MAX_INTEGER:
-                raise RefusedError("it holds a storage in a way that is not known")
+                raise _RefusedError("it holds a storage in a way that is not known")
             storage = self.storages.setdefault(name, _Storage(kind.element, 0, nbytes))
             if (storage.element, storage.nbytes) != (kind.element, nbytes):
-                raise RefusedError(f"storage {key!r:.40} is there with two sizes")
+                raise _RefusedError(f"storage {key!r:.40} is there with two sizes")
             return storage
         place = self._places.get(f"{self._prefix}data/{name}") if isinstance(name, str) else None
         if place is None:
-            raise RefusedError(f"the data of storage {key!r:.40} is missing")
+            raise _RefusedError(f"the data of storage {key!r:.40} is missing")
         if not 0 <= nbytes <= place[1]:
-            raise RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
+            raise _RefusedError(f"storage {key!r:.40} claims {count:,} elements, {place[1]:,} bytes are there")
         return _Storage(kind.element, place[0], nbytes)
 
     def get_extension(self, code: int) -> Any:
-        raise RefusedError(f"it asks for extension {code}")
+        raise _RefusedError(f"it asks for extension {code}")
 
 
 def _bytes_of(element: str) -> int:
@@ -268,14 +268,14 @@ def _bytes_of(element: str) -> int:
     return 1 if element == "BOOL" else int("".join(filter(str.isdigit, element.partition("_")[0]))) // 8
 
 
-def load(reader: _Reader) -> Any:
+def _load(reader: _Reader) -> Any:
     """What the reader's pickle holds. Raises RefusedError."""
     try:
         return reader.load()
-    except (RefusedError, MemoryError):
+    except (_RefusedError, MemoryError):
         raise
     except Exception as error:  # mutated pickles raise of every kind
-        raise RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
+        raise _RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
 def answer(question: str | tuple[str, int, int | None]) -> Any:
@@ -283,7 +283,7 @@ def answer(question: str | tuple[str, int, int | None]) -> Any:
     if isinstance(question, str):
         return _metadata(question)
     path, start, nbytes = question
-    allow(0, COSTS)
+    allow(0, _COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         if nbytes is None and file.read(1) == pickle.PROTO:
@@ -294,7 +294,7 @@ def answer(question: str | tuple[str, int, int | None]) -> Any:
 
 def reason(error: BaseException) -> str:
     """What is to be told of an error."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, _RefusedError):
         return str(error)
     if isinstance(error, MemoryError):
         return "needs more memory than its names of tensors can take"
@@ -306,38 +306,38 @@ def reason(error: BaseException) -> str:
 def _allow(nbytes: int) -> None:
     """Have room and time for a pickle of so many bytes. Raises RefusedError."""
     if nbytes > _MAX_PICKLE:
-        raise RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
-    allow(nbytes, COSTS)
+        raise _RefusedError(f"has a pickle of {nbytes:,} bytes, which is more than any names of tensors take")
+    allow(nbytes, _COSTS)
 
 
 def _archived(file: _Part, size: int) -> Any:
     places = _members(file, size)
     pickles = [name for name in places if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
+        raise _RefusedError(f"is not an archive that torch.save writes: {len(pickles)} data.pkl in it")
     prefix = pickles[0].removesuffix("data.pkl")
     order = places.get(prefix + "byteorder")
     if order is not None:
         file.seek(order[0])
         if file.read(min(order[1], 16)) != b"little":
-            raise RefusedError("was written on a big-endian machine")
+            raise _RefusedError("was written on a big-endian machine")
     start, nbytes = places[pickles[0]]
     _allow(nbytes)
     file.seek(start)
-    return load(_Reader(io.BytesIO(file.read(nbytes)), prefix, places))
+    return _load(_Reader(io.BytesIO(file.read(nbytes)), prefix, places))
 
 
 class _Plain:
     """Values on their way to JSON, no more of them than `_MAX_VALUES`: one object may stand in a pickle many times."""
 
     def __init__(self) -> None:
-        self._values, self._text = _MAX_VALUES, MAX_TEXT
+        self._values, self._text = _MAX_VALUES, _MAX_TEXT
 
     def of(self, value: Any, depth: int) -> Any:
         self._values -= 1
         self._text -= len(value) if isinstance(value, str) else 0
         if self._values < 0 or self._text < 0 or depth > _MAX_DEPTH:
-            raise RefusedError("holds more values than a checkpoint has")
+            raise _RefusedError("holds more values than a checkpoint has")
         if value is None or isinstance(value, bool | float | str):
             return value
         if isinstance(value, int):
@@ -363,27 +363,27 @@ def _stream(file: BinaryIO, size: int) -> Any:
     file.seek(0)
     part = io.BytesIO(file.read(min(size, _MAX_PICKLE)))
     _allow(min(size, _MAX_PICKLE))
-    if load(_Reader(part)) != 0x1950A86A20F9469CFC6C or load(_Reader(part)) != 1001:
-        raise RefusedError("is a pickle, and not one that torch.save writes")
-    machine = load(_Reader(part))
+    if _load(_Reader(part)) != 0x1950A86A20F9469CFC6C or _load(_Reader(part)) != 1001:
+        raise _RefusedError("is a pickle, and not one that torch.save writes")
+    machine = _load(_Reader(part))
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise RefusedError("was written on a big-endian machine")
+        raise _RefusedError("was written on a big-endian machine")
     reader = _Reader(part)
-    value = load(reader)
-    keys = load(_Reader(part))
+    value = _load(reader)
+    keys = _load(_Reader(part))
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise RefusedError("has no list of its storages")
+        raise _RefusedError("has no list of its storages")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
-        raise RefusedError("does not hold the storages that its tensors need")
+        raise _RefusedError("does not hold the storages that its tensors need")
     file.seek(part.tell())
     for key in keys:
         storage = reader.storages[key]
         head = file.read(8)
         storage.start = file.tell()
         if len(head) < 8 or storage.start + storage.nbytes > size:
-            raise RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
+            raise _RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
         if struct.unpack("<q", head)[0] * _bytes_of(storage.element) != storage.nbytes:
-            raise RefusedError(f"storage {key!r:.40} has another size than its tensors say")
+            raise _RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
     return value
 
@@ -430,13 +430,13 @@ def _metadata(path: str) -> list[list[Any]]:
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_METADATA:
-            raise RefusedError(f"has more than {_MAX_METADATA:,} bytes")
+            raise _RefusedError(f"has more than {_MAX_METADATA:,} bytes")
         allow(size, _METADATA_COSTS)
-        content = load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
+        content = _load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
     try:
         return _entries(content)
-    except RefusedError as error:
-        raise RefusedError(f": {error}") from error
+    except _RefusedError as error:
+        raise _RefusedError(f": {error}") from error
 
 
 def _is(value: Any, name: str) -> bool:
@@ -445,14 +445,14 @@ def _is(value: Any, name: str) -> bool:
 
 def _entries(_metadata: Any) -> list[list[Any]]:
     if not _is(_metadata, "Metadata"):
-        raise RefusedError("it holds no metadata of torch.distributed.checkpoint")
+        raise _RefusedError("it holds no metadata of torch.distributed.checkpoint")
     entries, places = _metadata.get("state_dict_metadata"), _metadata.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise RefusedError("its tensors or their places are missing")
+        raise _RefusedError("its tensors or their places are missing")
     at: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, place in places.items():
         if not _is(index, "MetadataIndex") or not _is(place, "_StorageInfo"):
-            raise RefusedError("the place of something is not told as torch tells it")
+            raise _RefusedError("the place of something is not told as torch tells it")
         name, offset = index.get("fqn"), index.get("offset")
         if isinstance(name, str) and offset is not None:
             at[name, tuple(_sizes(offset))] = place
@@ -460,17 +460,17 @@ def _entries(_metadata: Any) -> list[list[Any]]:
     others: list[Any] = []
     for name, entry in entries.items():
         if not isinstance(name, str):
-            raise RefusedError("a name is not text")
+            raise _RefusedError("a name is not text")
         if _is(entry, "BytesStorageMetadata"):
             others.append(name)
             continue
         if not _is(entry, "TensorStorageMetadata"):
-            raise RefusedError(f"{name!r:.80} is neither a tensor nor an object")
+            raise _RefusedError(f"{name!r:.80} is neither a tensor nor an object")
         properties, boxes = entry.get("properties"), entry.get("chunks")
         state = properties.state if _is(properties, "TensorProperties") else None
         kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else 0
         if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
-            raise RefusedError(f"{name!r:.80} has no dtype or no chunks")
+            raise _RefusedError(f"{name!r:.80} has no dtype or no chunks")
         chunks = [_chunk(name, box, at) for box in boxes]
         tensors.append([name, kind.element, _sizes(entry.get("size")), chunks])
     return [tensors, others]
@@ -478,21 +478,21 @@ def _entries(_metadata: Any) -> list[list[Any]]:
 
 def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> list[Any]:
     if not _is(box, "ChunkStorageMetadata"):
-        raise RefusedError(f"{name!r:.80} has a chunk that is none")
+        raise _RefusedError(f"{name!r:.80} has a chunk that is none")
     offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
     place = at.get((name, tuple(offsets)))
     if place is None:
-        raise RefusedError(f"{name!r:.80}: nothing says where its chunk at {offsets} lies")
+        raise _RefusedError(f"{name!r:.80}: nothing says where its chunk at {offsets} lies")
     if transforms := place.get("transform_descriptors"):
-        raise RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
+        raise _RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
     file, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")
     if not isinstance(file, str) or type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
-        raise RefusedError("the place of a chunk is no place")
+        raise _RefusedError("the place of a chunk is no place")
     return [offsets, sizes, file, start, nbytes]
 
 
 def _sizes(value: Any) -> list[int]:
-    sizes = list(value) if isinstance(value, list | tuple) and len(value) <= MAX_DIMS else [-1]
+    sizes = list(value) if isinstance(value, list | tuple) and len(value) <= _MAX_DIMS else [-1]
     if any(type(number) is not int or not 0 <= number < _MAX_INTEGER for number in sizes):
-        raise RefusedError("sizes that are no sizes")
+        raise _RefusedError("sizes that are no sizes")
     return sizes

@@ -18,9 +18,9 @@ from .confinement import Confined
 from .names import refuse_pointer
 from .weights import Stored, Weights
 
-TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
-PART = 0.1  # seconds more for every part of a file that is looked into
-HINT = "Do not use this file: it is damaged, or holds more than tensors."
+_TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
+_PART = 0.1  # seconds more for every part of a file that is looked into
+_HINT = "Do not use this file: it is damaged, or holds more than tensors."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Unpickler:
     """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked."""
 
     def __init__(self, parts: int = 0) -> None:
-        self._seconds = TIMEOUT + PART * parts
+        self._seconds = _TIMEOUT + _PART * parts
         self._process: Confined | None = None
 
     def ask(self, path: Path, where: str, question: Any, what: str = "weights") -> Any:
@@ -80,15 +80,15 @@ class Unpickler:
         answer = self._process.ask(question, partial(_value, path))
         if answer is None:
             self._process = None
-            raise CheckpointError(f"{where} cannot be read: what unpickles it died, or took too long", HINT)
+            raise CheckpointError(f"{where} cannot be read: what unpickles it died, or took too long", _HINT)
         if "answer" in answer:
             return answer["answer"]
         reason = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
         if reason.startswith(":"):
-            raise CheckpointError(f"{where}{reason}", HINT)
+            raise CheckpointError(f"{where}{reason}", _HINT)
         if reason.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
             reason = f"cannot be read as plain {what}: {reason}"
-        raise CheckpointError(f"{where} {reason}", HINT)
+        raise CheckpointError(f"{where} {reason}", _HINT)
 
 
 def _value(path: Path, answer: dict[str, Any]) -> Any:
@@ -104,9 +104,11 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
     return Unplain(content) if kind == "other" else answer
 
 
-SHOWN = 3  # tensors named, and twice as many other entries
+_SHOWN = 3  # tensors named, and twice as many other entries
 _DEPTH = 3
-OTHERS = {"litgpt": "`litgpt convert_from_litgpt` writes the family's own."}  # the way on from names that no family has
+_OTHERS = {
+    "litgpt": "`litgpt convert_from_litgpt` writes the family's own."
+}  # the way on from names that no family has
 
 
 def not_as_it_is(path: Path, content: Any) -> CheckpointError:
@@ -118,17 +120,17 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
         return CheckpointError(
             f"{path} holds a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
         )
-    some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:SHOWN])
+    some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:_SHOWN])
     keys = "".join(f"[{_shown(key)!r}]" for key in where)
     count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
-    told = f"{path} holds {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > SHOWN else ''}"
+    told = f"{path} holds {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > _SHOWN else ''}"
     told += beside and f"; beside them {beside}"
     found = whose(list(tensors))
     if found is None:
         return CheckpointError(told, "Their names are those of no family that gptkit knows.")
     owner, prefix = found
     only = len(tensors) < entries
-    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", OTHERS.get(owner) or _way_on(keys, prefix, only))
+    return CheckpointError(f"{told}; {_names_of(owner, prefix)}", _OTHERS.get(owner) or _way_on(keys, prefix, only))
 
 
 def renamed(names: Sequence[str]) -> str | None:
@@ -138,7 +140,7 @@ def renamed(names: Sequence[str]) -> str | None:
         return None
     owner, prefix = found
     behind = f" Save the tensors without {prefix!r} before their names." if prefix else ""
-    return f"T{_names_of(owner, prefix)[1:]}.{f' {OTHERS[owner]}' if owner in OTHERS else behind}"
+    return f"T{_names_of(owner, prefix)[1:]}.{f' {_OTHERS[owner]}' if owner in _OTHERS else behind}"
 
 
 def _names_of(owner: str, prefix: str) -> str:
@@ -169,8 +171,8 @@ def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[st
 def _entries(content: Any, without: Collection[str]) -> str:
     """A dictionary's keys but for some, with what stands there."""
     kinds = [(key, each) for key, each in content.items() if key not in without] if isinstance(content, dict) else []
-    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(each)) for key, each in kinds[: 2 * SHOWN]]
-    return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * SHOWN))
+    shown = [(key.name if isinstance(key, Unplain) else str(key), _kind(each)) for key, each in kinds[: 2 * _SHOWN]]
+    return ", ".join([f"{_shown(key)} ({kind})" for key, kind in shown] + ["…"] * (len(kinds) > 2 * _SHOWN))
 
 
 def _kind(value: Any) -> str:

@@ -32,7 +32,7 @@ from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry,
 _log = logging.getLogger(__name__)
 _noting = threading.Lock()
 
-OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
+_OLD = "old"  # what a folder that is replaced is called where two folders cannot be exchanged, until the new one stands
 
 
 class Staging:
@@ -158,7 +158,7 @@ class Staging:
                 path.rename(self.target)
             return None
         aside = self._sibling("old")
-        new, old = aside / "new", aside / OLD
+        new, old = aside / "new", aside / _OLD
         aside.mkdir()
         try:
             begin_journal(aside, "")
@@ -197,8 +197,8 @@ class Staging:
                 stack.callback(setattr, self, "_locked", None)
             # An old folder comes back that was set aside for a new one that never came; files go in one step.
             for left in self._siblings("old") if self.single is None else ():
-                if (left / OLD).is_dir() and not os.path.lexists(self.target):
-                    (left / OLD).rename(self.target)
+                if (left / _OLD).is_dir() and not os.path.lexists(self.target):
+                    (left / _OLD).rename(self.target)
                 _remove(left)
             # Before any sweep: a run that forgot --force must not cost what it could go on from.
             self._check_target()

@@ -16,18 +16,18 @@ from pathlib import Path
 
 from ..components import ModelSpec
 
-PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
+_PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables by which a person decides."""
 
 
 def worth(parameters: int, free: int) -> int:
     """The threads for a model of so many parameters where so many cores are free."""
-    return max(1, min(free, parameters // PARAMETERS))
+    return max(1, min(free, parameters // _PARAMETERS))
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores of those `available`, within the group's `quota`, that the machine's `load` leaves; 1 at least."""
+    """The cores of those `available`, within the group's `quota`, that the machine's `_load` leaves; 1 at least."""
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))
 
@@ -59,7 +59,7 @@ def quota(root: Path = Path("/sys/fs/cgroup"), group: Path = Path("/proc/self/cg
     return min(found, default=None)
 
 
-def load() -> float:
+def _load() -> float:
     """How many processes wanted a core in the last minute."""
     try:
         return os.getloadavg()[0]
@@ -72,7 +72,7 @@ def suit(spec: ModelSpec) -> None:
     torch = sys.modules.get("torch")  # where somebody has imported it
     if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
-    free = free_cores(available_cores(), quota(), os.cpu_count() or 1, load())
+    free = free_cores(available_cores(), quota(), os.cpu_count() or 1, _load())
     count = worth(sum(parameter.count for parameter in spec.parameters()), free)
     if torch is not None:
         torch.set_num_threads(count)

@@ -10,9 +10,9 @@ from typing import Any
 from .confinement import allow
 
 MAX_BYTES = 2**28  # of a tokenizer's files: the largest in use has 33 MB
-LIBRARIES = (2**30, 0, 60.0, 0.0)
+_LIBRARIES = (2**30, 0, 60.0, 0.0)
 _LOADING = (2**28, 32, 4.0, 1 / 2**21)  # one of 28 MB takes 380 MB and a second
-RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer
+_RUNNING = (2**27, 256, 4.0, 1 / 2**16)  # A text of 5 MB takes 320 MB and 6 seconds with such a tokenizer
 _EXPANDS = 64  # A text has no more tokens a byte: NFKC makes 11 bytes of one at the most, 18 characters of one
 
 _loaded: list[Any] = []  # the library's tokenizer, once the first question has said which
@@ -25,13 +25,13 @@ def answer(question: dict[str, Any]) -> Any:
         return None
     (backend,), what, given, flag = _loaded, question["what"], question["given"], question["flag"]
     if what in ("encode", "ends"):
-        allow(len(given), RUNNING)
+        allow(len(given), _RUNNING)
         encoded = backend.encode(given, add_special_tokens=flag)
         if len(encoded.ids) > _EXPANDS * (len(given.encode()) + _EXPANDS):
             raise ValueError(f"{len(encoded.ids):,} tokens for {len(given):,} characters")
         return encoded.ids if what == "encode" else [encoded.ids, [end for _, end in encoded.offsets]]
     if what == "decode":
-        allow(len(given), RUNNING)
+        allow(len(given), _RUNNING)
         return backend.decode(given, skip_special_tokens=flag)
     if what == "special":
         added = backend.get_added_tokens_decoder()
@@ -48,7 +48,7 @@ def reason(error: BaseException) -> str:
 
 def _load(question: dict[str, Any]) -> Any:
     """A tokenizer without truncation and padding: a prompt is neither cut nor filled up."""
-    allow(0, LIBRARIES)
+    allow(0, _LIBRARIES)
     sys.path += question["libraries"]
     if "older" in question:
         backend = _older(question["older"], question["bytes"])

@@ -122,7 +122,7 @@ def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict
     }
 
 
-ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
+_ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
     else:
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
-        memory += 4 * min(ROWS, max(output.nbytes for _, output in outputs))
+        memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
     return _Job(tuple(leaves), tuple(outputs), copied, memory)
@@ -367,7 +367,7 @@ def _row_slices(array: np.ndarray) -> Iterator[Any]:
     if array.ndim == 0 or array.size == 0:
         yield ...
         return
-    rows = max(1, ROWS // max(array.nbytes // array.shape[0], 1))
+    rows = max(1, _ROWS // max(array.nbytes // array.shape[0], 1))
     for start in range(0, array.shape[0], rows):
         yield slice(start, start + rows)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from .confinement import allow
 
-LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
+_LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
 _BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 seconds
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The name of the class, and its parameters in order, each with its shape, a shared one once."""
-    allow(0, LIBRARIES)
+    allow(0, _LIBRARIES)
     sys.path += question["libraries"]
     tempfile.tempdir = os.sep  # which torch asks for, and to look for one is to write a file: this process writes none
     import torch

@@ -36,7 +36,7 @@ _ID_FIELD = re.compile(r"\w*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space; as byte tokens it would not be decoded to one
 
-Table = Mapping[int, int]  # old ids -> new ids, of the kept tokens
+_Table = Mapping[int, int]  # old ids -> new ids, of the kept tokens
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Vocabulary:
 
     # --- the files for fewer tokens ---
 
-    def cut(self, table: Table) -> dict[str, bytes | None]:
+    def cut(self, table: _Table) -> dict[str, bytes | None]:
         """The files that change when the tokens of `table` alone are kept, by their new ids; None removes one."""
         text = json_bytes(self._tokenizer(table))
         made = Tokenizer(Path(TOKENIZER), text).ids(self.tokens)
@@ -173,7 +173,7 @@ class Vocabulary:
                 files[name] = None
         return files
 
-    def _tokenizer(self, table: Table) -> dict[str, Any]:
+    def _tokenizer(self, table: _Table) -> dict[str, Any]:
         model = dict(self.data["model"])
         if isinstance(model["vocab"], list):
             model["vocab"] = [each for i, each in enumerate(model["vocab"]) if i in table]
@@ -193,7 +193,7 @@ class Vocabulary:
             place([table[i] for i in ids])
         return {**changed, "added_tokens": added, "model": model}
 
-    def _all_kept(self, tokens: Iterable[str], table: Table) -> bool:
+    def _all_kept(self, tokens: Iterable[str], table: _Table) -> bool:
         return all(self._pieces.get(token, -1) in table for token in tokens)
 
 
@@ -226,7 +226,7 @@ def ids_in(data: Mapping[str, Any]) -> set[int]:
     return set(found)
 
 
-def renumber(data: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def renumber(data: Mapping[str, Any], table: _Table) -> dict[str, Any]:
     """A config with its ids renumbered. An id that no token has stays as it is: it means something else, or nothing."""
     return _over_ids(data, lambda token_id: table.get(token_id, token_id))
 

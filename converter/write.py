@@ -29,7 +29,7 @@ from .publish import Staging
 from .safetensors import DTYPES, build_header, parse_header
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
+_METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers asks for
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
@@ -103,7 +103,7 @@ class Plan:
 
 def _lay_out(name: str, tensors: Sequence[tuple[BoundLeaf, str]]) -> Shard:
     """A safetensors file of these leaves, each with its dtype, as the safetensors library would write it."""
-    header, infos = build_header([(leaf.checkpoint, dtype, leaf.shape) for leaf, dtype in tensors], METADATA)
+    header, infos = build_header([(leaf.checkpoint, dtype, leaf.shape) for leaf, dtype in tensors], _METADATA)
     leaves = {leaf.checkpoint: leaf for leaf, _ in tensors}
     outputs = tuple(Output(leaves[info.name], info.dtype, info.start, info.nbytes) for info in infos)
     return Shard(name, header, outputs, max([len(header), *(info.end for info in infos)]))

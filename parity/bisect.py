@@ -30,7 +30,7 @@ from .sides import Sides
 _FLOOR = 1e-9  # relative difference below which nothing counts: fp64 sums in another order
 
 _Side = Literal["output", "input"]
-Key = tuple[int, int]
+_Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Divergence:
         return next((place for place in self.places if place.parts), None)
 
 
-WORDS = {
+_WORDS = {
     "o_proj": "output projection",
     "q_down_proj": "latent of queries",
     "q_up_proj": "q",
@@ -117,10 +117,10 @@ MIXED = {
 """What the input of a projection tells about what stands before it."""
 
 
-def label(module: str) -> str:
+def _label(module: str) -> str:
     """What a component is called, by its module's name within a layer."""
     owner, _, own = module.rpartition(".")
-    words = f"{owner} {WORDS.get(own, own.removesuffix('_proj'))}".replace("feed_forward", "feed-forward")
+    words = f"{owner} {_WORDS.get(own, own.removesuffix('_proj'))}".replace("feed_forward", "feed-forward")
     return words.replace(".", " ").replace("_", " ").strip()
 
 
@@ -149,11 +149,11 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                     mixture = ours.partition(".experts.")[0]
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
                     whole: tuple[str, _Side] = (outer, "output")
-                    told = label(short.partition(".0.")[0])
+                    told = _label(short.partition(".0.")[0])
                     if at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.").startswith(f"{outer}."):
                         found.append((place, Tap(told, layer, (mixture, "output"), whole)))
                 continue
-            mixed = MIXED.get(short, f"{label(short)} input" if parameter.role == "writes" else None)
+            mixed = MIXED.get(short, f"{_label(short)} input" if parameter.role == "writes" else None)
             if mixed is not None:
                 found.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
             if at.get(f"{ours}.bias", leaf.checkpoint).rpartition(".")[0] != leaf.checkpoint.rpartition(".")[0]:
@@ -163,7 +163,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             here: tuple[str, _Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else 1.0
-            found.append((place, Tap(label(short), layer, here, (theirs, "output"), rows, factor)))
+            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -197,24 +197,24 @@ class Kept:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gptkit-")  # noqa: SIM115 (closed by whoever holds this)
-        self._at: dict[Key, tuple[int, torch.Size]] = {}
+        self._at: dict[_Key, tuple[int, torch.Size]] = {}
         self.close = self._file.close
 
-    def __setitem__(self, key: Key, value: Tensor) -> None:
+    def __setitem__(self, key: _Key, value: Tensor) -> None:
         self._at[key] = self._file.seek(0, 2), value.shape
         self._file.write(value.contiguous().numpy().tobytes())
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: _Key) -> bool:
         return key in self._at
 
-    def __getitem__(self, key: Key) -> Tensor:
+    def __getitem__(self, key: _Key) -> Tensor:
         start, shape = self._at[key]
         self._file.seek(start)
         data = bytearray(self._file.read(8 * shape.numel()))
         return torch.frombuffer(data, dtype=torch.float64).reshape(shape) if data else torch.empty(shape)
 
 
-See = Callable[[Key, Tensor], None]
+_See = Callable[[_Key, Tensor], None]
 """Told of what a tap saw of a batch: (the batch's identity, the tap's index), rows (N, features) in fp64."""
 
 
@@ -226,7 +226,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
     head = len(watched)
     """The key of the logits, behind all that a head multiplies, limits or adds."""
 
-    def run(dtype: torch.dtype, ours: bool, see: See, inputs: Sequence[Batch]) -> list[Tensor]:
+    def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[Batch]) -> list[Tensor]:
         def told(index: int, value: Tensor) -> None:
             batch = RUNNING.get()
             see((id(batch), index), valid_rows(value, batch))
@@ -237,8 +237,8 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
             see((id(batch), head), each.double())
         return logits
 
-    def against(kept: Kept, gaps: dict[int, float]) -> See:
-        def see(key: Key, rows: Tensor) -> None:
+    def against(kept: Kept, gaps: dict[int, float]) -> _See:
+        def see(key: _Key, rows: Tensor) -> None:
             if key in kept and rows.shape == (right := kept[key]).shape:
                 gaps[key[1]] = max(gaps.get(key[1], 0.0), relative_gap(right, rows))
 
@@ -252,7 +252,7 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
         run(torch.float32, False, against(theirs, theirs_noise), good)
         hold = against(theirs, worst)
 
-        def both_ways(key: Key, rows: Tensor) -> None:
+        def both_ways(key: _Key, rows: Tensor) -> None:
             hold(key, rows)
             ours[key] = rows
 

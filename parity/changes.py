@@ -26,7 +26,7 @@ STATUSES: dict[Status, str] = {
     "only_b": "only in B",
 }
 _FEW_RUNS = 64  # so many runs of rows are listed; of more, how many rows there are
-Reading = Literal["low", "high", "unclear"]
+_Reading = Literal["low", "high", "unclear"]
 """Two thin matrices make the change; none do; it is too small beside rounding for its rank to be told."""
 _FEW_ROWS = 0.25  # of a matrix's rows: a change of no more of them is one of rows, whatever its rank
 _HALF = 0.5  # of the change: what directions above rounding are to hold for its rank to be known
@@ -71,7 +71,7 @@ class TensorDiff:
         return f"{self.module}.bias" if self.name.endswith(".bias") else self.module
 
     @property
-    def reading(self) -> Reading | None:
+    def reading(self) -> _Reading | None:
         """What the rank of the change says; None where there is none, or it says nothing (some rows, a multiple)."""
         figures = self.figures
         rank = None if figures is None else figures.rank

@@ -17,8 +17,8 @@ from .probe import Tokens
 from .rows import head_rows
 
 _WIDENED = 128  # positions that are widened to fp64 at once: a vocabulary is large
-CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once, and about of the logits made with them
-ROWS = 2048  # positions whose logits are made at once
+_CHUNK_BYTES = 8 * 2**20  # of a head's widened rows at once, and about of the logits made with them
+_ROWS = 2048  # positions whose logits are made at once
 _TRIMMED = 2**17  # logits of one side after which freed memory is given back
 
 
@@ -124,7 +124,7 @@ def compare_heads(
     require_same_tokens(before, after, tokens)
     dtype, count = states[0].dtype, len(states[0])
     width = max(each.shape[1] for each in states) * states[0].element_size()
-    step = max(1, min(CHUNK_BYTES // width, CHUNK_BYTES // (8 * max(1, min(count, ROWS)))))
+    step = max(1, min(_CHUNK_BYTES // width, _CHUNK_BYTES // (8 * max(1, min(count, _ROWS)))))
     total = before.spec.vocab_size if tokens is None else len(tokens[0])
     parts = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     kept = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
@@ -132,11 +132,11 @@ def compare_heads(
         head_rows(tree, dtype, parts if ids is None else [ids[part] for part in parts])
         for tree, ids in zip((before, after), kept, strict=True)
     ]
-    blocks = [_Sums(min(ROWS, count - start)) for start in range(0, count, ROWS)]
+    blocks = [_Sums(min(_ROWS, count - start)) for start in range(0, count, _ROWS)]
     with torch.inference_mode():
         for part, *both in zip(parts, *heads, strict=True):
             for number, sums in enumerate(blocks):
-                rows = slice(number * ROWS, number * ROWS + ROWS)
+                rows = slice(number * _ROWS, number * _ROWS + _ROWS)
                 a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
                 sums.add(a, b, part.start, None if targets is None else targets[rows])
                 del a, b

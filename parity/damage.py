@@ -28,16 +28,16 @@ from .rows import final_norm, states
 
 SMALL = 50_000_000  # parameters up to which fp64 is computed in, and all positions are looked at
 TEXT = 2048  # tokens of text that are used at most
-STREAM_BYTES = 2**28  # what one model's streams may take in the temporary folder
-LENS_WORK = 5 * 10**11
+_STREAM_BYTES = 2**28  # what one model's streams may take in the temporary folder
+_LENS_WORK = 5 * 10**11
 """Multiplications that a model's heads may take for all layers; of more positions, so many are taken evenly."""
-SAME = 1e-6  # relative difference of embeddings up to which they are the same
-ALIKE = 0.25
+_SAME = 1e-6  # relative difference of embeddings up to which they are the same
+_ALIKE = 0.25
 """And up to which a tree with the same norms still has the same basis (a table that was rounded, or refitted)."""
 _FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may make in one component, in what is computed in."""
 
-Pairs = Sequence[tuple[int, int]]  # layers (before, after) that stand for one another
+_Pairs = Sequence[tuple[int, int]]  # layers (before, after) that stand for one another
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Damage:
     @property
     def born(self) -> Place | None:
         """The component that differs most by itself; one of a block, not the block."""
-        parts = [place for place in self.places if place.differs and place.label != PARTS[""]]
+        parts = [place for place in self.places if place.differs and place.label != _PARTS[""]]
         return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
@@ -133,7 +133,7 @@ def damage(
     text: Sequence[int] | None = None,
     tokens: Tokens | None = None,
     most: int | None = None,
-    layers: Pairs | None = None,
+    layers: _Pairs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Damage:
     """Run both and lay them side by side, on `text` (token ids of the old vocabulary) or the probe. Raises GptkitError
@@ -169,7 +169,7 @@ def damage(
     )
 
 
-def _pairs(before: ModelSpec, after: ModelSpec, layers: Pairs | None, notes: list[str]) -> Pairs:
+def _pairs(before: ModelSpec, after: ModelSpec, layers: _Pairs | None, notes: list[str]) -> _Pairs:
     """The layers that stand for one another."""
     counts = len(before.blocks), len(after.blocks)
     if layers is not None:
@@ -191,7 +191,7 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
 
 
 _INTO, TABLE = -1, -2  # the layers under which what goes into the first block is kept, and what the embedding gives
-PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
+_PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
 """Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
 
 
@@ -208,7 +208,7 @@ class _Both:
         specs, self.notes = [tree.spec for tree in trees], list[str]()
         self.targets: Tensor | None = None
         deepest, widest = (max(each) for each in zip(*((len(x.blocks) + 1, x.hidden_size) for x in specs), strict=True))
-        budget = max(2, min(STREAM_BYTES // (8 * deepest * widest), TEXT))
+        budget = max(2, min(_STREAM_BYTES // (8 * deepest * widest), TEXT))
         windows = [] if text is None else scope.windows(text[: budget + 1])
         if windows:
             batches, self.targets = inputs(windows), scope.targets(windows)
@@ -232,7 +232,7 @@ class _Both:
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
         self.norms = [final_norm(tree, self.dtype) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
-        taken = min(len(self.positions), max(LENS_WORK // work, len(self.edges)))
+        taken = min(len(self.positions), max(_LENS_WORK // work, len(self.edges)))
         self.rows = torch.linspace(0, len(self.positions) - 1, taken, dtype=torch.float64).round().long()
         """The positions that are looked at by layer."""
 
@@ -277,12 +277,14 @@ class _Both:
         by_bin = tuple(found.kl[here].mean().item() for here in inside)
         return Layer(before, after, _relative(*streams), whole.kl, whole.top1, by_bin, whole.before, whole.after)
 
-    def own(self, pairs: Pairs) -> dict[tuple[str, int | None], float]:
+    def own(self, pairs: _Pairs) -> dict[tuple[str, int | None], float]:
         """How far each component of the other is off by itself: what it makes of the original's stream against what the
         original's own makes of it. The other runs with the input of each block exchanged for the original's.
         """
         squares: dict[str, tuple[float, float]] = {}
-        paths = [[f"blocks.{layer}{part}" for layer in layers for part in PARTS] for layers in zip(*pairs, strict=True)]
+        paths = [
+            [f"blocks.{layer}{part}" for layer in layers for part in _PARTS] for layers in zip(*pairs, strict=True)
+        ]
         partner, named = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
         keys = {path: key for key, path in enumerate(paths[0])}
 
@@ -308,7 +310,7 @@ class _Both:
             states(self.trees[1], self.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
         found: dict[tuple[str, int | None], float] = {}
         for _, layer in pairs:
-            for part, label in PARTS.items():
+            for part, label in _PARTS.items():
                 size, gap = (math.sqrt(each) for each in squares[f"blocks.{layer}{part}"])
                 found[label, layer] = gap / size if size else gap
         last = self.stream(0, len(self.trees[0].spec.blocks) - 1)
@@ -333,9 +335,9 @@ def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> s
     """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
     if tables is None:
         return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
-    if tables <= SAME:
+    if tables <= _SAME:
         return None
     norms = [{type(block.sublayers[0].norm) for block in spec.blocks} for spec in (before, after)]
-    if norms[0] == norms[1] and not tables > ALIKE:
+    if norms[0] == norms[1] and not tables > _ALIKE:
         return None
     return f"the embeddings differ by {tables:.1e}, so the streams may have another basis"

@@ -26,14 +26,14 @@ from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
 
-Array = NDArray[Any]
+_Array = NDArray[Any]
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
 _QUANTISING = ("gguf", "llama2c")
 """Formats that store blocks of few bits; what lies in no file as it is read is quantised there."""
 _SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
-MAPPED_BYTES = 32 * 2**20
+_MAPPED_BYTES = 32 * 2**20
 """Bytes read from mapped files after which their pages are let go."""
 
 
@@ -140,7 +140,7 @@ class _Comparison:
             size = self.sides[side].nbytes_of(leaf)
             nbytes += size
             mapped = leaf.layout.is_identity and self.sides[side].span(leaf) is not None
-            memory += min(size, MAPPED_BYTES) if mapped else size
+            memory += min(size, _MAPPED_BYTES) if mapped else size
         parts = ([leaf for side, leaf in leaves if side == which] for which in (0, 1))
         return _Job((next(parts), next(parts)), memory, nbytes)
 
@@ -193,7 +193,7 @@ class _Comparison:
             self._pause(2 * part[0].nbytes)
         return True
 
-    def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> Figures | None:
+    def _figures(self, name: str, a: tuple[_Array, str] | None, b: tuple[_Array, str] | None) -> Figures | None:
         if a is None or b is None:
             return None
         x, y = a[0], b[0]
@@ -227,7 +227,7 @@ class _Comparison:
         """Between chunks: stop where another thread failed, and let go of pages that were read."""
         self.scheduler.check()
         self.mapped += nbytes  # by several threads at once: a few lost counts do no harm
-        if self.mapped > MAPPED_BYTES:
+        if self.mapped > _MAPPED_BYTES:
             self.mapped = 0
             for side in self.sides:
                 side.release()

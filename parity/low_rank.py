@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+_Array = NDArray[Any]
 
 LIMIT = 128  # ranks up to this are told apart; adapters are rarely larger
 _OVERSAMPLING = 8
-NARROW = 272
+_NARROW = 272
 """Columns up to which ΔᵀΔ is cheaper than two passes over a sketch."""
 _BUFFER = 1 << 20  # elements that are multiplied at once
 _SEED = 0x6770746B
 _RESOLUTION = 1e-7
 """Singular values come from squares in fp64: below this, relative to the largest, they are noise of that."""
-MARGIN = 1.1  # on the estimate of the floor, which is one of its mean
+_MARGIN = 1.1  # on the estimate of the floor, which is one of its mean
 NEAR, GAP = 4.0, 8.0
 """Values that are less than NEAR floors, and GAP times smaller than the one before, are rounding of a change that
 stands above them."""
-MOST = 0.99  # of the change: what few directions are asked to hold
+_MOST = 0.99  # of the change: what few directions are asked to hold
 
 EPS = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}  # an ulp of the values in [1, 2)
 _SUBNORMAL = {"BF16": 0.0, "F16": 2.0**-24, "F32": 0.0, "F64": 0.0}  # the smallest ulp, where weights come near it
@@ -64,15 +64,15 @@ class Rank:
 class Floor:
     """What rounding can make of a matrix of this shape: from the sums of a² + b² over its rows and columns."""
 
-    rows: Array
-    columns: Array
+    rows: _Array
+    columns: _Array
 
     def of(self, dtype: str) -> float:
         """The largest singular value that rounding to `dtype` explains."""
         factor, least = self._variance(dtype), _SUBNORMAL[dtype] / math.sqrt(12)
         spread = math.sqrt(self.rows.max(initial=0.0)) + math.sqrt(self.columns.max(initial=0.0))
         corner = math.sqrt(len(self.rows)) + math.sqrt(len(self.columns))
-        return MARGIN * (math.sqrt(factor) * spread + least * corner)
+        return _MARGIN * (math.sqrt(factor) * spread + least * corner)
 
     def energy(self, dtype: str) -> float:
         """The squared Frobenius norm of rounding errors, of one side where both are of a size."""
@@ -82,7 +82,7 @@ class Floor:
         """The largest singular value of these errors times a random matrix of `width` columns."""
         norm, least = math.sqrt(self._variance(dtype)), _SUBNORMAL[dtype] / math.sqrt(12)
         whole = norm * math.sqrt(self.rows.sum()) + least * math.sqrt(len(self.rows) * len(self.columns))
-        return MARGIN * (whole + self.of(dtype) * math.sqrt(width))
+        return _MARGIN * (whole + self.of(dtype) * math.sqrt(width))
 
     @staticmethod
     def _variance(dtype: str) -> float:
@@ -93,13 +93,13 @@ class Floor:
 class _Products:
     """Takes a change by rows (rows of zeros may be left out), and multiplies them once there are enough."""
 
-    total: Array
+    total: _Array
 
     def __init__(self, columns: int, dtype: str) -> None:
         self._buffer = np.empty((max(1, _BUFFER // max(columns, 1)), columns), dtype)
         self._filled = 0
 
-    def add(self, rows: Array) -> None:
+    def add(self, rows: _Array) -> None:
         at = 0
         while at < len(rows):
             count = min(len(rows) - at, len(self._buffer) - self._filled)
@@ -114,12 +114,12 @@ class _Products:
             self._multiply(self._buffer[: self._filled])
         self._filled = 0
 
-    def _multiply(self, change: Array) -> None:
+    def _multiply(self, change: _Array) -> None:
         raise NotImplementedError
 
-    def values(self) -> Array:
+    def values(self) -> _Array:
         """The singular values, falling, of what `total` has the inner products of."""
-        found: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
+        found: _Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
         return found
 
 
@@ -128,13 +128,13 @@ class Sketch(_Products):
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
         """`dtype`: "float32" where the change is coarse, for twice the speed; "float64"."""
-        self.direct = columns <= NARROW
+        self.direct = columns <= _NARROW
         super().__init__(columns, "float64" if self.direct else dtype)
         self.rows, self.columns, self.width = rows, columns, min(LIMIT + _OVERSAMPLING, rows, columns)
         self.total = np.zeros((columns, columns if self.direct else self.width))
         self._random = np.random.default_rng(_SEED)
 
-    def _multiply(self, change: Array) -> None:
+    def _multiply(self, change: _Array) -> None:
         if self.direct:
             self.total += change.T @ change
         else:
@@ -142,7 +142,7 @@ class Sketch(_Products):
             self.total += change.T @ random
 
     @property
-    def spectrum(self) -> Array | None:
+    def spectrum(self) -> _Array | None:
         """The singular values, falling, where this pass is enough for them."""
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
@@ -152,24 +152,24 @@ class Sketch(_Products):
             return False
         values = np.linalg.svd(self.total, compute_uv=False)
         energy = float((values**2).sum())
-        spread = float((values[self.width // 2 :] ** 2).sum()) > 2 * (1 - MOST) * energy
+        spread = float((values[self.width // 2 :] ** 2).sum()) > 2 * (1 - _MOST) * energy
         return spread and float(values[LIMIT]) > 2 * floor.sketched(dtype, self.width)
 
 
 class Projection(_Products):
     """The second pass: the change in the directions of a sketch, an orthonormal basis (columns, width)."""
 
-    def __init__(self, basis: Array, dtype: str) -> None:
+    def __init__(self, basis: _Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
         self._basis = basis.astype(dtype)
         self.total = np.zeros((basis.shape[1], basis.shape[1]))
 
-    def _multiply(self, change: Array) -> None:
+    def _multiply(self, change: _Array) -> None:
         part = (change @ self._basis).astype(np.float64)
         self.total += part.T @ part
 
 
-def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
+def rank_of(spectrum: _Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
     """The rank above rounding, of the largest singular values, falling (all of them, or LIMIT and some more), and the
     squared Frobenius norm. `grids`: for either side the narrowest dtype that holds its values. Where they differ, the
     coarser side may have been rounded, or may be what both were before one was changed: what the counted directions
@@ -182,15 +182,15 @@ def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]
     if coarse != fine and energy - float((spectrum[:count] ** 2).sum()) < floor.energy(coarse) / 4:
         count = _count(spectrum, floor.of(fine))
     held = np.cumsum(spectrum**2) / energy if energy > 0 else np.ones(1)
-    enough = int(np.searchsorted(held, MOST)) + 1
-    most = enough if held[-1] >= MOST and enough <= limit else None
+    enough = int(np.searchsorted(held, _MOST)) + 1
+    most = enough if held[-1] >= _MOST and enough <= limit else None
     if count > limit:
         return Rank(limit, of, limit, None, most, more=True)
     share = float(min(held[count - 1], 1.0)) if count else 0.0
     return Rank(count, of, limit, share, most)
 
 
-def _count(spectrum: Array, floor: float) -> int:
+def _count(spectrum: _Array, floor: float) -> int:
     """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
     independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
     """

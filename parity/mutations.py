@@ -25,14 +25,14 @@ from ..modules.registry import computes
 
 Weights = Mapping[str, Tensor]  # every parameter of a tree by shared name
 Mutant = tuple[ModelSpec, dict[str, Tensor]]
-Apply = Callable[[ModelSpec, Weights], Mutant | None]
+_Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
 
 _IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
 """Slips that in a checkpoint are others, or cannot be overlooked there."""
-BACK = ", the other way round"
+_BACK = ", the other way round"
 
-replace = msgspec.structs.replace
+_replace = msgspec.structs.replace
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Mutation:
 
     name: str
     repair: str
-    apply: Apply
-    undo: Apply | None = None
+    apply: _Apply
+    undo: _Apply | None = None
     in_code: bool = False
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -70,7 +70,7 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     tried += [(name, _slipped(name)) for name in _IN_PORTS]
     tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten(), *_declared(spec))]
-    tried += [(each.name + BACK, each.undo) for each in MUTATIONS if each.undo is not None]
+    tried += [(each.name + _BACK, each.undo) for each in MUTATIONS if each.undo is not None]
     for name, apply in tried:
         mutant = apply(spec, weights)
         if mutant is not None and _changed(spec, weights, mutant):
@@ -81,7 +81,7 @@ def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
-def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
+def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> _Apply:
     """Modules in each other's place, where both are there; of unequal ones (grouped heads) the rows that both have."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -97,7 +97,7 @@ def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply
     return apply
 
 
-def _projections(first: str, second: str) -> Apply:
+def _projections(first: str, second: str) -> _Apply:
     return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
 
 
@@ -134,7 +134,7 @@ def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant:
 _disorder = lru_cache(maxsize=64)(lambda node: node.disorder())
 
 
-def _disordered(name: str, back: bool = False) -> Apply:
+def _disordered(name: str, back: bool = False) -> _Apply:
     """Rows, or columns of what writes the stream, in the order that a component says, or in the one that undoes it."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -161,10 +161,10 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     table = weights["embedding.weight"]
     # On the meta device the shape alone is asked for, and a table may be large.
     noise = table if table.is_meta else torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
-    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
+    return _replace(spec, head=_replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
 
-def _slipped(name: str) -> Apply:
+def _slipped(name: str) -> _Apply:
     """What a component's record calls so (`Component.slips`); weights that it has no place for are left out."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -178,7 +178,7 @@ def _slipped(name: str) -> Apply:
 _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm", "norm_order")
 
 
-def _other_kinds(back: bool) -> Apply:
+def _other_kinds(back: bool) -> _Apply:
     """What layers see, and how positions enter, is as in the layer before, in the first one as in the last."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -191,25 +191,25 @@ def _other_kinds(back: bool) -> Apply:
         names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
         fields = [{name: getattr(other, name) for name in names} for other in others]
         try:
-            new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
+            new = [_replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
             if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
                 return None
             blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
-            return replace(spec, blocks=blocks), dict(weights)
+            return _replace(spec, blocks=blocks), dict(weights)
         except ConfigError:  # heads of the one kind are not as wide as the other's positions
             return None
 
     return apply
 
 
-Fields = dict[type[Component], tuple[str, Any]]  # of each kind a field and a value
+_Fields = dict[type[Component], tuple[str, Any]]  # of each kind a field and a value
 
 
-def _mistaken_fields(usual: bool = False) -> dict[str, Fields]:
+def _mistaken_fields(usual: bool = False) -> dict[str, _Fields]:
     """For every field of every kind that changes what it computes, the mistake that it is as by default, of a bias that
     there is none; of `usual` ones, that others' models' numbers and activations stand in the place of this one's.
     """
-    found: dict[str, Fields] = {}
+    found: dict[str, _Fields] = {}
     for kind in KINDS.values():
         told = {name: kind.forgotten.get(name, f"{name} of {kind.__name__} forgotten") for name in kind.choices()}
         without = {name: False if name == "bias" else value for name, value in kind.choices().items()}
@@ -231,22 +231,22 @@ def forgotten() -> list[Mutation]:
 def _declared(spec: ModelSpec) -> list[Mutation]:
     """What records of a tree say themselves, as a plugin's may, but for what stands here."""
     nodes = dict.fromkeys(spec.components())
-    made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(BACK)}
+    made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
     made |= {name: _disordered for node in nodes for name in _disorder(node)}
     known = {*_IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
     return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
 
 
-def _forgotten(words: str) -> Apply:
+def _forgotten(words: str) -> _Apply:
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
-def _valued(fields: Fields) -> Apply:
+def _valued(fields: _Fields) -> _Apply:
     """Fields at other values; None where there is no such tree, or where it needs weights that are not there."""
 
     def change(node: Any, _: str) -> Any:
         name, value = fields.get(type(node), (None, None))
-        return node if name is None else replace(node, **{name: value})
+        return node if name is None else _replace(node, **{name: value})
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         try:
@@ -318,22 +318,22 @@ def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
     return spec.mapped(change), dict(weights)
 
 
-def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
+def _in_code(mistake: Literal["queries", "keys", "added"]) -> _Apply:
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
             return node
         fields = {name: getattr(node.position, name) for name in Rotary.__struct_fields__}
-        return replace(node, position=_MistakenRotary(**fields, mistake=mistake))
+        return _replace(node, position=_MistakenRotary(**fields, mistake=mistake))
 
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 
 
-def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
+def _once(made: Callable[[str], _Apply], name: str, repair: str) -> Mutation:
     return Mutation(name, repair, made(name))
 
 
 def _both_ways(name: str, repair: str, other: str = "") -> Mutation:
-    return Mutation(name, repair, _slipped(name), _slipped(other or name + BACK))
+    return Mutation(name, repair, _slipped(name), _slipped(other or name + _BACK))
 
 
 def _reordered(name: str, repair: str, said: str = "", back: bool = False) -> Mutation:

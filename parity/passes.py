@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .probe import RUNNING, Batch
 
-Serve = Callable[[int, list[Any]], Generator[Any]]
+_Serve = Callable[[int, list[Any]], Generator[Any]]
 """Of a place, by its number in the order of computation, and what each pass brought there, what each of them gets. It
 is closed once all have gone on to their next stop.
 """
@@ -55,7 +55,9 @@ def ask(place: int, brought: Any = None) -> Any:
     return here.empty()
 
 
-def run_together(call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: Serve | None = None) -> list[Tensor]:
+def run_together(
+    call: Callable[[Batch], Tensor], batches: Sequence[Batch], serve: _Serve | None = None
+) -> list[Tensor]:
     """What each batch's pass gives, without gradients; what a pass or `serve` fails with ends all of them."""
     passes = [_Pass(call, batch) for batch in batches]
     try:

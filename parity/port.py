@@ -35,7 +35,7 @@ from .score import assigned, run_tree, wide_weights
 from .sides import Stream, default_dtype, load_reference, logits_of, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE
 
-SHOWN = 3  # mistakes that explain the place and not all of the rest
+_SHOWN = 3  # mistakes that explain the place and not all of the rest
 _REST = 1e-5  # of the difference, what a mistake that explains it may leave
 
 
@@ -378,6 +378,6 @@ def _causes(
         if gap <= enough:
             yield Made(mistake, True, gap)
             return
-        if len(at_place) < SHOWN and explained(tree, changed):
+        if len(at_place) < _SHOWN and explained(tree, changed):
             at_place.append(Made(mistake, False, largest_gap(wanted, run_tree(tree, changed, inputs))))
     yield from sorted(at_place, key=lambda made: made.left)

@@ -29,7 +29,7 @@ KEPT = 256
 """Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
 WINDOW = 1024  # tokens of text that a model is given at once
 TOGETHER = 2048  # tokens of text that go through a model together, and for which its weights are read once
-NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them
+_NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them
 
 Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two vocabularies
 
@@ -59,7 +59,7 @@ RUNNING: ContextVar[Batch] = ContextVar("RUNNING")
 
 
 @dataclass(frozen=True, order=True)
-class Limit:
+class _Limit:
     """A length beyond which a tree computes something else: a window, or the context its positions were made for."""
 
     tokens: int
@@ -73,12 +73,12 @@ class Limit:
         return f"{self.name} of {self.tokens:,}"
 
 
-def limits(*specs: ModelSpec) -> list[Limit]:
+def limits(*specs: ModelSpec) -> list[_Limit]:
     """Every limit of any of the trees, the shortest first."""
     nodes = [node for spec in specs for node in spec.components()]
     names = {"window": "window", "original_context": "original context"}
     sizes = {(getattr(node, field, None), name) for node in nodes for field, name in names.items()}
-    return sorted(Limit(size, name) for size, name in sizes if size is not None)
+    return sorted(_Limit(size, name) for size, name in sizes if size is not None)
 
 
 def longest(*specs: ModelSpec) -> int | None:
@@ -86,7 +86,7 @@ def longest(*specs: ModelSpec) -> int | None:
     return min((spec.positions.length for spec in specs if spec.positions is not None), default=None)
 
 
-def passed(limit: Limit, most: int | None, long: bool) -> bool:
+def passed(limit: _Limit, most: int | None, long: bool) -> bool:
     """Whether the probe goes past a limit."""
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
@@ -160,25 +160,25 @@ def one_function(a: ModelSpec, b: ModelSpec) -> bool:
     return bool(without_rounding(a).mapped(bare) == without_rounding(b).mapped(bare))
 
 
-def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[Limit]:
+def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
     """The lengths behind which the trees differ, the shortest first; 0 where they do from the first token on."""
     tables = [None if tree.positions is None else tree.positions.length for tree in (a, b)]
     sizes: set[tuple[str, int | None, int | None]] = {("position tables", tables[0], tables[1])}
-    found: set[Limit] = set()
+    found: set[_Limit] = set()
     for pair in _counterparts(a, b):
         x, y = (getattr(each, "window", None) for each in pair)
         sizes.add(("windows", x, y))
         length = _alike_up_to(*(getattr(each, "position", None) for each in pair))
         if length is not None:
-            found.add(Limit(length, "positions counted otherwise"))
+            found.add(_Limit(length, "positions counted otherwise"))
         warm = [getattr(each, "temperature", None) for each in pair]
         if warm[0] != warm[1]:
             grows = min(each.original_context - each.offset for each in warm if each is not None)
-            found.add(Limit(grows, "temperatures of queries"))
+            found.add(_Limit(grows, "temperatures of queries"))
     for name, x, y in sizes:
         if x != y:
             words = " and ".join("none" if size is None else f"{size:,}" for size in (x, y))
-            found.add(Limit(min(size for size in (x, y) if size is not None), f"{name} of {words} tokens"))
+            found.add(_Limit(min(size for size in (x, y) if size is not None), f"{name} of {words} tokens"))
     return sorted(found)
 
 
@@ -235,7 +235,7 @@ def _alike_up_to(a: Any, b: Any) -> int | None:
         # One may have more pairs, which then meet weights that the other has not.
         turned = [turn(each, length, torch.float64) for turn, each in zip(turns, (a, b), strict=True)]
         few, many = sorted(turned, key=len)
-        if not bool(((few[:, None] - many).abs().amin(dim=1) <= NEAR * few).all()):
+        if not bool(((few[:, None] - many).abs().amin(dim=1) <= _NEAR * few).all()):
             return alike
         alike = length
     return None

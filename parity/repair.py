@@ -37,12 +37,12 @@ from .sides import Sides
 _Unit = int | Literal["front", "back"]
 """A layer by its index, what stands before all layers (embedding, its norm, positions), or behind (norm, head)."""
 
-TOKENS = 256
+_TOKENS = 256
 """Tokens that a model of more than `SMALL` parameters is laid side by side on; more only where one batch has more."""
 ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
-FEW = 4  # tensors that a repair may take from each other across layers
+_FEW = 4  # tensors that a repair may take from each other across layers
 _TRIED = 3  # repairs that are made in the whole of a model too large to be run for each
-SHOWN = 5
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Repaired:
             return to_float64(*side.tensor(name)), "F64"
         unit, changed = unit_of(name), self._changed
         # A tensor gets values from others that change with it: of its own layer, or of the few there are.
-        group = changed if len(changed) <= FEW else {each for each in changed if unit_of(each) == unit}
+        group = changed if len(changed) <= _FEW else {each for each in changed if unit_of(each) == unit}
         if self._made[0] != group:
             real = {each: torch.from_numpy(to_float64(*self.target.tensor(each))) for each in group}
             mutant = self.repair.apply(self.target.spec, {**self._shapes, **real})
@@ -196,8 +196,8 @@ def diagnose(
 
 
 def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
-    """The batches where two models differ most, of `TOKENS` tokens together, and of theirs the positions where they do:
-    as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
+    """The batches where two models differ most, of `_TOKENS` tokens together, and of theirs the positions where they
+    do: as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
     differ, (N,) a batch; None where they do not.
     """
     if gaps is None:
@@ -205,7 +205,7 @@ def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, r
     taken, tokens = list[int](), 0
     for index in sorted(range(len(batches)), key=lambda index: -gaps[index].max().item()):
         size = batches[index].input_ids.numel()
-        if not taken or tokens + size <= TOKENS:
+        if not taken or tokens + size <= _TOKENS:
             taken.append(index)
             tokens += size
     taken.sort()
@@ -279,7 +279,7 @@ def _find_causes(
             # A repair that puts its unit right is a cause, though there are others behind it.
             if alone <= allowed or alone < whole / 10 or restores:
                 causes.append(Cause(repair.words + where, alone <= allowed, alone))
-    return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:SHOWN]
+    return sorted(causes, key=lambda cause: (not cause.restores, cause.left))[:_SHOWN]
 
 
 def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:

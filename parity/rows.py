@@ -23,13 +23,13 @@ from ..modules.registry import build_module
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import TABLES, Batch
 
-CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
-MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
+_CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
+_MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
 _LARGE_BYTES = 4 * 2**20  # a product of this size leaves freed memory behind that is worth giving back
 
-See = Callable[[str, Tensor, Any], None]
+_See = Callable[[str, Tensor, Any], None]
 """Told of a module's path, its input and its output, in the pass whose batch is `probe.RUNNING`."""
-Feed = Callable[[int], Tensor | None]
+_Feed = Callable[[int], Tensor | None]
 """What a layer gets instead of its input, in the pass whose batch is `probe.RUNNING`; None leaves it."""
 
 
@@ -38,9 +38,9 @@ def states(
     batches: Sequence[Batch],
     dtype: torch.dtype,
     *,
-    see: See | None = None,
+    see: _See | None = None,
     seen: Sequence[str] = (),
-    feed: Feed | None = None,
+    feed: _Feed | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
     """The last norm's output, (B, T, hidden) a batch, computed in `dtype`, to which weights are widened (or rounded).
@@ -135,7 +135,7 @@ class _Rows(nn.Module):
     def product(self, x: Tensor, release: Callable[[], None], progress: Callable[[int], None] | None) -> Tensor:
         """(N, in) -> (N, out)."""
         stored = self._read()
-        rows = max(1, CHUNK_BYTES // (stored.shape[1] * x.element_size()))
+        rows = max(1, _CHUNK_BYTES // (stored.shape[1] * x.element_size()))
         # A transposed view has a piece of every page in each of its rows: to let go of them is to read all again.
         row_bytes = stored.shape[1] * stored.element_size() if stored.is_contiguous() else 0
         out = x.new_empty(len(x), self.outputs)
@@ -145,7 +145,7 @@ class _Rows(nn.Module):
             bias = None if self.bias is None else self.bias[part]
             out[:, part] = multiply(x, stored[part].to(x.dtype), bias, self.arithmetic)
             mapped += rows * row_bytes
-            if mapped > MAPPED_BYTES:
+            if mapped > _MAPPED_BYTES:
                 release()
                 mapped = 0
         release()

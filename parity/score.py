@@ -47,7 +47,7 @@ class Score:
         return len(self.caught) + len(self.caught_random) + len(self.missed)
 
 
-replace = msgspec.structs.replace
+_replace = msgspec.structs.replace
 
 SMALL = 50_000_000
 """Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
@@ -55,14 +55,14 @@ pass in fp64.
 """
 _CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
-SIZES = (1.0, 0.05, 0.002)
+_SIZES = (1.0, 0.05, 0.002)
 """What the tables' random values are multiplied by, one after the other while a mistake is not seen: behind a large
 stream (Gemma scales its embeddings up) no eps shows, and a small one is nearly all norms.
 """
 
-WIDTH = 64  # of the stream, where no attention says how wide it is to be
-TOKENS = 512
-QUIET = 0.05
+_WIDTH = 64  # of the stream, where no attention says how wide it is to be
+_TOKENS = 512
+_QUIET = 0.05
 """The size of the tables' values: as in a trained model the stream starts so small that a wrong eps shows."""
 
 
@@ -127,7 +127,7 @@ def _by_random(
     """Which of these mutations show with random weights of some size, by `clear` times what rounding explains."""
     generator, seen = torch.Generator().manual_seed(0), list[str]()
     random = {name: random_parameter(name, tensor, generator) for name, tensor in weights.items()}
-    for size in SIZES:
+    for size in _SIZES:
         unseen = [name for name in names if name not in seen]
         if unseen:
             sized = {name: tensor * size if name in TABLES else tensor for name, tensor in random.items()}
@@ -181,15 +181,15 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     mixers = [mixer for block in blocks if (mixer := block.mixer("attention")) is not None]
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
     few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
-    width = max(few, default=min(spec.hidden_size, WIDTH))
-    copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
-    vocab = min(spec.vocab_size, TOKENS)
+    width = max(few, default=min(spec.hidden_size, _WIDTH))
+    copy = _replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
+    vocab = min(spec.vocab_size, _TOKENS)
     table, inputs = copy.positions, copy.layer_inputs
-    return replace(
+    return _replace(
         copy,
-        embedding=replace(copy.embedding, vocab_size=vocab),
-        head=replace(copy.head, vocab_size=vocab),
-        positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
+        embedding=_replace(copy.embedding, vocab_size=vocab),
+        head=_replace(copy.head, vocab_size=vocab),
+        positions=None if table is None else _replace(table, length=min(table.length, tokens + 1)),
         layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, len(blocks), vocab),
     )
 
@@ -213,7 +213,7 @@ def random_weights(spec: ModelSpec) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     empty = {each.name: torch.empty(each.shape, dtype=torch.float64) for each in spec.parameters()}
     drawn = {name: random_parameter(name, tensor, generator) for name, tensor in empty.items()}
-    return {name: tensor * QUIET if name in TABLES else tensor for name, tensor in drawn.items()}
+    return {name: tensor * _QUIET if name in TABLES else tensor for name, tensor in drawn.items()}
 
 
 def narrow_batches(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:

@@ -40,8 +40,8 @@ from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import Batch
 
-NO_CLASS = "this tree never had a transformers class to compare with"
-KEPT_BYTES = 256 * 2**20
+_NO_CLASS = "this tree never had a transformers class to compare with"
+_KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
 
 
@@ -52,7 +52,7 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """
     architecture = checkpoint.architecture
     if architecture is None:
-        raise CannotExpress(NO_CLASS)
+        raise CannotExpress(_NO_CLASS)
     readable = checkpoint.format == "hf" and checkpoint.path.is_dir() and not checkpoint.notes
     if readable and architecture.export_config(checkpoint.spec, checkpoint.origin.config) is None:
         yield checkpoint.path
@@ -268,7 +268,7 @@ class Stream:
     def _drop(self, owners: Sequence[_Owner]) -> None:
         for module, name, full in owners:
             held: Any = module._parameters[name]
-            if held.device.type != "meta" and held.nbytes <= KEPT_BYTES:  # tables are too large to keep
+            if held.device.type != "meta" and held.nbytes <= _KEPT_BYTES:  # tables are too large to keep
                 self._spare.setdefault((held.shape, held.stride(), held.dtype), []).append(held.data)
             empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(_Absent)
             empty.full_name = full
@@ -316,7 +316,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     architecture = checkpoint.architecture
     if architecture is None:
-        raise CannotExpress(NO_CLASS)
+        raise CannotExpress(_NO_CLASS)
     original = checkpoint.origin.config
     config = dict(architecture.export_config(checkpoint.spec, original) or original or {})
     leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}

@@ -27,13 +27,13 @@ from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
 from .rows import final_norm, head_rows
 from .tensor_diff import same_bytes
 
-replace = msgspec.structs.replace
+_replace = msgspec.structs.replace
 
-Rows = Mapping[str, np.ndarray]
+_Rows = Mapping[str, np.ndarray]
 """Of each table the numbers of the rows that hold other bytes, or that one side alone has."""
 
-COLUMNS = 64  # logits that each row of a table is looked at by, without the layers
-WIDTH = 256  # rows of the embedding that a batch reads
+_COLUMNS = 64  # logits that each row of a table is looked at by, without the layers
+_WIDTH = 256  # rows of the embedding that a batch reads
 _PIECE = 2048  # rows that are widened at once
 _TIMES = 4.0
 """Of what rounding to fp32 makes without the layers, how much two tables may differ by: as `verify.IMPRECISE`."""
@@ -61,7 +61,7 @@ class BytesVerdict:
         return not (self.required and self.different)
 
 
-def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, Rows]:
+def compare_bytes(source: Checkpoint, target: Checkpoint, required: bool) -> tuple[BytesVerdict, _Rows]:
     """Every tensor that both have, whatever else their trees differ in (tables of two lengths, as far as both go), and
     what drafts tokens in both; a source alone, forth and back. `required`: whether the trees call for the same bytes.
     Raises CheckpointError where a folder of gptkit's own, which nothing is held against, is not as its manifest says.
@@ -136,7 +136,7 @@ def _rows(a: np.ndarray, a_dtype: str, b: np.ndarray, b_dtype: str) -> np.ndarra
 def rows_to_probe(
     source: Checkpoint,
     target: Checkpoint,
-    rows: Rows,
+    rows: _Rows,
     batches: Sequence[Batch],
     *,
     required: bool,
@@ -161,8 +161,8 @@ def rows_to_probe(
         positions = positions[~_alike_at_the_ends(source, target, POSITIONS, positions + first)]
     positions = positions[positions < min(most or 0, up_to or most or 0)]
     # Where bytes are called for they have failed already, and a few rows show what it comes to.
-    read, left = np.split(embedding, [len(embedding) if long else WIDTH if required else AFFORDABLE])
-    width = min(WIDTH, most or WIDTH, up_to or WIDTH)
+    read, left = np.split(embedding, [len(embedding) if long else _WIDTH if required else AFFORDABLE])
+    width = min(_WIDTH, most or _WIDTH, up_to or _WIDTH)
     pieces = [torch.from_numpy(read[start : start + width])[None] for start in range(0, len(read), width)]
     more = [Batch("rows of the embedding", piece) for piece in pieces]
     limited = [_too_many(left, EMBEDDING)] if len(left) else []
@@ -212,7 +212,7 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
     """
     if not len(rows):
         return np.zeros(0, bool)
-    columns = torch.linspace(0, source.spec.vocab_size - 1, min(COLUMNS, source.spec.vocab_size)).round().long()
+    columns = torch.linspace(0, source.spec.vocab_size - 1, min(_COLUMNS, source.spec.vocab_size)).round().long()
     gaps, noise = [], []
     for start in range(0, len(rows), _PIECE):
         here = torch.from_numpy(rows[start : start + _PIECE])
@@ -239,7 +239,7 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
         )
 
     def embedded(taken: Tensor) -> Tensor:
-        few = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
+        few = partial(EmbeddingModule, _replace(spec.embedding, vocab_size=len(taken)))
         found: Tensor = filled(few, partial(read, taken=taken), dtype, "embedding")(torch.arange(len(taken)))
         return found
 
@@ -248,7 +248,7 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
         if name == EMBEDDING:
             x = x + embedded(rows)
         if spec.positions is not None and spec.positions.shapes():
-            few = partial(PositionsModule, replace(spec.positions, length=len(rows), offset=0))
+            few = partial(PositionsModule, _replace(spec.positions, length=len(rows), offset=0))
             taken = rows if name == POSITIONS else first
             x = x + filled(few, partial(read, taken=taken), dtype, "positions")(every, dtype)
         logits = next(head_rows(checkpoint, dtype, [columns]))(final_norm(checkpoint, dtype)(x))

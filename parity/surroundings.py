@@ -17,7 +17,7 @@ from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
 MOST_BYTES = 64 * 2**20  # a tokenizer.json beyond it is compared as bytes alone
-TOLD = 4  # names that a line has
+_TOLD = 4  # names that a line has
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def _vocabularies(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]
     moved = [token for token in x if token in y and x[token] != y[token]]
     lines = []
     for what, tokens in (("added", added), ("gone", gone), ("with another id", moved)):
-        shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:TOLD])
+        shown = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokens[:_TOLD])
         count = f"{len(tokens):,} token{'' if len(tokens) == 1 else 's'} {what}"
-        lines += [f"{count}: {shown}{', …' if len(tokens) > TOLD else ''}"] if tokens else []
+        lines += [f"{count}: {shown}{', …' if len(tokens) > _TOLD else ''}"] if tokens else []
     return tuple(lines)
 
 

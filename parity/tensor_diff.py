@@ -16,14 +16,14 @@ from ..converter.dtypes import to_float64
 from ..converter.transfer import contiguous
 from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
 
-Array = NDArray[Any]
-Order = Literal["rows", "columns"]
+_Array = NDArray[Any]
+_Order = Literal["rows", "columns"]
 
 CHUNK = 1 << 18  # elements that are looked at at a time: 2 MB as fp64
 _GRIDS = ("BF16", "F16", "F32", "F64")  # what values may be rounded to, the coarsest first
-SCALED = 1e-7
+_SCALED = 1e-7
 """How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
-TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
+_TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Figures:
     not_finite: tuple[int, int] = (0, 0)
     rounded: tuple[str, Literal["a", "b"]] | None = None
     rank: Rank | None = None
-    order: Order | None = None
+    order: _Order | None = None
     grids: tuple[str, str] = ("F64", "F64")
 
     @property
@@ -58,7 +58,7 @@ class Figures:
         """|B - A| / |A| (Frobenius); None where A is zero and B is not, or the figures are beyond fp64."""
         if self.square == 0:
             return 0.0
-        if 0 < self.square_a < TINY or self.square < TINY:
+        if 0 < self.square_a < _TINY or self.square < _TINY:
             return None
         found = math.sqrt(self.square / self.square_a) if self.square_a > 0 else math.inf
         return found if math.isfinite(found) else None
@@ -67,7 +67,7 @@ class Figures:
     def cosine(self) -> float | None:
         """Of the angle between both, from -1 to 1; None where one of them is zero."""
         norms = math.sqrt(self.square_a) * math.sqrt(self.square_b)
-        if 0 < min(self.square_a, self.square_b) < TINY:
+        if 0 < min(self.square_a, self.square_b) < _TINY:
             return None
         if not (norms > 0 and math.isfinite(norms) and math.isfinite(self.product)):
             return None
@@ -82,13 +82,19 @@ class Figures:
         left = max(self.square_b - factor * self.product, 0.0)
         rounding = max(EPS[grid] for grid in self.grids)
         few = self.elements < 3  # two numbers are multiples of two others too easily
-        if few or any(self.not_finite) or left > max(rounding / 2, SCALED) ** 2 * self.square_b:
+        if few or any(self.not_finite) or left > max(rounding / 2, _SCALED) ** 2 * self.square_b:
             return None
         return factor if abs(factor - 1) > rounding else None
 
 
 def compare_tensors(
-    a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
+    a: _Array,
+    dtype_a: str,
+    b: _Array,
+    dtype_b: str,
+    *,
+    rank: bool = True,
+    pause: Callable[[int], None] = lambda _: None,
 ) -> Figures:
     """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
     `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
@@ -103,7 +109,7 @@ def compare_tensors(
     return sums.finished()
 
 
-def same_bytes(x: Array, y: Array) -> bool:
+def same_bytes(x: _Array, y: _Array) -> bool:
     """Whether two contiguous arrays of one dtype and shape hold the same bytes."""
     flat, other = x.reshape(-1), y.reshape(-1)
     whole = flat.nbytes // 8 * 8 // max(flat.itemsize, 1)
@@ -114,7 +120,7 @@ def same_bytes(x: Array, y: Array) -> bool:
 class _Pair:
     """Two tensors as matrices, in an order in which both are read forwards where there is one."""
 
-    def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
+    def __init__(self, a: _Array, dtype_a: str, b: _Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
         self.dtypes, self.pause = (dtype_a, dtype_b), pause
         self.matrix, self.rows_all = a.ndim == 2, a.shape[0] if a.ndim else 1
@@ -126,7 +132,7 @@ class _Pair:
         self.a, self.b = (a.T, b.T) if self.turned else (a, b)
         self.shape = self.a.shape
 
-    def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
+    def chunks(self) -> Iterator[tuple[slice, _Array, _Array]]:
         """Some rows of both, contiguous, in their carrier dtypes."""
         rows, columns = self.shape
         if not rows or not columns:
@@ -138,7 +144,7 @@ class _Pair:
             yield part, x, y
             self.pause(x.nbytes + y.nbytes)
 
-    def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
+    def walk(self) -> Iterator[tuple[slice, _Array, _Array, bool]]:
         """Some rows of both in fp64, and whether their bytes are equal: then only A's are to be looked at."""
         for part, x, y in self.chunks():
             equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
@@ -170,7 +176,7 @@ class _Sums:
         wanted = rank and pair.matrix and min(pair.shape) > 1
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
-    def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
+    def add(self, rows: slice, x: _Array, y: _Array, equal: bool) -> None:
         """Some rows of A and B; with `equal` Y is X."""
         with np.errstate(invalid="ignore", over="ignore"):
             if not equal:
@@ -194,7 +200,7 @@ class _Sums:
         if self.sketch is not None:
             self.sketch.add(change)
 
-    def _look(self, x: Array, y: Array) -> None:
+    def _look(self, x: _Array, y: _Array) -> None:
         """Which grids the values lie on, and whether one side is the other's rounding."""
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
@@ -204,7 +210,7 @@ class _Sums:
             (grid, side) for grid, side in self.roundings if _rounds(pairs[side][0], grid, pairs[side][1])
         ]
 
-    def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
+    def _finite(self, rows: slice, x: _Array, y: _Array) -> tuple[_Array, _Array]:
         """Both with 0 where either is not finite; those are counted, and whether they changed."""
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
@@ -216,7 +222,7 @@ class _Sums:
         self._mark(rows, other)
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
-    def _mark(self, rows: slice, changed: Array) -> None:
+    def _mark(self, rows: slice, changed: _Array) -> None:
         here = slice(None) if self.pair.turned else rows
         self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
@@ -237,7 +243,7 @@ class _Sums:
     def _rank(self) -> Rank | None:
         """Of the change; a second pass where the sketch alone does not tell."""
         square, grids = self.figures.square, self.figures.grids
-        if self.sketch is None or not square >= TINY or not math.isfinite(square):
+        if self.sketch is None or not square >= _TINY or not math.isfinite(square):
             return None
         least = min(self.pair.shape)
         limit = min(LIMIT, least)
@@ -258,10 +264,10 @@ class _Sums:
             spectrum = projection.values()
         return rank_of(spectrum, square, floor, grids)
 
-    def _order(self) -> Order | None:
+    def _order(self) -> _Order | None:
         """Whether B has A's rows or columns in another order: a third pass where the sums of squares allow it."""
         square_a, square_b, square = self.figures.square_a, self.figures.square_b, self.figures.square
-        if any(self.figures.not_finite) or not square >= TINY:
+        if any(self.figures.not_finite) or not square >= _TINY:
             return None
         if square <= 1e-6 * square_a or abs(square_a - square_b) > 1e-11 * square_a:
             return None
@@ -277,17 +283,17 @@ class _Sums:
                 bits = bits ^ (bits >> np.uint64(32))
                 by_row[side, part] = (bits * keys).sum(1, np.uint64)
                 by_column[side] += (bits * turned[part, None]).sum(0, np.uint64)
-        names: tuple[Order, Order] = ("columns", "rows") if self.pair.turned else ("rows", "columns")
+        names: tuple[_Order, _Order] = ("columns", "rows") if self.pair.turned else ("rows", "columns")
         same = (np.array_equal(*np.sort(sums)) and sums.shape[1] > 1 for sums in (by_row, by_column))
         return next((name for name, found in zip(names, same, strict=True) if found), None)
 
 
-def _dot(x: Array, y: Array) -> float:
+def _dot(x: _Array, y: _Array) -> float:
     """The sum of products, by rows first. Not by BLAS, whose threads and ours would wait for one another."""
     return float(np.einsum("ij,ij->i", x, y).sum())
 
 
-def _on(values: Array, grid: str) -> Array:
+def _on(values: _Array, grid: str) -> _Array:
     """fp64 values rounded to nearest even in `grid`, in fp64; what is beyond its range is infinite."""
     if grid == "F64":
         return values
@@ -302,14 +308,14 @@ def _on(values: Array, grid: str) -> Array:
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32)).astype(np.float64)
 
 
-def _rounds(values: Array, grid: str, other: Array) -> bool:
+def _rounds(values: _Array, grid: str, other: _Array) -> bool:
     """Whether `other` is the values rounded to `grid`, NaN being NaN; a few are asked first."""
     return all(
         np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in ((values[:1, :64], other[:1, :64]), (values, other))
     )
 
 
-def runs(marks: Array) -> tuple[tuple[int, int], ...]:
+def runs(marks: _Array) -> tuple[tuple[int, int], ...]:
     """The first and last index of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))

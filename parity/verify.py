@@ -59,7 +59,7 @@ _PROMPTS = (
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-SHOWN = 5  # names in a message, of however many
+_SHOWN = 5  # names in a message, of however many
 IMPRECISE = 4.0
 """Times the reference's mean error that a candidate's may be. Exact swaps and other orders of summing have 0.9 to 1.3,
 on the tiny models of the tests and on the samples, in fp32 and in bf16; computing in the next narrower dtype has
@@ -371,8 +371,8 @@ def _batches(
 
 
 def _some(words: Sequence[str]) -> str:
-    more = f", … ({len(words) - SHOWN} more)" if len(words) > SHOWN else ""
-    return f"{', '.join(words[:SHOWN])}{more}"
+    more = f", … ({len(words) - _SHOWN} more)" if len(words) > _SHOWN else ""
+    return f"{', '.join(words[:_SHOWN])}{more}"
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:

@@ -32,7 +32,7 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
         yield ""
         yield Text(f"{each.severity} {each.rule}", style=_STYLES[each.severity])
         yield from layout.wrapped(each.message, 2)
-        lines = folded(each.tensors)
+        lines = _folded(each.tensors)
         for line in lines if everything else lines[:_MOST]:
             yield from layout.wrapped(line, 4, "dim")
         if len(lines) > _MOST and not everything:
@@ -41,7 +41,7 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
             yield from layout.wrapped(f"→ {each.remedy}", 2)
 
 
-def folded(names: tuple[str, ...]) -> list[str]:
+def _folded(names: tuple[str, ...]) -> list[str]:
     """Names that one number alone tells apart in a line: model.layers.{0–3, 7}.mlp.up_proj.weight."""
     found: dict[tuple[str, ...], list[int]] = {}
     for name in names:

@@ -15,10 +15,10 @@ _APART = 3  # models that differ in size by more than this are drawn by their sh
 _NAME = 22  # characters of a model's name on a line beside its bar
 _FROM = 128  # tokens at which the cache's lines begin
 _UNITS = {"parameters": "KMBT"}  # a billion parameters is a B, of all else it is a G
-Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
+_Named = Sequence[tuple[str, Mapping[str, int]]]  # models by name, with a number for each part
 
 
-def bars(models: Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
+def bars(models: _Named, *, title: str, what: str, summary: str = "", shares: bool = False) -> Figure:
     """A bar a model, of parts. what: the unit in words; shares: whether all bars are as long as one another."""
     parts = list(dict.fromkeys(part for _, numbers in models for part in numbers))
     totals = [sum(numbers.values()) for _, numbers in models]
@@ -73,7 +73,7 @@ def bars(models: Named, *, title: str, what: str, summary: str = "", shares: boo
     return figure(title, summary, traces, keys, Table(f"{title} as a table", columns, cells, folded=True), layout)
 
 
-def parameter_bars(models: Named) -> list[Figure]:
+def parameter_bars(models: _Named) -> list[Figure]:
     """Parameters by component, and where small models would be lost beside large ones, their shares too."""
     totals = [sum(numbers.values()) for _, numbers in models]
     figures = [bars(models, title="Parameters by component", what="parameters")]

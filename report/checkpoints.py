@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ..converter.transfer import Transferred
 
 _SHOWN = 5  # tensors named, of however many
-Facts = Sequence[tuple[str, str]]
+_Facts = Sequence[tuple[str, str]]
 
 
-def _facts_report(title: str, before: Facts, spec: ModelSpec, behind: Facts, notes: Iterable[str]) -> RenderableType:
+def _facts_report(title: str, before: _Facts, spec: ModelSpec, behind: _Facts, notes: Iterable[str]) -> RenderableType:
     """What is known of a model, a row a fact: its tree in words, without what it has not, between others; and notes."""
     words = [(aspect, words) for aspect, words in describe(spec).items() if words not in ("none", "")]
     table = plain_table(("", False), ("", False), rows=[*before, *words, *behind])

@@ -85,7 +85,7 @@ def write(
     figures = page.figures()
     if not figures:
         raise UsageError(f"there is no figure to draw in {wanted[0]}", "A page needs none: --html page.html")
-    figure = figures[0] if name is None else named(figures, name)
+    figure = figures[0] if name is None else _named(figures, name)
     drawings = drawn([(figure, path.suffix.lower()[1:]) for path in wanted])
     for path, drawing in zip(wanted, drawings, strict=True):
         pages.put(drawing, path)
@@ -93,7 +93,7 @@ def write(
     return written
 
 
-def named(figures: Sequence[Figure], name: str) -> Figure:
+def _named(figures: Sequence[Figure], name: str) -> Figure:
     """The figure with this title, or the only one whose title has these words; raises UsageError for none or many."""
     wanted = name.casefold()
     fitting = [figure for figure in figures if figure.title.casefold() == wanted]

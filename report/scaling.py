@@ -45,7 +45,7 @@ def _optima(found: Scaling) -> Sheet | None:
     return Sheet("The best run of a budget", columns, tuple(rows)) if rows else None
 
 
-def told(found: Scaling) -> list[str]:
+def _told(found: Scaling) -> list[str]:
     """What the figures are, in sentences."""
     (fewest, most), (least, longest) = found.parameters, found.tokens
     return [
@@ -65,7 +65,7 @@ def scaling_report(page: Layout, found: Scaling) -> RenderResult:
         yield ""
         yield optima
     yield ""
-    for line in told(found):
+    for line in _told(found):
         yield from page.wrapped(line, 0, "dim", further=0)
 
 
@@ -77,7 +77,7 @@ def scaling_page(found: Scaling) -> Page:
         subtitle="L(N, D) = E + A / N^α + B / D^β, after Hoffmann et al. 2203.15556",
         facts=(("runs", f"{len(found.points)}"), ("gptkit", __version__)),
         sections=(
-            Section("The law", (Lines(tuple(told(found))), *tables)),
+            Section("The law", (Lines(tuple(_told(found))), *tables)),
             Section("Runs and law", (_picture(found),)),
         ),
     )

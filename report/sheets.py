@@ -17,10 +17,10 @@ from rich.text import Text
 from . import pages
 
 GAP = 3  # blank characters between two columns of a table; rich draws one of them itself
-ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
+_ASCII = str.maketrans({"×": "x", "–": "-", "−": "-", "·": "-", "…": ".", "²": "^2", "³": "^3"})
 """For terminals that have no other characters."""
 _WIDEST_NAME = 24  # longer names, of folders most of them, are folded
-DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -28,7 +28,7 @@ def decimal(number: int, unit: str) -> str:
     """Four digits with a prefix of a thousand's power: 16.38 GB, 7.568 GFLOP; 128 bytes."""
     if number < 1000:
         return f"{number:,} {'bytes' if unit == 'B' else unit}"
-    return f"{_prefixed(number, 1000, DECIMAL)}{unit}"
+    return f"{_prefixed(number, 1000, _DECIMAL)}{unit}"
 
 
 def nbytes(number: int) -> str:
@@ -224,7 +224,7 @@ class Layout:
         words = "".join(letter if letter.isprintable() else "?" for letter in words)
         # In a formula, 2d·k, the dot is a product; elsewhere it stands between words.
         words = re.sub(r"(?<=\w)·(?=\w)", "*", words) if self.ascii_only else words
-        return words.translate(ASCII).encode("ascii", "replace").decode() if self.ascii_only else words
+        return words.translate(_ASCII).encode("ascii", "replace").decode() if self.ascii_only else words
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,14 @@ class Drawing:
         yield from self.draw(Layout(options.max_width, options.ascii_only))
 
 
-Arguments = ParamSpec("Arguments")
+_Arguments = ParamSpec("_Arguments")
 
 
-def drawing(function: Callable[Concatenate[Layout, Arguments], RenderResult]) -> Callable[Arguments, Drawing]:
+def drawing(function: Callable[Concatenate[Layout, _Arguments], RenderResult]) -> Callable[_Arguments, Drawing]:
     """Make a function that draws on a page one whose result waits until the page is known."""
 
     @wraps(function)
-    def waiting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawing:
+    def waiting(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Drawing:
         return Drawing(lambda page: function(page, *args, **kwargs))
 
     return waiting

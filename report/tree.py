@@ -25,7 +25,7 @@ _GUIDES = {"│": "|", "├": "|", "└": "`", "─": "-", "×": "x", "–": "-"
 
 
 @dataclass(frozen=True)
-class Row(Record):
+class _Row(Record):
     """A module. depth: how many are above it; what: its shape, or what it is made of; number: its parameters, those
     below it included; copies: so many alike, of which the rows below are one; tied: it uses another's weight;
     layers: which it stands for; group: it has no weights of its own, and is told in words.
@@ -50,7 +50,7 @@ class Row(Record):
         return f"{self.copies:,} × {self.number:,}" if self.copies > 1 else f"{self.number:,}"
 
 
-def tree_rows(graph: Structure | Named) -> list[Row]:
+def tree_rows(graph: Structure | Named) -> list[_Row]:
     """The tree, layers alike and experts alike folded; the uppermost rows, times their copies, sum to the total."""
     if isinstance(graph, Named):
         return list(_branch("", _nested(graph.parameters), 0))
@@ -58,8 +58,8 @@ def tree_rows(graph: Structure | Named) -> list[Row]:
     return [*ends[0], *_blocks(graph), *ends[1]]
 
 
-def _total(rows: Iterable[Row]) -> Row:
-    return Row(0, "total", "", sum(row.number * row.copies for row in rows if not row.depth))
+def _total(rows: Iterable[_Row]) -> _Row:
+    return _Row(0, "total", "", sum(row.number * row.copies for row in rows if not row.depth))
 
 
 def _nested(parameters: Iterable[Parameter]) -> _Branch:
@@ -74,7 +74,7 @@ def _nested(parameters: Iterable[Parameter]) -> _Branch:
     return root
 
 
-def _branch(label: str, branch: _Branch, depth: int) -> Iterator[Row]:
+def _branch(label: str, branch: _Branch, depth: int) -> Iterator[_Row]:
     """What lies below a part of names: what numbers alone tell apart is told once."""
     while len(branch) == 1:
         ((part, below),) = branch.items()
@@ -87,17 +87,17 @@ def _branch(label: str, branch: _Branch, depth: int) -> Iterator[Row]:
             alike.setdefault(repr(below), (below, []))[1].append(int(part))
     single = sum(map(len, (numbers for _, numbers in alike.values()))) == len(branch)
     if label and len(branch) > 1 and not single:
-        yield Row(depth, label, "", _size(branch), group=True)
+        yield _Row(depth, label, "", _size(branch), group=True)
         label, depth = "", depth + 1
     prefix = f"{label}." if label else ""
     for part, below in branch.items():
         if not isinstance(below, dict):
-            yield Row(depth, prefix + part[1:], f"[{sizes(below)}]", math.prod(below))
+            yield _Row(depth, prefix + part[1:], f"[{sizes(below)}]", math.prod(below))
         elif not part.isdecimal():
             yield from _branch(prefix + part, below, depth)
     for below, numbers in alike.values():
         what = f"{len(numbers):,} alike, each" if len(numbers) > 1 else ""
-        yield Row(depth, f"{prefix}{_numbered(sorted(numbers))}", what, _size(below), len(numbers))
+        yield _Row(depth, f"{prefix}{_numbered(sorted(numbers))}", what, _size(below), len(numbers))
         for part, inside in below.items():
             yield from _branch("", {part: inside}, depth + 1)
 
@@ -113,18 +113,18 @@ def _numbered(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
-def _row(node: Node, depth: int = 0, name: str = "") -> Row:
+def _row(node: Node, depth: int = 0, name: str = "") -> _Row:
     weights = dict(node.weights)
     what = f"the {node.tied}'s" if node.tied else f"[{sizes(next(iter(weights.values())))}]"
     if isinstance(node.operation, Norm):
         what = f"{node.operation.kind.partition(',')[0]} {what}"
     bias = " + bias" if "bias" in weights else ""
-    return Row(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
+    return _Row(depth, name or node.id, what + bias, node.parameters // node.copies, tied=node.tied is not None)
 
 
-def _blocks(graph: Structure) -> Iterator[Row]:
+def _blocks(graph: Structure) -> Iterator[_Row]:
     """Of each kind of layer its modules; kinds that differ in none of them (in a window, say) are one."""
-    by_shapes: dict[tuple[Row, ...], tuple[list[int], list[Row]]] = {}
+    by_shapes: dict[tuple[_Row, ...], tuple[list[int], list[_Row]]] = {}
     for kind in graph.kinds:
         rows = list(_modules(graph, kind))
         shapes = tuple(replace(row, what="") if row.group else row for row in rows)
@@ -136,11 +136,11 @@ def _blocks(graph: Structure) -> Iterator[Row]:
         number = sum(row.number for row in rows if row.depth == 1)
         what = f"{len(layers):,} {alike}, each" if len(layers) > 1 else ""
         layers.sort()
-        yield Row(0, f"blocks.{_numbered(layers)}", what, number, len(layers), layers=tuple(layers))
+        yield _Row(0, f"blocks.{_numbered(layers)}", what, number, len(layers), layers=tuple(layers))
         yield from rows
 
 
-def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
+def _modules(graph: Structure, kind: Kind) -> Iterator[_Row]:
     """Below a layer's row: modules with weights, under those that have others (attention, one of the experts)."""
     words = describe(graph.spec, (kind.block,))
     groups: set[str] = set()
@@ -156,9 +156,9 @@ def _modules(graph: Structure, kind: Kind) -> Iterator[Row]:
             inside = [each for each in kind.nodes if each.id.startswith(f"{path}.")]
             number, copies = sum(each.parameters for each in inside), max(each.copies for each in inside)
             if path.endswith("experts"):
-                yield Row(depth, f"experts.{range_label(0, copies - 1)}", "each", number // copies, copies)
+                yield _Row(depth, f"experts.{range_label(0, copies - 1)}", "each", number // copies, copies)
             else:
-                yield Row(depth, path, words.get(path.replace("_", "-"), ""), number, group=True)
+                yield _Row(depth, path, words.get(path.replace("_", "-"), ""), number, group=True)
         yield _row(node, len(parts), parts[-1])
 
 

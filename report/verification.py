@@ -39,7 +39,7 @@ _WORDS = {"identical": "identical to the last bit", "equal": "the same", "differ
 _RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
-def some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """Tensors by name, at most so many, those of all layers together."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
     return ", ".join(names[:_SHOWN]) + (f", … ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else "")
@@ -93,7 +93,7 @@ def verdict_lines(result: Verification) -> list[str]:
             lines += [f"          differs: {name}" for name in bad[:_SHOWN]]
             lines += [f"          … ({len(bad) - _SHOWN} more)"] if len(bad) > _SHOWN else []
         if result.bytes.alone:
-            lines += indented(f"{len(result.bytes.alone)} on one side alone: {some(result.bytes.alone)}")
+            lines += indented(f"{len(result.bytes.alone)} on one side alone: {_some(result.bytes.alone)}")
     reach = "" if result.up_to is None else f" up to {result.up_to:,} tokens"
     where = f"transformers, {result.dtype}, {result.attention} attention"
     worst = f", max Δ {number(max(prompt.maximum for prompt in result.prompts))}"
@@ -331,7 +331,7 @@ def _bytes(result: Verification) -> Iterator[Section]:
     if verdict.cast:
         line += f" {len(verdict.cast):,} of them in value: they are stored in another dtype."
     if verdict.alone:
-        line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {some(verdict.alone)}."
+        line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {_some(verdict.alone)}."
     if bad and not verdict.required:
         line += " The trees differ, and so may tensors: the function holds them."
     caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"

@@ -32,11 +32,11 @@ from ..errors import GptkitError, InvalidInput
 Guarantee = Literal["exact", "approximate", "retrained"]
 Wide = NDArray[np.float64]
 Array = NDArray[Any]
-KEPT_BYTES = 64 * 2**20
+_KEPT_BYTES = 64 * 2**20
 """Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
@@ -106,17 +106,17 @@ class Read:
     def same(self, one: str, other: str) -> bool:
         return self.ask(lambda model: not any(differing(model, one, other)), False, True)
 
-    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:  # noqa: ARG002
+    def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:  # noqa: ARG002
         try:
             return question(self.model)
         finally:
             self.model.release()
 
-    def run(self, question: Callable[[Model], T]) -> T:
+    def run(self, question: Callable[[Model], _T]) -> _T:
         return question(self.model)
 
 
-ROWS = 4096  # rows of two tensors that are compared at once
+_ROWS = 4096  # rows of two tensors that are compared at once
 
 
 def differing(model: Model, one: str, other: str) -> Iterator[int]:
@@ -129,7 +129,7 @@ def differing(model: Model, one: str, other: str) -> Iterator[int]:
     if a.shape != b.shape:
         yield max(len(a), len(b))
         return
-    for rows in (slice(start, start + ROWS) for start in range(0, len(a), ROWS)):
+    for rows in (slice(start, start + _ROWS) for start in range(0, len(a), _ROWS)):
         yield int((a[rows] != b[rows]).reshape(len(a[rows]), -1).any(axis=1).sum())
 
 
@@ -284,7 +284,7 @@ class SwappedModel:
             raise InvalidInput(f"{self.reference}: the swap makes {name} of values that are not finite ({bad:,})")
         values.flags.writeable = False
         self._made[name] = values
-        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > KEPT_BYTES:
+        while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT_BYTES:
             self._made.popitem(last=False)
         return values
 

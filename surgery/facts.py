@@ -18,7 +18,7 @@ from ..errors import GptkitError
 if TYPE_CHECKING:
     from .base import Model
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Value = float | object
 """What is known of a tensor without its weights: the number that every element is, or a token that it shares with the
 tensors that it is a copy of."""
@@ -43,11 +43,11 @@ class Weights(Protocol):
         """Whether two tensors have the same values."""
         ...
 
-    def ask(self, question: Callable[[Model], T], trained: T, zeros: T) -> T:
+    def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:
         """Any other question, with its answers for weights as training leaves them and for zeros, which allow most."""
         ...
 
-    def run(self, question: Callable[[Model], T]) -> T:
+    def run(self, question: Callable[[Model], _T]) -> _T:
         """What a text that runs through the model tells. Raises TextWanted without weights to run it through."""
         ...
 
@@ -76,9 +76,9 @@ class Assumed(Weights):
             return True
         return self.ask(None, False, True)
 
-    def ask(self, question: Callable[[Model], T] | None, trained: T, zeros: T) -> T:  # noqa: ARG002
+    def ask(self, question: Callable[[Model], _T] | None, trained: _T, zeros: _T) -> _T:  # noqa: ARG002
         self.made = True
         return zeros if self.zeros else trained
 
-    def run(self, question: Callable[[Model], T]) -> T:  # noqa: ARG002
+    def run(self, question: Callable[[Model], _T]) -> _T:  # noqa: ARG002
         raise TextWanted("a text is to run through the model, of which there are only shapes")

@@ -28,7 +28,7 @@ from ..components.model import walk
 from ..errors import SwapRefused
 from .base import Guarantee, Index, Model, Wide
 
-FEW = 4
+_FEW = 4
 """Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
 hundredths of a nat, and its neighbours make up for little of it: beyond this the model is to be trained."""
 
@@ -48,7 +48,7 @@ def one_or_all(numbers: Iterable[int]) -> int | list[int]:
 
 def guarantee_of(changed: int, layers: int) -> Guarantee:
     """What a lossy change of so many layers, each for itself harmless, leaves of a model."""
-    return "exact" if not changed else "approximate" if changed <= max(1, layers // FEW) else "retrained"
+    return "exact" if not changed else "approximate" if changed <= max(1, layers // _FEW) else "retrained"
 
 
 # --- what stands in a layer -------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def with_mixers(spec: ModelSpec, changed: Mapping[int, Any], **fields: Any) -> M
     return with_blocks(spec, {i: spec.blocks[i].replaced(**{new.slot: new}) for i, new in changed.items()}, **fields)
 
 
-class Linear(NamedTuple):
+class _Linear(NamedTuple):
     """A linear of a block: its path in the tree, the shared names of its weight and of its bias, whether it has one or
     not, whether its record has a field for one, of a reader the path of the norm that it reads, and what its mixer is
     called in the block.
@@ -146,7 +146,7 @@ class Linear(NamedTuple):
         return [self.weight, *([self.bias_name] if self.bias else [])]
 
 
-def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
+def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
     """The linears of a block with these roles, of any mixer, in the order of its sub-layers."""
     first = ""
     for sublayer in block.sublayers:
@@ -159,15 +159,15 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[Linear]:
                 if weight.role in wanted and len(weight.shape) > 1:  # a sink of a head is inside too, and no linear
                     at, bias = f"{inner}.{name.removesuffix('.weight')}", name.replace(".weight", ".bias")
                     flags = bias in own, weight.role != "router"
-                    yield Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
+                    yield _Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
 
 
-def readers(block: Block, path: str) -> tuple[Linear, ...]:
+def readers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
     return tuple(linears(block, path, "reads", "router"))
 
 
-def writers(block: Block, path: str) -> tuple[Linear, ...]:
+def writers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
     return tuple(linears(block, path, "writes"))
 
@@ -270,7 +270,7 @@ Grouped = Attention | LatentAttention
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """A tensor that holds heads side by side along an axis: query heads, or key-value heads."""
 
     name: str
@@ -294,7 +294,7 @@ def key_heads(attention: Grouped) -> int:
     return found
 
 
-def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
+def parts(path: str, attention: Grouped) -> tuple[_Part, ...]:
     """The tensors of an attention (at `path`) that have heads; o_proj's weight is the last."""
     shared = {"k_proj", "v_proj"}
     found = []
@@ -302,11 +302,11 @@ def parts(path: str, attention: Grouped) -> tuple[Part, ...]:
         linear = name.partition(".")[0]
         if linear in {"q_proj", "q_up_proj", "k_up_proj", "v_up_proj", *shared}:
             heads = key_heads(attention) if linear in shared else attention.heads
-            found.append(Part(f"{path}.{name}", shape[0] // heads, linear in shared))
+            found.append(_Part(f"{path}.{name}", shape[0] // heads, linear in shared))
         elif name == "sinks":
-            found.append(Part(f"{path}.{name}", 1))
+            found.append(_Part(f"{path}.{name}", 1))
     width = attention.shapes()["o_proj.weight"][1] // attention.heads
-    return (*found, Part(f"{path}.o_proj.weight", width, axis=1))
+    return (*found, _Part(f"{path}.o_proj.weight", width, axis=1))
 
 
 def slopes(attention: Grouped, heads: int) -> list[float] | None:

@@ -13,11 +13,11 @@ from ..parity.probe import Batch, Scope, inputs
 from ..parity.rows import states
 from .base import Promise
 
-EVERYTHING = Promise()
-WORK = 2 * 10**12
+_EVERYTHING = Promise()
+_WORK = 2 * 10**12
 """Multiplications a model and a dtype that the probe may take: 40 s in fp64 on one core. A larger model gets fewer
 batches."""
-WORK_LIMIT = 5 * WORK
+_WORK_LIMIT = 5 * _WORK
 """The same for a batch that goes past a window or an original context: what happens there no other batch shows."""
 
 
@@ -59,7 +59,7 @@ def measure(
     before: Tree,
     after: Tree,
     *,
-    promise: Promise = EVERYTHING,
+    promise: Promise = _EVERYTHING,
     text: Sequence[int] | None = None,
     dtypes: Sequence[str] = ("float32", "float64"),
     progress: Callable[[int], None] | None = None,
@@ -137,7 +137,7 @@ def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) ->
     for batch in sorted(batches, key=rank):
         cost = batch.input_ids.numel() * size
         beyond = batch.name.startswith("past")
-        if cost <= WORK_LIMIT if beyond else (work + cost <= WORK or not taken):
+        if cost <= _WORK_LIMIT if beyond else (work + cost <= _WORK or not taken):
             taken.append(batch)
             work += 0 if beyond else cost
     chosen = {id(batch) for batch in taken}

@@ -40,7 +40,7 @@ from .options import Option
 from .registry import Step, all_options, option_of, parts
 
 FOLDER = Path(__file__).parent / "recipes"  # the recipes that come along
-PLAY = "the bundled play"  # what records call the text that comes along
+_PLAY = "the bundled play"  # what records call the text that comes along
 MOST_BYTES = 10**6  # a larger file is no recipe
 _HEAD_KEYS = ("name", "description", "as", "step")
 _CALIBRATION = {"text": str, "sha256": str, "tokens": int}
@@ -51,7 +51,7 @@ _STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "comment": (str, ""),
 }
 """What a step may say beside its option: the type, and what it is by default."""
-WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number", float: "a number"}
+_WORDS = {str: "text", bool: "true or false", dict: "a table", int: "a whole number", float: "a number"}
 HEAL = Option(
     "heal", "", 0, "Train what came out to answer as the original.", "FILE",
     settings={
@@ -97,7 +97,7 @@ class Recipe:
     def text(self) -> Path | None:
         """The file that steps were fitted on, None for the bundled play or none; UsageError where it is not there."""
         name = self.calibration.get("text")
-        if not isinstance(name, str) or name == PLAY:
+        if not isinstance(name, str) or name == _PLAY:
             return None
         if not Path(name).is_file():
             raise self.another_text()
@@ -231,14 +231,14 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     option = known[name]
     for part, (kind, _) in _STEP_KEYS.items():
         if part in table and not isinstance(table[part], kind):
-            raise InvalidInput(f"{where}: {part} is to be {WORDS[kind]}, not {table[part]!r:.40}")
+            raise InvalidInput(f"{where}: {part} is to be {_WORDS[kind]}, not {table[part]!r:.40}")
     given = {part: table.get(part, default) for part, (_, default) in _STEP_KEYS.items()}
     for part, setting in given["settings"].items():
         if (wanted := option.settings.get(part)) is None:
             known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
             raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
         if type(setting) is not wanted and (type(setting), wanted) != (int, float):
-            raise InvalidInput(f"{where}: the setting {part} is to be {WORDS[wanted]}, not {setting!r:.40}")
+            raise InvalidInput(f"{where}: the setting {part} is to be {_WORDS[wanted]}, not {setting!r:.40}")
     if option is HEAL and not {"blocks", "approximate"}.isdisjoint(table):
         raise InvalidInput(f"{where}: heal has neither blocks nor approximate")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
@@ -254,14 +254,14 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
 # --- numbers that depend on the model ---------------------------------------------------------------------------------
 
 
-PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
+_PART = re.compile(r"([a-z]*[:+]?)(?:(\d{1,6}(?:\.\d{1,6})?)%|(\d{1,6})/([1-9]\d{0,5}))", re.ASCII)
 
 
 def plain(step: Step, spec: ModelSpec) -> Step:
     """The step with a number where it has a part of what the model has ("auto:75%", "gqa:1/2"). Raises SwapRefused
     where the part is no whole number, or layers differ, or the model has no such thing.
     """
-    match = PART.fullmatch(step.value)
+    match = _PART.fullmatch(step.value)
     whole = None if match is None else parts().get((step.option, match[1]))
     if match is None or whole is None:
         return step

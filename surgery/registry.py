@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .fits.calibration import Calibration
 
 PLUGINS: list[str] = []  # the modules with swaps that plugins have registered, by their full names
-LARGEST = 1_000_000
+_LARGEST = 1_000_000
 """Units, heads, layers or tokens that a value may ask for; the largest models have a fifth of it of anything."""
 
 
@@ -63,7 +63,7 @@ class Step:
     comment: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", understood(self.option, self.value))
+        object.__setattr__(self, "value", _understood(self.option, self.value))
 
     def __str__(self) -> str:
         words = [spelled(self.option), *([self.value] if self.value else [])]
@@ -98,7 +98,7 @@ class Asked:
     texts: Mapping[str, bytes] = field(default_factory=dict)
     offline: bool = False
 
-    def number(self, what: str, least: int = 1, most: int = LARGEST) -> int:
+    def number(self, what: str, least: int = 1, most: int = _LARGEST) -> int:
         """The argument as a whole number (the value, where there is no colon). Raises UsageError where it is none, or
         beyond what any model has: such a tree would fill the memory.
         """
@@ -253,7 +253,7 @@ def option_of(name: str) -> Option | None:
     return next((option for option in all_options() if option.name == name), None)
 
 
-def understood(option: str, value: str) -> str:
+def _understood(option: str, value: str) -> str:
     """The value in gptkit's words, where it has one; small letters behind a colon, but in a file's name."""
     own = option_of(option)
     word, colon, rest = value.partition(":")
@@ -293,7 +293,7 @@ def swap_for(option: str, value: str) -> Swap:
 def steps_named(option: str, value: str, blocks: str | None = None, approximate: bool = False) -> list[Step]:
     """What one OPTION = VALUE asks for: a step, or two (SwiGLU). Raises UsageError where either is unknown."""
     own = option_of(option)
-    several = own and own.two.get(understood(option, value))
+    several = own and own.two.get(_understood(option, value))
     written = f"{spelled(option)} {value}" if several else ""
     found = [Step(name, to, blocks, approximate, written=written) for name, to in several or ((option, value),)]
     for step in found:

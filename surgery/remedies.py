@@ -21,20 +21,20 @@ from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
 
-Remedy = tuple[Step, ...]  # steps that only together clear something
-NEAR = 3  # families that are told of
-FEW = 3  # obstacles of each, where more than one family is asked for
-MOST = 10  # remedies one after the other
-WIDTH = 76  # of a sentence, which the command line indents
-SMALL = 50_000_000
+_Remedy = tuple[Step, ...]  # steps that only together clear something
+_NEAR = 3  # families that are told of
+_FEW = 3  # obstacles of each, where more than one family is asked for
+_MOST = 10  # remedies one after the other
+_WIDTH = 76  # of a sentence, which the command line indents
+_SMALL = 50_000_000
 """Parameters of a model whose weights are looked at to find a way, and whose damage is measured only to tell of it. A
 larger one's swaps are tried on its shapes, with guarantees such as trained weights have.
 """
 ORDER: tuple[Guarantee, ...] = ("exact", "approximate", "retrained")
-OWN_FORMAT = "gptkit's own format holds any tree: --as local"
+_OWN_FORMAT = "gptkit's own format holds any tree: --as local"
 
 
-def remedies(obstacle: Obstacle) -> Iterator[Remedy]:
+def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:
     """The swaps that may make a field what a family has, in the registry's order."""
     found = (each.remedy(swap, obstacle) for swap in all_swaps() for each in swap.clears)
     return filter(None, found)
@@ -44,7 +44,7 @@ def remedies(obstacle: Obstacle) -> Iterator[Remedy]:
 
 
 @dataclass(frozen=True)
-class State:
+class _State:
     """A tree after some steps: its biases that are zero, what each step gives, and the models, where looked at."""
 
     spec: ModelSpec
@@ -58,22 +58,22 @@ class State:
         return weakest(self.guarantees)
 
 
-After = Callable[[Remedy], State | None]  # the tree after some steps; None where one of them is not possible
+_After = Callable[[_Remedy], _State | None]  # the tree after some steps; None where one of them is not possible
 
 
-def ways_from(model: Model, zero: Zero) -> After:
-    """What becomes of a tree by steps; see `SMALL`. `zero` tells its biases that are zero."""
-    small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
+def ways_from(model: Model, zero: Zero) -> _After:
+    """What becomes of a tree by steps; see `_SMALL`. `zero` tells its biases that are zero."""
+    small = sum(parameter.count for parameter in model.spec.parameters()) <= _SMALL
     names = {parameter.name for parameter in model.spec.parameters()}
-    made: dict[str, State | None] = {"": State(model.spec, zero, models=(model,))}
+    made: dict[str, _State | None] = {"": _State(model.spec, zero, models=(model,))}
 
-    def after(steps: Remedy) -> State | None:
+    def after(steps: _Remedy) -> _State | None:
         key = " ".join(map(str, steps))
         if key not in made:
             made[key] = then(steps)
         return made[key]
 
-    def then(steps: Remedy) -> State | None:
+    def then(steps: _Remedy) -> _State | None:
         before = after(steps[:-1])
         if before is None:
             return None
@@ -81,13 +81,13 @@ def ways_from(model: Model, zero: Zero) -> After:
             if not small:
                 found = swapped(before.spec, steps[-1:])
                 known: Zero = lambda name: name in names and zero(name)  # noqa: E731
-                return State(found.spec, known, (*before.guarantees, found.usual))
+                return _State(found.spec, known, (*before.guarantees, found.usual))
             done = apply(before.models[-1], steps[-1])
         except (SwapRefused, UsageError, InvalidInput):
             return None
         here, promised = SwappedModel(before.models[-1], done), (*before.guarantees, done.guarantee)
         zeros = cache(lambda name: not np.any(here.wide(name)))
-        return State(done.spec, zeros, promised, (*before.done, done), (*before.models, here))
+        return _State(done.spec, zeros, promised, (*before.done, done), (*before.models, here))
 
     return after
 
@@ -97,8 +97,8 @@ class Way:
     """Swaps towards a family: what is in the way of a tree, the remedies in order, and what is left at their end."""
 
     start: Expression
-    remedies: tuple[Remedy, ...]
-    end: State
+    remedies: tuple[_Remedy, ...]
+    end: _State
     left: Expression
 
     @property
@@ -106,14 +106,14 @@ class Way:
         return self.left.found is not None
 
     @property
-    def steps(self) -> Remedy:
+    def steps(self) -> _Remedy:
         return tuple(step for remedy in self.remedies for step in remedy)
 
     def __str__(self) -> str:
         return " ".join(str(step) for step in self.steps)
 
 
-def way_to(start: Expression, after: After) -> Way:
+def way_to(start: Expression, after: _After) -> Way:
     """The way of a tree into a family, as far as there is one.
 
     At each point the remedy is taken that promises most, and among those the one that leaves least in the way; it must
@@ -121,11 +121,11 @@ def way_to(start: Expression, after: After) -> Way:
     registry where it can be.
     """
 
-    def way(taken: tuple[Remedy, ...]) -> Way | None:
+    def way(taken: tuple[_Remedy, ...]) -> Way | None:
         end = after(tuple(step for remedy in taken for step in remedy))
         return None if end is None else Way(start, taken, end, express(start.target, end.spec, end.zero))
 
-    def as_good(taken: tuple[Remedy, ...], than: Way) -> Way:
+    def as_good(taken: tuple[_Remedy, ...], than: Way) -> Way:
         """The way by these remedies, where it arrives too and promises no less."""
         other = way(taken)
         same = other is not None and other.arrived and rank(other.end.guarantee) <= rank(than.end.guarantee)
@@ -134,7 +134,7 @@ def way_to(start: Expression, after: After) -> Way:
     rank = ORDER.index
     here = way(())
     assert here is not None
-    while here.left.standing and len(here.remedies) < MOST:
+    while here.left.standing and len(here.remedies) < _MOST:
         known = len(here.end.guarantees)
         every = {str(remedy): remedy for each in by_layers(here.left.standing, 0) for remedy in remedies(each)}
         further = [each for remedy in every.values() if (each := way((*here.remedies, remedy)))]
@@ -159,18 +159,18 @@ def in_the_way(model: Model, tried: Sequence[Architecture], refused: Sequence[Ex
     what cost. `tried` are the families, the one that it came from first, and `refused` says what stands in the way to
     each; `zero` tells whether every value of a bias is zero.
     """
-    near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:NEAR]
+    near = sorted((each for each in refused if each.standing), key=lambda each: each.weight)[:_NEAR]
     after = ways_from(model, zero)
     ways = [way_to(each, after) for each in near]
     arriving = [way for way in ways if way.arrived]
     best = min(arriving, key=lambda way: (ORDER.index(way.end.guarantee), len(way.steps)), default=None)
-    hint = "\n".join([*_told_left(ways), OWN_FORMAT] if best is None else _told_way(best))
+    hint = "\n".join([*_told_left(ways), _OWN_FORMAT] if best is None else _told_way(best))
     if len(tried) == 1:
         return refused[0].refusal(hint)
     lines = []
     for each in near:  # of each the first few
         told = each.told
-        lines += [*told[:FEW], *([f"and {len(told) - FEW} more for {each.target.owner}"] if len(told) > FEW else [])]
+        lines += [*told[:_FEW], *([f"and {len(told) - _FEW} more for {each.target.owner}"] if len(told) > _FEW else [])]
     lines += [] if refused[0].standing else [f"{refused[0].target.owner}: {refused[0].reason}"]
     listed = "\n".join(f"  {line}" for line in lines)
     return CannotExpress(f"no transformers architecture can hold this tree. In the way:\n{listed}", hint)
@@ -189,9 +189,9 @@ def _told_way(way: Way) -> list[str]:
         costs.append((str(step), price + ", and is to be trained" * (guarantee == "retrained")))
     short_of = f"It falls short of {name} by {_some(way.start, most=2)}"
     if len(costs) == 1:
-        return wrap(f"{short_of}: {' '.join(costs[0])}.", WIDTH)
+        return wrap(f"{short_of}: {' '.join(costs[0])}.", _WIDTH)
     width = max(len(step) for step, _ in costs)
-    lines = wrap(f"{short_of}. What would clear the way:", WIDTH)
+    lines = wrap(f"{short_of}. What would clear the way:", _WIDTH)
     lines += [f"  {step:{width}}  {price}" for step, price in costs]
     # One command line carries out options in the registry's order, each once.
     places = [list(options()).index(step.option) for step in way.steps]
@@ -205,9 +205,9 @@ def _told_left(ways: Sequence[Way]) -> list[str]:
         return []
     way = min(ways, key=lambda way: way.left.weight)
     if not way.left.standing:
-        return wrap(f"After {way}: {way.left.reason}", WIDTH)
+        return wrap(f"After {way}: {way.left.reason}", _WIDTH)
     rest = f"; {way} would clear the rest" if way.remedies else ""
-    return wrap(f"No swap clears {_some(way.left, FEW)} on the way to {way.start.target.owner}{rest}.", WIDTH)
+    return wrap(f"No swap clears {_some(way.left, _FEW)} on the way to {way.start.target.owner}{rest}.", _WIDTH)
 
 
 def _some(expression: Expression, most: int) -> str:

@@ -147,7 +147,7 @@ class _Chain:
             usual, fitted, chosen = without_text(partial(reshape, self.spec, weights=trained, **self.given), step)
         except SwapRefused as error:
             if trained.made:
-                raise SwapRefused(f"{error.message}{_AS_FAR}", error.hint or HINT) from error
+                raise SwapRefused(f"{error.message}{_AS_FAR}", error.hint or _HINT) from error
             if not self.settled:  # of the tree that the weights give it may be possible
                 raise SwapRefused(f"{error.message}{_AS_FAR}", error.hint) from error
             raise
@@ -226,4 +226,4 @@ def swapped(
 
 
 _AS_FAR = ", as far as shapes tell"
-HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."
+_HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."

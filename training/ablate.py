@@ -37,7 +37,7 @@ from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_
 from .state import METRICS, put, remove_empty
 from .train import CONTEXT, folder_of, longest, require_texts, require_trainable, size_of, tokenized, train, tree_of
 
-RESULT = "ablation.json"
+_RESULT = "ablation.json"
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def ablate(
         _claim(target, resume, force)
         (target / "runs").mkdir(parents=True, exist_ok=True)
         stack.callback(_leave, target)
-        if not (target / RESULT).exists():
-            put(target / RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
+        if not (target / _RESULT).exists():
+            put(target / _RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
 
         def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
             own = target / name
@@ -199,7 +199,7 @@ def ablate(
             if result is None:
                 results[one, seed] = result = runs.run(one, seed, models[one.variant.name])
                 ended(one.variant.name, one.tokens, result)
-                put(target / RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
+                put(target / _RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
         return _table(asked, rows, results, length)
 
 
@@ -220,7 +220,7 @@ def _claim(target: Path, resume: bool, force: bool) -> None:
 def _leave(target: Path) -> None:
     """Remove what is there of an ablation that never began."""
     if not is_tokens(target / "data") and not any((target / "runs").iterdir()):
-        (target / RESULT).unlink(missing_ok=True)
+        (target / _RESULT).unlink(missing_ok=True)
         remove_empty(target)
 
 
@@ -359,7 +359,7 @@ def student(freedom: int) -> float:
 
 def read_ablation(folder: str | Path) -> dict[str, Any]:
     """The values of an ablation's JSON, from its folder. Raises UsageError where there is none."""
-    path = Path(folder) / RESULT
+    path = Path(folder) / _RESULT
     try:
         found = json.loads(read_small(path, 2**28))
         rows = found["rows"]

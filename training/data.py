@@ -40,21 +40,21 @@ from ..display import Record
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
 
-Ids = np.ndarray[Any, np.dtype[np.int64]]
+_Ids = np.ndarray[Any, np.dtype[np.int64]]
 Progress = Callable[[int, int], None]
 
 TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.bin", "tokens.json"
-VOCABULARY = 4096
+_VOCABULARY = 4096
 """Tokens of a tokenizer that is trained where nobody says how many."""
-END = "<|endoftext|>"  # what ends a document for a tokenizer that is trained here; its first token
-_SMALLEST = 257  # every byte, and `END`
+_END = "<|endoftext|>"  # what ends a document for a tokenizer that is trained here; its first token
+_SMALLEST = 257  # every byte, and `_END`
 _PIECE = 2**20  # bytes of text that are tokenised at once
 _SEAM = re.compile(r"(?<=[^\W_])(?=\n)")
 NOWHERE = -100
 """The target of a token that has none: the last of a document whose successor is another's first."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class _Source(msgspec.Struct, frozen=True):
     """A text as it was when it was tokenised."""
 
     name: str
@@ -69,7 +69,7 @@ class _Description(msgspec.Struct, frozen=True):
     dtype: str
     vocabulary: int
     tokenizer: str
-    sources: tuple[Source, ...]
+    sources: tuple[_Source, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TokenFile(Record):
     dtype: str
     vocabulary: int
     tokenizer: str
-    sources: tuple[Source, ...] = field(repr=False)
+    sources: tuple[_Source, ...] = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class TokenFile(Record):
         return [msgspec.to_builtins(each) for each in self.sources]
 
     @cached_property
-    def ends(self) -> Ids:
+    def ends(self) -> _Ids:
         """Where each document ends, in tokens, (documents,)."""
         return np.fromfile(self.folder / DOCUMENTS, "<i8")
 
@@ -109,7 +109,7 @@ class TokenFile(Record):
         fd = os.open(self.folder / TOKENS, os.O_RDONLY | os.O_CLOEXEC)
         return fd, os.fstat(fd)
 
-    def read(self, first: int, count: int) -> Ids:
+    def read(self, first: int, count: int) -> _Ids:
         """Ids (count,) from the token `first` on. Raises InvalidInput where the file has become shorter."""
         # Not through a map of the file, which would end the process where the file is cut.
         kind = np.dtype(self.dtype)
@@ -223,7 +223,7 @@ def _train(texts: Iterable[str], vocabulary: int) -> bytes:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: Any = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    options: Any = {"special_tokens": [_END], "initial_alphabet": alphabet, "show_progress": False}
     made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocabulary, **options))
     return made.to_str(pretty=True).encode()
 
@@ -231,11 +231,11 @@ def _train(texts: Iterable[str], vocabulary: int) -> bytes:
 def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary: int | None) -> dict[str, bytes]:
     """The files of a tokenizer that is named, or of one that is trained on the texts."""
     if named is None:
-        wanted = VOCABULARY if vocabulary is None else vocabulary
+        wanted = _VOCABULARY if vocabulary is None else vocabulary
         if wanted < _SMALLEST:
             hint = f"{_SMALLEST} at least: one for each byte and one that ends a text."
             raise UsageError(f"a vocabulary of {wanted} is too small for a byte-level tokenizer", hint)
-        settings = {"bos_token": END, "eos_token": END, "clean_up_tokenization_spaces": False}
+        settings = {"bos_token": _END, "eos_token": _END, "clean_up_tokenization_spaces": False}
         return {
             "tokenizer.json": _train((piece for text in texts for piece, _ in text.pieces()), wanted),
             "tokenizer_config.json": json_bytes({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}),
@@ -277,7 +277,7 @@ def tokenize(
         out: the folder to make.
         tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; where there is none, a byte-level BPE is
             trained on the texts.
-        vocabulary: how many tokens one that is trained has at the most; by default `VOCABULARY`.
+        vocabulary: how many tokens one that is trained has at the most; by default 4,096.
         force: replace a folder that gptkit wrote.
         progress: called with the bytes read now and those of all texts.
 
@@ -328,7 +328,7 @@ def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Descript
                 seen = text.read
     if not count:
         raise InvalidInput(f"there is no text in {', '.join(str(text.path) for text in texts)}")
-    sources = tuple(Source(str(text.path), text.read, text.digest.hexdigest()) for text in texts)
+    sources = tuple(_Source(str(text.path), text.read, text.digest.hexdigest()) for text in texts)
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     nbytes, vocabulary = sum(each.bytes for each in sources), max(coder.vocab_size, largest + 1)
     return _Description(count, documents, nbytes, kind.str, vocabulary, digest, sources)
@@ -356,9 +356,9 @@ class Windows(NamedTuple):
     the number of the document that each is of, (B, T); None where no sequence has two that are to be kept apart.
     """
 
-    ids: Ids
-    targets: Ids
-    documents: Ids | None
+    ids: _Ids
+    targets: _Ids
+    documents: _Ids | None
 
     def part(self, number: int, of: int) -> Windows:
         """One of so many shares of the sequences, which differ by one at the most."""
@@ -403,7 +403,7 @@ class Stretch:
         count = min(most, len(self))
         return self._at(np.linspace(0, len(self) - 1, count).astype(np.int64) * self.context)
 
-    def _at(self, starts: Ids) -> Windows:
+    def _at(self, starts: _Ids) -> Windows:
         rows = np.stack([self.tokens.read(self.first + int(start), self.context + 1) for start in starts])
         ids, targets = rows[:, :-1], rows[:, 1:].copy()
         if not self.apart:
@@ -416,7 +416,7 @@ class Stretch:
 
 
 @lru_cache(maxsize=4)
-def _starts(tokens: int, context: int, seed: int, epoch: int) -> Ids:
+def _starts(tokens: int, context: int, seed: int, epoch: int) -> _Ids:
     """Where the windows of an epoch begin, in the order in which they are met."""
     random = np.random.default_rng([seed, epoch])
     number, spare = divmod(tokens, context)

@@ -14,15 +14,15 @@ from torch import nn
 
 from ..components import Parameter, Role
 
-DECAYING: tuple[Role, ...] = ("reads", "writes", "inner", "router")
-BETAS = (0.9, 0.95)  # GPT-3's (Brown et al. 2005.14165, appendix B)
+_DECAYING: tuple[Role, ...] = ("reads", "writes", "inner", "router")
+_BETAS = (0.9, 0.95)  # GPT-3's (Brown et al. 2005.14165, appendix B)
 FLOOR = 0.1
 """What is left of the rate at the end (Hoffmann et al. 2203.15556, section 3)."""
 
 
 def decays(parameter: Parameter) -> bool:
     """Whether weight decay pulls on a parameter: by its role and its dimensions."""
-    return len(parameter.shape) > 1 and parameter.role in DECAYING
+    return len(parameter.shape) > 1 and parameter.role in _DECAYING
 
 
 def adamw(
@@ -37,7 +37,7 @@ def adamw(
         parameter.requires_grad_(trained is None or name in trained)
         if parameter.requires_grad:
             groups[name not in about or not decays(about[name])]["params"].append(parameter)
-    return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=BETAS, fused=True)
+    return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=_BETAS, fused=True)
 
 
 def rate_at(done: float, rate: float, warmup: float) -> float:

@@ -39,11 +39,11 @@ from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
 from .train import HELD_OUT, WINDOWS, longest, settings_of, size_of, tree_of
 
-FOLDER = Path(__file__).parent / "plans"  # those that come along
+_FOLDER = Path(__file__).parent / "plans"  # those that come along
 _WIDTHS = 17, 31  # by which it is seen what a unit of a feed-forward takes
 
 
-class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a variant is: the tree of `model`, else of the base; then what other variants do, swaps, and edits."""
 
     name: str
@@ -63,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     base: str | dict[str, Any]
-    variant: tuple[Variant, ...]
+    variant: tuple[_Variant, ...]
     name: str = ""
     description: str = ""
     how: Literal["train", "heal"] = "train"
@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def shipped() -> dict[str, Path]:
     """The plans that come along, by name."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def read_plan(reference: str | Path) -> Plan:
@@ -203,7 +203,7 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
             raise InvalidInput(f"how is heal, and {model} has no weights", 'Trees alone are for how = "train".')
         return found.spec
 
-    def changed(before: Arm, each: Variant) -> Arm:
+    def changed(before: Arm, each: _Variant) -> Arm:
         spec, start, steps = before.spec, before.start, before.steps
         if each.model:
             spec, start, steps = tree(each.model), each.model, ()

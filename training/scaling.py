@@ -65,7 +65,7 @@ class Law(Record):
         return parameters, flops / 6 / parameters
 
 
-Interval = tuple[float, float]
+_Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Optimum(Record):
     parameters: float
     tokens: float
     loss: float
-    intervals: dict[str, Interval]
+    intervals: dict[str, _Interval]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Scaling(Record, Shown):
     JSON = "schema_version law intervals drawn error parameters tokens optima points"
 
     law: Law
-    intervals: dict[str, Interval]
+    intervals: dict[str, _Interval]
     drawn: int
     error: float
     parameters: tuple[int, int]
@@ -99,7 +99,7 @@ class Scaling(Record, Shown):
     schema_version: int = field(default=1, repr=False)
 
 
-def points_of(folders: Sequence[str | Path]) -> list[Point]:
+def _points_of(folders: Sequence[str | Path]) -> list[Point]:
     """Every run of some ablations, which must have read the same tokens. Raises UsageError."""
     found = []
     for each in folders:
@@ -124,7 +124,7 @@ def fit_scaling(
             whose best run is more than `FARTHEST` times beyond those that were made.
     """
     points = [each for each in runs if isinstance(each, Point)]
-    points = points or points_of([each for each in runs if not isinstance(each, Point)])
+    points = points or _points_of([each for each in runs if not isinstance(each, Point)])
     _require(points)
     values = np.array([(each.parameters, each.tokens, each.loss) for each in points], float)
     law = _fitted(values, _beginnings(values))
@@ -205,7 +205,7 @@ def _fitted(values: np.ndarray[Any, Any], beginnings: Sequence[Sequence[float]])
     return best[1]
 
 
-def _span(found: Sequence[float]) -> Interval:
+def _span(found: Sequence[float]) -> _Interval:
     low, high = np.quantile(found, [0.025, 0.975])
     return float(low), float(high)
 

@@ -28,7 +28,7 @@ from .parallel import Group
 
 _RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
 
 
 class Store:
@@ -199,6 +199,6 @@ def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Te
         state = optimiser.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS}
-        found |= {f"{kept} {name}": state[kept].detach() for kept in ("step", *MOMENTS)}
+            state |= {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in _MOMENTS}
+        found |= {f"{kept} {name}": state[kept].detach() for kept in ("step", *_MOMENTS)}
     return found

@@ -46,7 +46,7 @@ CONTEXT = 1024  # tokens at most, by default
 _EVALUATED = 2**16  # tokens that an evaluation looks at, at the most
 _SAMPLED = 48  # tokens of a sample
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp")
-PEAKS = {
+_PEAKS = {
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
     "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
@@ -410,9 +410,9 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """FLOPs a second that a device can do in matrix products, and how that is known."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for key in sorted(PEAKS, key=len, reverse=True):
+        for key in sorted(_PEAKS, key=len, reverse=True):
             if key in name and dtype != "float32":
-                return PEAKS[key], f"the data sheet of {name}"
+                return _PEAKS[key], f"the data sheet of {name}"
     size, best = 1024, math.inf
     one = torch.ones(size, size, device=device, dtype=getattr(torch, dtype))
     for _ in range(4):

@@ -27,8 +27,8 @@ from .torch_archive import ALIGNMENT, archive_of, pickled_tensor, program
 if TYPE_CHECKING:
     from ..write import Output, Plan, Shard
 
-METADATA = ".metadata"
-SHARDS = "shard-*-model-*-of-*.safetensors"
+_METADATA = ".metadata"
+_SHARDS = "shard-*-model-*-of-*.safetensors"
 """What torch's Hugging Face writer calls its files while tensors are in parts."""
 
 
@@ -36,7 +36,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
     """A folder of either kind that is no Hugging Face folder besides."""
     if names is None or SINGLE in names or INDEX in names:
         return None
-    return path if METADATA in names or fnmatch.filter(names, SHARDS) else None
+    return path if _METADATA in names or fnmatch.filter(names, _SHARDS) else None
 
 
 def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
@@ -50,7 +50,7 @@ def _description(path: Path) -> Path:
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
-    hint = f"Put the model's {CONFIG} beside {METADATA}."
+    hint = f"Put the model's {CONFIG} beside {_METADATA}."
     raise InvalidInput(f"{path} is a distributed checkpoint, which does not say what model it holds", hint)
 
 
@@ -61,14 +61,14 @@ def read(path: Path, allow_pickle: bool) -> Opened:
 
     described = _description(path)
     spec, origin, _ = describe(path)
-    pickled = path / METADATA
+    pickled = path / _METADATA
     if pickled.is_file():
         if not allow_pickle:
             hint = "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it."
             raise untrusted(pickled, hint)
         tensors, others = metadata(path)
     else:
-        tensors, others = hugging_face(sorted(path.glob(SHARDS))), []
+        tensors, others = hugging_face(sorted(path.glob(_SHARDS))), []
     if len(spec.blocks) > len(tensors):
         raise CheckpointError(
             f"{path} has {len(tensors)} tensors for {len(spec.blocks)} layers: {described.name} and weights differ"
@@ -118,11 +118,11 @@ def plan(request: Request) -> Plan:
         tied[named(str(request.source.origin.family)).head] = "embedding.weight"
     texts = {name: text for name, text in like.texts.items() if name != INDEX}
     return replace(
-        like, shards=shards, texts={**texts, METADATA: _metadata(shards, tied)}, companions=request.companions
+        like, shards=shards, texts={**texts, _METADATA: _metadata(shards, tied)}, companions=request.companions
     )
 
 
-FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
+_FILES = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little", "version": b"3\n"}
 """What torch.save puts into an archive beside the pickle and the tensors."""
 
 
@@ -134,7 +134,7 @@ def _lay_out(name: str, outputs: Iterable[Output]) -> Shard:
     for output in outputs:
         at += -at % ALIGNMENT
         pickled = program(pickled_tensor("0", output.dtype, output.leaf.shape))
-        around = archive_of("archive", {"data.pkl": pickled, **FILES}, [output.nbytes])
+        around = archive_of("archive", {"data.pkl": pickled, **_FILES}, [output.nbytes])
         laid.append(Output(output.leaf, output.dtype, at, around.size, around=(around.head, around.tail)))
         at += around.size
     return Shard(name, b"", tuple(laid), at)

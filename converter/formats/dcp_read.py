@@ -24,8 +24,8 @@ from ..safetensors import DTYPES, MAX_DIMS, parse_json_object, read_header
 from ..weights import Stored, Weights
 
 _MAX_CHUNKS = 2**14  # of one tensor
-HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
-AGAIN = "Fetch or save it again, with all its files."
+_HINT = "Do not use this checkpoint: it is damaged, or was made to look like one."
+_AGAIN = "Fetch or save it again, with all its files."
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -55,7 +55,7 @@ def metadata(folder: Path) -> tuple[dict[str, _Chunked], list[str]]:
             _Chunk(tuple(offsets), Stored(_checked(folder, file, at + nbytes, sizes), dtype, tuple(whole), at, nbytes))
             for offsets, whole, file, at, nbytes in boxes
         ]
-        tensors[name] = _Chunked(dtype, tuple(shape), _filling(f"{path}: {name!r:.80}", tuple(shape), chunks, HINT))
+        tensors[name] = _Chunked(dtype, tuple(shape), _filling(f"{path}: {name!r:.80}", tuple(shape), chunks, _HINT))
     return tensors, others
 
 
@@ -64,7 +64,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
     path = folder / name
     if name not in sizes:
         if not is_plain(name):
-            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {name!r:.80}", HINT)
+            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {name!r:.80}", _HINT)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
         sizes[name] = path.stat().st_size
@@ -110,10 +110,10 @@ def _located(name: str, chunk: _Chunk, process: Unpickler) -> _Chunk:
     where = f"{stored.path}: {name!r:.80}, at byte {stored.start:,},"
     inside = process.ask(stored.path, where, (str(stored.path.absolute()), stored.start, stored.nbytes), "data")
     if not isinstance(inside, Stored):
-        raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", HINT)
+        raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", _HINT)
     if (inside.dtype, inside.shape) != (stored.dtype, stored.shape):
         stated = f"the metadata says {stored.dtype} of shape {list(stored.shape)}"
-        raise CheckpointError(f"{where} is {inside.dtype} of shape {list(inside.shape)}, {stated}", HINT)
+        raise CheckpointError(f"{where} is {inside.dtype} of shape {list(inside.shape)}, {stated}", _HINT)
     return _Chunk(chunk.offsets, replace(inside, start=stored.start + inside.start))
 
 
@@ -130,16 +130,16 @@ def hugging_face(files: Sequence[Path]) -> dict[str, _Chunked]:
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
             if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
-                raise CheckpointError(f"{path}: {name!r:.80}: sizes that are no sizes", HINT)
+                raise CheckpointError(f"{path}: {name!r:.80}: sizes that are no sizes", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "another dtype, or other dimensions, than in another file"
-                raise CheckpointError(f"{path}: {name!r:.80}: {what}", HINT)
+                raise CheckpointError(f"{path}: {name!r:.80}: {what}", _HINT)
             others.append(_Chunk(tuple(offsets), Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
     tensors: dict[str, _Chunked] = {}
     for name, chunks in boxes.items():
         ends = [[o + s for o, s in zip(offsets, stored.shape, strict=True)] for offsets, stored in chunks]
         shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
-        full = _filling(f"{files[0].parent}: {name!r:.80}", shape, chunks, AGAIN)
+        full = _filling(f"{files[0].parent}: {name!r:.80}", shape, chunks, _AGAIN)
         tensors[name] = _Chunked(chunks[0].stored.dtype, shape, full)
     return tensors
 

@@ -41,11 +41,11 @@ READABLE = frozenset(each.name for each in TYPES.values() if each.block > 1) - {
 
 _MAX_FLOATS = 2**17  # of a tensor that stands for numbers of the tree
 
-COMPARED = 2**20  # bytes of two tensors that are compared at a time
+_COMPARED = 2**20  # bytes of two tensors that are compared at a time
 
-SAMPLED = 2**14  # bytes of two tensors of a file elsewhere that are compared at each of a few places
+_SAMPLED = 2**14  # bytes of two tensors of a file elsewhere that are compared at each of a few places
 
-ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
+_ALIKE = {"eos": ("eos", "eot", "eom"), "bos": ("bos",), "pad": ("padding",)}
 """transformers' special ids -> the tokenizer.ggml.*_token_id that may hold one; the first is the one of config.json."""
 
 
@@ -224,7 +224,7 @@ def _name(path: Path | str, header: Header) -> str:
 def special_ids(header: Header) -> dict[str, list[int]]:
     """The ids of special tokens by transformers' names, each once; eos may be several."""
     found: dict[str, list[int]] = {}
-    for name, keys in ALIKE.items():
+    for name, keys in _ALIKE.items():
         values = (header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
         if ids := dict.fromkeys(value for value in values if type(value) is int and 0 <= value < 2**31):
             found[name] = list(ids)
@@ -246,10 +246,10 @@ def _repeats(header: Header, name: str, other: str) -> bool:
     a, b = header.tensors.get(name), header.tensors.get(other)
     if a is None or b is None or (a.type, a.shape) != (b.type, b.shape):
         return False
-    nbytes, length = a.end - a.start, COMPARED
+    nbytes, length = a.end - a.start, _COMPARED
     some: Sequence[int] = range(0, nbytes, length)
     if header.elsewhere is not None:  # a few places are enough: no two matrices trained apart agree in all of them
-        some, length = (0, nbytes // 2, max(nbytes - SAMPLED, 0)), SAMPLED
+        some, length = (0, nbytes // 2, max(nbytes - _SAMPLED, 0)), _SAMPLED
     return all(
         header.read(a.start + at, min(a.start + at + length, a.end))
         == header.read(b.start + at, min(b.start + at + length, b.end))

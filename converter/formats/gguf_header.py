@@ -28,14 +28,14 @@ from ..names import POINTER, plain_file, pointer
 if TYPE_CHECKING:
     import numpy as np
 
-ALIGNMENT = 32
+_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**20
-MAX_KEYS = 2**16
+_MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 MAX_STRINGS = 1_500_000  # of all arrays together: a vocabulary of 262,000 tokens and its merges are 780,000
-MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
+_MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a tenth of it
 _MAX_NAME = 2**16 - 1
-SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
+_SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
 
 PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
 
@@ -161,11 +161,11 @@ def parse_header(
         what = "its numbers are big-endian" if version & 0xFFFF == 0 else f"version {version}"
         raise CheckpointError(f"{where}: {what}; gptkit reads little-endian GGUF of versions 2 and 3")
     # Each takes at least so many bytes, so that no count can make anything large.
-    if keys > min(MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
+    if keys > min(_MAX_KEYS, size // 13) or tensors > min(_MAX_TENSORS, size // 32):
         raise CheckpointError(f"{where} claims {keys} metadata keys and {tensors} tensors, in {size} bytes")
     cursor = _Cursor(where, buffer, size, _START.size)
     metadata, ends = _metadata(cursor, keys)
-    alignment = metadata.get("general.alignment", ALIGNMENT)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
@@ -177,7 +177,7 @@ class _Cursor:
 
     def __init__(self, where: str, buffer: _Buffer, size: int, at: int) -> None:
         self.where, self.buffer, self.size, self.at = where, buffer, size, at
-        self.strings, self.text, self.small = MAX_STRINGS, MAX_TEXT, SMALL
+        self.strings, self.text, self.small = MAX_STRINGS, _MAX_TEXT, _SMALL
 
     def take(self, length: int, what: str) -> int:
         """The place, which then is behind the next `length` bytes. Raises CheckpointError: the file ends before."""
@@ -209,7 +209,7 @@ class _Cursor:
         """Count bytes of strings. Raises CheckpointError: there are more than any header has."""
         self.text -= length
         if self.text < 0:
-            raise CheckpointError(f"{self.where}: {what} makes more than {MAX_TEXT:,} bytes of text in its header")
+            raise CheckpointError(f"{self.where}: {what} makes more than {_MAX_TEXT:,} bytes of text in its header")
 
     def skip_strings(self, count: int, what: str) -> None:
         """Go over an array of strings, all of which lie within the file."""

@@ -41,7 +41,7 @@ _SLASHED = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 Step = dict[str, Any]
 
 
-def split(pattern: str) -> Step:
+def _split(pattern: str) -> Step:
     """Matches set apart, and what lies between them."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -55,7 +55,7 @@ _ONE_DIGIT, DIGITS = ({"type": "Digits", "individual_digits": individual} for in
 
 
 def _split_first(pattern: str) -> tuple[Step, ...]:
-    return (split(pattern), _byte_level(False))
+    return (_split(pattern), _byte_level(False))
 
 
 def _letters(numbers: str) -> tuple[Step, ...]:
@@ -70,11 +70,11 @@ _GPT4O = _split_first(
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
-_THREE_DIGITS = (_byte_level(True), DIGITS, split("[0-9][0-9][0-9]"))
+_THREE_DIGITS = (_byte_level(True), DIGITS, _split("[0-9][0-9][0-9]"))
 
 PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
     # What llama.cpp does with a file that names nothing.
-    "default": (split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS),
+    "default": (_split(r"[\p{P}\$\+<=>\^~\|]+"), *_THREE_DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4"), (_byte_level(True),)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN2),
@@ -85,7 +85,7 @@ PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
     "tekken": _split_first(rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}{_SLASHED}"),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
     "deepseek-coder": (
-        *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
+        *map(_split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
         _ONE_DIGIT,
         _byte_level(False),
     ),
@@ -176,7 +176,7 @@ class Texts(UserDict[str, bytes]):
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(PRE_TOKENIZERS[pre])},
             "post_processor": self._post_processor(default_bos=pre in WORDS_FIRST) or {**level, "trim_offsets": False},
             "decoder": level,
-            "model": {**BPE, "ignore_merges": pre in WORDS_FIRST, "vocab": vocab, "merges": self._pairs(vocab)},
+            "model": {**_BPE, "ignore_merges": pre in WORDS_FIRST, "vocab": vocab, "merges": self._pairs(vocab)},
         }
 
     def _pairs(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -217,7 +217,7 @@ class Texts(UserDict[str, bytes]):
             "post_processor": self._post_processor(default_bos=True),
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {
-                **BPE,
+                **_BPE,
                 "unk_token": None if unknown is None else self._tokens[unknown],
                 "fuse_unk": True,
                 "byte_fallback": BYTE in self._types,
@@ -339,7 +339,7 @@ class Texts(UserDict[str, bytes]):
         return self._types.index(UNKNOWN) if UNKNOWN in self._types else None
 
 
-BPE = {
+_BPE = {
     "type": "BPE",
     **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
     **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),

@@ -33,10 +33,10 @@ from .gguf_header import dequantised
 from .gguf_vocab import Value, vocabulary
 
 ALIGNMENT = 32
-CODES = {each.name: code for code, each in TYPES.items()}
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+_CODES = {each.name: code for code, each in TYPES.items()}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """What files are written in (llama.cpp computes nothing in F64), by its number for the type of most of a file."""
-BLOCK = TYPES[CODES["Q8_0"]].block
+_BLOCK = TYPES[_CODES["Q8_0"]].block
 
 
 def plan(request: Request) -> Plan:
@@ -49,7 +49,7 @@ def plan(request: Request) -> Plan:
     notes = []
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
-        notes.append(f"{narrow} tensors whose rows are no multiple of {BLOCK} values are stored as F16, not Q8_0")
+        notes.append(f"{narrow} tensors whose rows are no multiple of {_BLOCK} values are stored as F16, not Q8_0")
     factors = shifted(request.source.spec)
     if factors:
         notes.append(f"{len(factors)} norms' weights are stored as 1 + weight, what llama.cpp multiplies by")
@@ -63,7 +63,7 @@ def plan(request: Request) -> Plan:
         "general.name": name,
         **tree.metadata,
         f"{tree.architecture.name}.vocab_size": request.source.spec.vocab_size,
-        "general.file_type": FILE_TYPES[stored],
+        "general.file_type": _FILE_TYPES[stored],
         "general.quantization_version": 2,  # ggml's, of the block formats
         **vocab.metadata,
     }
@@ -85,9 +85,9 @@ def _parse(asked: str | None) -> str | None:
     try:
         kind = parse_dtype(asked)
     except UsageError as error:
-        hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in FILE_TYPES if t in HF_NAMES)}, q8_0"
+        hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in _FILE_TYPES if t in HF_NAMES)}, q8_0"
         raise UsageError(error.message, hint) from error
-    if kind not in FILE_TYPES:
+    if kind not in _FILE_TYPES:
         raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
     return kind
 
@@ -97,7 +97,7 @@ def _type_of(leaf: BoundLeaf, dtypes: Mapping[str, str], asked: str | None) -> s
     if len(leaf.shape) < 2 or leaf.checkpoint.endswith(ALWAYS_FP32):
         return "F32"
     if asked == "Q8_0":
-        return "Q8_0" if leaf.shape[-1] % BLOCK == 0 else "F16"
+        return "Q8_0" if leaf.shape[-1] % _BLOCK == 0 else "F16"
     if asked is not None:
         return asked
     kind = widest([dtypes[name] for name in leaf.shared])
@@ -110,7 +110,7 @@ def _most(types: Sequence[tuple[BoundLeaf, str]]) -> str:
     for leaf, kind in types:
         if len(leaf.shape) > 1 and not leaf.checkpoint.endswith(ALWAYS_FP32):
             values[kind] = values.get(kind, 0) + math.prod(leaf.shape)
-    return max(values, key=lambda kind: (values[kind], -CODES[kind]))
+    return max(values, key=lambda kind: (values[kind], -_CODES[kind]))
 
 
 def q8_0(name: str) -> Encode:
@@ -123,7 +123,7 @@ def q8_0(name: str) -> Encode:
         values = np.ascontiguousarray(cast(rows, dtype, "F32"))
         if bad := not_finite(values, "F32"):
             raise CheckpointError(f"{name}: {bad} values are NaN or infinite, and Q8_0 has no such values")
-        blocks = values.reshape(-1, BLOCK)
+        blocks = values.reshape(-1, _BLOCK)
         # A block's scale is a 127th of its largest value, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
@@ -158,7 +158,7 @@ def _lay_out(
     data = {extra: struct.pack(f"<{len(values)}f", *values) for extra, values in extras.items()}
     sizes = [len(values) for values in data.values()]
     for leaf, kind in tensors:
-        block = TYPES[CODES[kind]]
+        block = TYPES[_CODES[kind]]
         sizes.append(math.prod(leaf.shape) // block.block * block.nbytes)
     places = [0, *accumulate(map(_padded, sizes))]
     entries: list[tuple[str, Shape, str]] = [(extra, (len(values),), "F32") for extra, values in extras.items()]
@@ -169,7 +169,7 @@ def _lay_out(
     for (tensor, shape, kind), place in zip(entries, places, strict=False):
         # GGUF counts dimensions from the one that lies closest.
         sized = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts.append(_string(tensor) + sized + struct.pack("<IQ", CODES[kind], place))
+        parts.append(_string(tensor) + sized + struct.pack("<IQ", _CODES[kind], place))
     header = b"".join(parts)
     start = _padded(len(header))
     header = b"".join(part.ljust(_padded(len(part)), b"\0") for part in (header, *data.values()))
@@ -177,7 +177,7 @@ def _lay_out(
     for (leaf, kind), place, nbytes in zip(tensors, places[len(data) :], sizes[len(data) :], strict=False):
         coders: tuple[Any, ...] = (_one_more,) if leaf.shared[0] in factors else ()
         if kind == "Q8_0":
-            coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[CODES[kind]]))
+            coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[_CODES[kind]]))
         outputs.append(Output(leaf, kind, start + place, nbytes, *coders))
     for leaf in inside:
         key, _, number = leaf.checkpoint.rpartition(".")

@@ -40,7 +40,7 @@ _MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER = 256  # bytes of the header from version 1 on
 _SIZES = struct.Struct("<7i")
 _MAX_GROUP = 2**16
-ROWS = 4096  # positions of the tables that are checked at a time
+_ROWS = 4096  # positions of the tables that are checked at a time
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -66,7 +66,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
 
     header = _Header(path)
     spec, origin, _ = describe(path)
-    decode = partial(dequantised, group=header.group)
+    decode = partial(_dequantised, group=header.group)
     tensors = {}
     for name, shape, start, nbytes in header.places():
         tensors[name] = Stored(path, "F32", shape, start, nbytes)
@@ -105,7 +105,7 @@ def plan(request: Request, version: int = 0) -> Plan:
     if version:
         header = (_MAGIC + struct.pack("<i", version) + header + bytes([sizes.shared])).ljust(_HEADER, b"\0")
     outputs, constants, end = [], [], len(header)
-    for name, _, start, nbytes in places(sizes, version, len(header)):
+    for name, _, start, nbytes in _places(sizes, version, len(header)):
         end = start + nbytes
         if name in TABLES:
             constants.append((Block(name, start, end), _table(name, sizes)))
@@ -125,7 +125,7 @@ VERSION_1 = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(p
 """The files with a proper header, as a format to write."""
 
 
-def places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
+def _places(sizes: Sizes, version: int, start: int, group: int = 1) -> Iterator[tuple[str, Shape, int, int]]:
     """Every tensor of a file: (name, shape, its first byte, its bytes, the scales of its groups among them)."""
     for template, shape, count in sizes.stacked(version):
         nbytes = _nbytes(template, shape, version, group)
@@ -171,7 +171,7 @@ class _Header:
             raise CheckpointError(f"{path} {what}: {nbytes} bytes expected, {size} found", hint)
 
     def places(self) -> Iterator[tuple[str, Shape, int, int]]:
-        return places(self.sizes, self.version, self.start, self.group)
+        return _places(self.sizes, self.version, self.start, self.group)
 
 
 def _looks_right(path: Path) -> bool:
@@ -194,7 +194,7 @@ def _legacy(head: bytes) -> Sizes:
     return replace(sizes, vocab_size=abs(sizes.vocab_size), shared=sizes.vocab_size > 0)
 
 
-def dequantised(data: np.ndarray, group: int) -> np.ndarray:
+def _dequantised(data: np.ndarray, group: int) -> np.ndarray:
     """The values of signed bytes, behind which the scales of their groups stand."""
     count = len(data) // (group + 4) * group
     values: np.ndarray = data[:count].view("i1").reshape(-1, group) * data[count:].view("<f4")[:, None]
@@ -218,8 +218,8 @@ def _check_tables(path: Path, weights: Weights, sizes: Sizes) -> None:
     frequencies = BASE ** -(np.arange(0, sizes.head_dim, 2) / sizes.head_dim)
     for name, function in zip(TABLES, (np.cos, np.sin), strict=True):
         table = weights.read(name)
-        for start in range(0, sizes.max_seq_len, ROWS):
-            rows = table[start : start + ROWS]
+        for start in range(0, sizes.max_seq_len, _ROWS):
+            rows = table[start : start + _ROWS]
             angles = np.outer(np.arange(start, start + len(rows)), frequencies)
             if not np.all(np.abs(rows - function(angles)) <= 1e-6 + 4e-7 * angles):
                 raise CheckpointError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from . import Request
 
 TOKENIZER = "tokenizer.bin"
-MAX_BYTES = 2**28
+_MAX_BYTES = 2**28
 _BOS, _EOS, BYTES = 1, 2, 3  # fixed ids: of <s>, of </s>, and of the first of the 256 bytes
 _NAMED = [f"<0x{value:02X}>" for value in range(256)]
 
@@ -54,7 +54,7 @@ def texts_beside(path: Path, sizes: Sizes) -> tuple[Mapping[str, bytes], list[st
 
 def _pieces(path: Path, count: int) -> list[tuple[str, float]] | None:
     """The tokens of a file and their scores, None where it does not hold exactly so many."""
-    if not 0 < path.stat().st_size <= MAX_BYTES:
+    if not 0 < path.stat().st_size <= _MAX_BYTES:
         return None
     data = path.read_bytes()
     found, at = [], 4

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..weights import Stored, Weights
     from ..write import Plan
 
-NAME = "ckpt.pt"
+_NAME = "ckpt.pt"
 _COMPILED = "_orig_mod."  # what torch.compile puts before every name
 _NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
@@ -37,9 +37,9 @@ _NOTE = "gptkit"
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
     """A folder's ckpt.pt, or a .pt file without config.json beside it: by name alone, since it is a pickle."""
     if names is not None:
-        return path / NAME if NAME in names else None
+        return path / _NAME if _NAME in names else None
     described = (path.parent / name for name in (CONFIG, LOCAL_CONFIG))
-    own = path.name == NAME or (path.suffix == ".pt" and not any(map(Path.is_file, described)))
+    own = path.name == _NAME or (path.suffix == ".pt" and not any(map(Path.is_file, described)))
     return path if own else None
 
 
@@ -142,7 +142,7 @@ def plan(request: Request, activation: Activation = "gelu") -> Plan:
         Output(leaf, dtype, member.start, member.size, around=(member.head, member.tail))
         for (leaf, dtype), member in zip(tensors, archive.tensors, strict=True)
     )
-    return Plan((Shard(NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
+    return Plan((Shard(_NAME, archive.header, outputs, archive.size, ending=archive.end),), {}, request.companions)
 
 
 TANH = SimpleNamespace(finds=None, describe=None, read=None, plan=partial(plan, activation="gelu_new"))

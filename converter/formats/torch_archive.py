@@ -22,12 +22,12 @@ from itertools import accumulate
 from typing import Any
 
 ALIGNMENT = 64
-STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+_STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 _UTF8, _CRC_BEHIND = 0x800, 0x8
 """Flags of a member: the encoding of its name; its crc32 stands behind its bytes and in the directory only."""
-ELSEWHERE = 0xFFFFFFFF
+_ELSEWHERE = 0xFFFFFFFF
 """What stands for a size or an offset of LIMIT and more, which is in eight bytes elsewhere (zip64)."""
-LIMIT = ELSEWHERE
+_LIMIT = _ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Member:
     @property
     def head(self) -> bytes:
         """Its own header, padded so that its bytes begin at a multiple of ALIGNMENT."""
-        wide = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= LIMIT else b""
+        wide = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _LIMIT else b""
         padding = -(self.start + 30 + len(self.name) + len(wide) + 4) % ALIGNMENT
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         numbers = (45 if wide else 0, self._flags, 0, 0, 0, self.crc or 0, *self._sizes, len(self.name), len(extra))
@@ -50,14 +50,14 @@ class _Member:
 
     def tail(self, crc: int) -> bytes:
         """What stands behind a tensor's bytes that have this crc32."""
-        return struct.pack("<4sIQQ" if self.nbytes >= LIMIT else "<4sIII", b"PK\7\10", crc, self.nbytes, self.nbytes)
+        return struct.pack("<4sIQQ" if self.nbytes >= _LIMIT else "<4sIII", b"PK\7\10", crc, self.nbytes, self.nbytes)
 
     @property
     def size(self) -> int:
         return len(self.head) + self.nbytes + (len(self.tail(0)) if self.crc is None else 0)
 
     def entry(self, crc: int) -> bytes:
-        large = [self.nbytes] * 2 * (self.nbytes >= LIMIT) + [self.start] * (self.start >= LIMIT)
+        large = [self.nbytes] * 2 * (self.nbytes >= _LIMIT) + [self.start] * (self.start >= _LIMIT)
         wide = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
         version = 45 if wide else 0
         numbers = (version, version, self._flags, 0, 0, 0, crc, *self._sizes, len(self.name), len(wide), 0, 0, 0, 0)
@@ -103,7 +103,7 @@ class _Archive:
         entries += [member.entry(crc) for member, crc in zip(self.tensors, crcs, strict=True)]
         text, at, count = b"".join(entries), self._directory, len(entries)
         large = b""
-        if at >= LIMIT or count >= 0xFFFF:
+        if at >= _LIMIT or count >= 0xFFFF:
             large = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(text), at)
             large += struct.pack("<4sIQI", b"PK\6\7", 0, at + len(text), 1)
         counts = (min(count, 0xFFFF),) * 2
@@ -112,7 +112,7 @@ class _Archive:
 
 def _short(value: int) -> int:
     """A size or an offset in four bytes."""
-    return value if value < LIMIT else ELSEWHERE
+    return value if value < _LIMIT else _ELSEWHERE
 
 
 def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) -> _Archive:
@@ -130,17 +130,17 @@ def archive_of(prefix: str, files: Mapping[str, bytes], tensors: Sequence[int]) 
 
 def program(value: Any) -> bytes:
     """A whole pickle of protocol 2, as torch.save's are."""
-    return b"\x80\x02" + pickled(value) + b"."
+    return b"\x80\x02" + _pickled(value) + b"."
 
 
-def pickled(value: Any) -> bytes:
+def _pickled(value: Any) -> bytes:
     """A value in the opcodes of that protocol, without a memo that nobody asks for; bytes are such opcodes already."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, dict):
-        return b"}(" + b"".join(pickled(key) + pickled(item) for key, item in value.items()) + b"u"
+        return b"}(" + b"".join(_pickled(key) + _pickled(item) for key, item in value.items()) + b"u"
     if isinstance(value, tuple):
-        return b"(" + b"".join(map(pickled, value)) + b"t"
+        return b"(" + b"".join(map(_pickled, value)) + b"t"
     if isinstance(value, str):
         data = value.encode()
         return b"X" + struct.pack("<I", len(data)) + data
@@ -150,7 +150,7 @@ def pickled(value: Any) -> bytes:
 def pickled_tensor(key: str, dtype: str, shape: Sequence[int]) -> bytes:
     """A call of torch's for the contiguous tensor, of a float type by safetensors' name, that is all of a storage."""
     strides = [*accumulate((max(size, 1) for size in reversed(shape[1:])), lambda x, y: x * y, initial=1)][::-1]
-    kind = b"ctorch\n" + STORAGES[dtype].encode() + b"\n"
-    storage = pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"
+    kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
+    storage = _pickled(("storage", kind, key, "cpu", math.prod(shape))) + b"Q"
     arguments = (storage, 0, tuple(shape), tuple(strides[: len(shape)]), False, b"ccollections\nOrderedDict\n)R")
-    return b"ctorch._utils\n_rebuild_tensor_v2\n" + pickled(arguments) + b"R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n" + _pickled(arguments) + b"R"

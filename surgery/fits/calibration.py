@@ -27,10 +27,10 @@ from ...modules.load import filled, tensor_of
 from ...parity.passes import hooked
 from ..base import Exactly, Model, Promise
 
-Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
+_Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 TOKENS = 2048  # tokens that are fitted on, unless told otherwise
 _HELD_OUT = 2048  # tokens at the end of the text that are never fitted on, at most; at least an eighth of what is
-WINDOW = 512  # tokens a row, where the model takes as many
+_WINDOW = 512  # tokens a row, where the model takes as many
 _READ_BYTES = 16 * 2**20  # more of a file is not read: it would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 """A tenth of the text that the samples come from, which they were not trained on."""
@@ -99,7 +99,7 @@ class Calibration:
     def __init__(self, text: Text, spec: ModelSpec) -> None:
         self.text = text
         table = None if spec.positions is None else spec.positions.length
-        width = min(each for each in (WINDOW, table, spec.context_length, len(text.fitted)) if each is not None)
+        width = min(each for each in (_WINDOW, table, spec.context_length, len(text.fitted)) if each is not None)
         rows = len(text.fitted) // width
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
@@ -140,14 +140,14 @@ class Layer:
         """What leaves it."""
         return run_block(self.module, self.x, self.context)[0]
 
-    def run(self, *watched: str) -> Run:
+    def run(self, *watched: str) -> _Run:
         """As `run_block`."""
         output, seen = run_block(self.module, self.x, self.context, *watched)
         self.__dict__.setdefault("output", output)
         return output, seen
 
 
-def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> Run:
+def run_block(block: BlockModule, x: Tensor, context: Context, *watched: str) -> _Run:
     """A block's output, and the (input, output) of the modules in it that are named ("attention.o_proj")."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 

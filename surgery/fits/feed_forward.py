@@ -14,14 +14,14 @@ from ..base import Model, Wide
 from .calibration import Calibration, Layer
 from .regression import Moment, best_slope, ridge
 
-Dense = FeedForward | GatedFeedForward
+_Dense = FeedForward | GatedFeedForward
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
 SAMPLES = 100_000  # pre-activations of a layer that its slope is fitted on
-STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one
+_STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one
 
 
 def slopes(
-    model: Model, calibration: Calibration, layers: Mapping[int, Dense], new: Activation
+    model: Model, calibration: Calibration, layers: Mapping[int, _Dense], new: Activation
 ) -> Iterator[Mapping[str, Wide]]:
     """The best slope of each layer, by its number."""
     for layer in calibration.walk(model, layers):
@@ -31,7 +31,7 @@ def slopes(
         yield {str(layer.index): np.array([best_slope(ACTIVATIONS[dense.activation], ACTIVATIONS[new], x)[0]])}
 
 
-def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
+def pre_activations(layer: Layer, dense: _Dense, down: torch.Tensor) -> torch.Tensor:
     """What a layer's activation gets on the text, each value as often as its error matters in the layer's output:
     times the square of its other factor, times that of its column of `down`; `SAMPLES` of them.
     """
@@ -58,7 +58,7 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
         gate = layer.module.feed_forward.activation(gate)
         power = gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
         share = (gate.square() * up).sum(dim=0) / power
-        yield {name: ridge(down * share, Moment.of(gate, (gate * up) @ down.T), STRENGTH).numpy()}
+        yield {name: ridge(down * share, Moment.of(gate, (gate * up) @ down.T), _STRENGTH).numpy()}
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:

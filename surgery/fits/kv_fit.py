@@ -58,9 +58,9 @@ from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
-RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
+_RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
 _GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
-DOWN = "feed_forward.down_proj"
+_DOWN = "feed_forward.down_proj"
 
 
 def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
@@ -80,14 +80,14 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
         student, down = _refit_down(new, here, layer.output, context)
         if down is not None:
-            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
+            found[f"blocks.{layer.index}.{_DOWN}.weight"] = down
         yield {name: value.numpy() for name, value in found.items()}
 
 
 def averaged_layers(model: Model, changed: Mapping[int, Any]) -> Iterator[dict[str, Wide]]:
     """A latent without a text: the rotary keys' mean, and the leading directions of the weights alone."""
     for index, new in changed.items():
-        heads = Heads.of(block_of(model, index))
+        heads = _Heads.of(block_of(model, index))
         dim, identity = _turning(heads.spec), torch.eye(heads.queries.shape[-1], dtype=torch.float64)
         tensors = heads.with_latent(new, heads.queries[:, :dim], pool_mean(heads.keys)[:dim], identity)
         yield {f"blocks.{index}.attention.{name}": value.numpy() for name, value in tensors.items()}
@@ -107,7 +107,7 @@ def block_with(old: BlockModule, spec: Block, tensors: dict[str, Tensor]) -> Blo
 
 
 @dataclass(frozen=True)
-class Heads:
+class _Heads:
     """The projections of one attention by head in fp64, biases as a last column where there are any: queries (H, d, e),
     keys and values (KV, d, e), outputs (H, hidden, d).
     """
@@ -119,7 +119,7 @@ class Heads:
     outputs: Tensor
 
     @classmethod
-    def of(cls, block: BlockModule) -> Heads:
+    def of(cls, block: BlockModule) -> _Heads:
         """Those of a block."""
         attention = block.attention
         assert isinstance(attention, AttentionModule)
@@ -180,7 +180,7 @@ class _LayerFit:
 
     def __init__(self, block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> None:
         self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
-        self.heads = Heads.of(block)
+        self.heads = _Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
         self.sublayer = _sublayer_of(record, "attention")
         norm = nn.Identity() if self.sublayer.norm is None else block.attention_norm
@@ -258,7 +258,7 @@ class _LayerFit:
         made: Tensor = self.attention(self.before, self.context)
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
-        wanted = made - bias + (missing if added(self.sublayer) else 0)
+        wanted = made - bias + (missing if _added(self.sublayer) else 0)
         return _refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + self.sublayer.multiplier * made)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -304,7 +304,7 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
     square of the original's stream, of which a few tokens have nearly all.
     """
     weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
-    return ridge(start, Moment.of(inputs, wanted, weight), RIDGE)
+    return ridge(start, Moment.of(inputs, wanted, weight), _RIDGE)
 
 
 def _sublayer_of(block: Block, slot: str) -> SubLayer:
@@ -312,7 +312,7 @@ def _sublayer_of(block: Block, slot: str) -> SubLayer:
     return next(each for each in block.sublayers if each.mixer.slot == slot)
 
 
-def added(sublayer: SubLayer) -> bool:
+def _added(sublayer: SubLayer) -> bool:
     """Whether what a mixer gives is added to the stream, multiplied at most, and no norm looks at it there."""
     return sublayer.output_norm is None and sublayer.sum_norm is None
 
@@ -325,10 +325,10 @@ def _refit_down(
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
-    output, seen = run_block(block, student, context, DOWN)
-    inner, made = seen[DOWN]
+    output, seen = run_block(block, student, context, _DOWN)
+    inner, made = seen[_DOWN]
     linear, sublayer = block.feed_forward.down_proj, _sublayer_of(block.spec, "feed_forward")
-    if not added(sublayer):
+    if not _added(sublayer):
         return output, linear.weight.detach().double()
     bias = 0 if linear.bias is None else linear.bias.detach()
     factor = sublayer.multiplier

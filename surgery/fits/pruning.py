@@ -17,8 +17,8 @@ from ..base import Index, Model, Wide, by_head, gather
 from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
 from .calibration import Calibration
 
-RIDGE = 1e-6  # what is added to the diagonal of the activations' second moments, beside their mean
-ROUNDS = 8  # in so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one
+_RIDGE = 1e-6  # what is added to the diagonal of the activations' second moments, beside their mean
+_ROUNDS = 8  # in so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one
 
 
 def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
@@ -34,11 +34,11 @@ def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
 def with_ridge(moments: Wide, kept: Index) -> Wide:
     """The second moments of some inputs, with a little added to the diagonal."""
     gram: Wide = moments[np.ix_(kept, kept)]
-    ridge = RIDGE * max(float(np.trace(gram)) / len(kept), 1e-30)
+    ridge = _RIDGE * max(float(np.trace(gram)) / len(kept), 1e-30)
     return gram + ridge * np.eye(len(kept))
 
 
-def reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
+def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
     """A projection's matrix and what it reads; a bias is the weight of one more input, which is always 1."""
     if not bias:
         return model.wide(weight), activations
@@ -57,7 +57,7 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int) -> Index:
     """
     rest = np.arange(units, old.shape[1])
     stay = np.arange(units)
-    for left in np.linspace(units, size, ROUNDS + 1).round().astype(int)[1:]:
+    for left in np.linspace(units, size, _ROUNDS + 1).round().astype(int)[1:]:
         index = np.append(stay, rest)
         weight = refit(old, moments, index)[:, : len(stay)]
         cost = (weight**2).sum(axis=0) / np.linalg.inv(with_ridge(moments, index)).diagonal()[: len(stay)]
@@ -74,7 +74,7 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
             # An expert that got no token has none.
             rows = seen[name][0].reshape(-1, each.units).double().numpy() if name in seen else np.zeros((0, each.units))
             bias = each.down_bias if each.record.down_bias else ""
-            old, rows = reads(model, each.down, bias, rows)
+            old, rows = _reads(model, each.down, bias, rows)
             rest = np.arange(each.units, old.shape[1])
             if len(rows):
                 moments = rows.T @ rows / len(rows)
@@ -107,7 +107,7 @@ def _activity(outputs: torch.Tensor) -> Wide:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
+def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
     """The columns of some heads, and those after the last head's."""
     whole = old.shape[1] // size * size
     own = by_head(np.asarray(heads), np.arange(size), size)
@@ -121,7 +121,7 @@ def _by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Calla
     """
 
     def costs(left: list[int]) -> Callable[[Index], float]:
-        index = columns(left, size, old)
+        index = _columns(left, size, old)
         weight, inverse = refit(old, moments, index), np.linalg.inv(with_ridge(moments, index))
 
         def cost(unit: Index) -> float:
@@ -153,14 +153,14 @@ def heads(
         attention: Grouped = model.spec.blocks[layer.index].attention
         *before, output = parts(path, attention)
         bias = f"{path}.o_proj.bias" if attention.output_bias else ""
-        old, seen = reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().numpy())
+        old, seen = _reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().numpy())
         moments = seen.T @ seen / len(seen)
         choice = kept(attention, remaining(attention, candidates, new, keys, _by_need(old, moments, output.size)))
         arrays = {}
         for part in before:
             own = by_head(choice.keys if part.keys else choice.heads, np.arange(part.size), part.size)
             arrays[part.name] = gather(model.wide(part.name), own, part.axis)
-        fresh = refit(old, moments, columns(choice.heads, output.size, old))
+        fresh = refit(old, moments, _columns(choice.heads, output.size, old))
         arrays[output.name] = fresh[:, : new * output.size]
         yield arrays | ({bias: fresh[:, -1]} if bias else {})
 

@@ -29,8 +29,8 @@ from ..registry import Asked, Clears, Swap
 from .mlp import Dense, dense_of, paths, with_dense
 
 _Slope = Callable[[Model], float]  # a number that may be fitted to the model
-QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)
-LIMIT = 2.0**50
+_QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)
+_LIMIT = 2.0**50
 """The slope at which the others are ReLU: what is left, 0.28/s, is less than fp64 rounds a number of size 1 by. A
 power of two, so that weights keep their digits; and a fourth power, in a gradient of the tanh form, stays finite."""
 _NEEDS: dict[Activation, str] = {
@@ -43,14 +43,14 @@ _NEEDS: dict[Activation, str] = {
     "silu": "exact from quick_gelu and relu; near from the others",
 }
 TARGETS = tuple(_NEEDS)  # what may be asked for
-FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
-_DOUBLED: tuple[Activation, ...] = FITTED[:4]
-TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
+_FITTED: tuple[Activation, ...] = ("silu", "gelu", "gelu_new", "gelu_tanh", "quick_gelu")
+_DOUBLED: tuple[Activation, ...] = _FITTED[:4]
+_TANH: tuple[Activation, ...] = ("gelu_new", "gelu_tanh")
 """One function. gelu_bloom's is another in the tenth digit: it has √(2/π) as 0.79788456; gelu_fast's in the twelfth."""
-PHI: tuple[Activation, ...] = ("gelu", "gelu_python")  # one function
-GELUS: tuple[Activation, ...] = (*PHI, *TANH, "gelu_bloom", "gelu_fast")
-NEAR = (*GELUS, "silu", "quick_gelu", "relu")  # what another activation can stand for, at some slope
-FROM: dict[str, tuple[Activation, ...]] = {"silu": GELUS, "gelu": ("silu", "quick_gelu")}
+_PHI: tuple[Activation, ...] = ("gelu", "gelu_python")  # one function
+_GELUS: tuple[Activation, ...] = (*_PHI, *_TANH, "gelu_bloom", "gelu_fast")
+NEAR = (*_GELUS, "silu", "quick_gelu", "relu")  # what another activation can stand for, at some slope
+_FROM: dict[str, tuple[Activation, ...]] = {"silu": _GELUS, "gelu": ("silu", "quick_gelu")}
 """What two units of an activation stand for one of."""
 TWO_UNITS: dict[str, tuple[float, float, float]] = {
     "silu": (1.22275, 1.44599, -1.0),
@@ -64,15 +64,15 @@ would fall on, to 0.0052, as b₁ and b₂ meet and q grows beyond bounds, which
 def slope(old: Activation, new: Activation) -> float:
     """s with old(x) ≈ new(s·x)/s, where none is fitted."""
     if old == "relu":
-        return LIMIT
+        return _LIMIT
     if new == "relu":
         return 1.0
-    return (QUICK if new == "silu" else 1.0) / (QUICK if old == "silu" else 1.0)
+    return (_QUICK if new == "silu" else 1.0) / (_QUICK if old == "silu" else 1.0)
 
 
 def how(old: Activation, new: Activation) -> Guarantee:
     """What replacing one by the other, at its slope, guarantees."""
-    alike = any({old, new} <= set(each) for each in (TANH, PHI, ("silu", "quick_gelu")))
+    alike = any({old, new} <= set(each) for each in (_TANH, _PHI, ("silu", "quick_gelu")))
     if old in (new, "relu") or alike:
         return "exact"
     return "retrained" if new == "relu" else "approximate"
@@ -81,20 +81,20 @@ def how(old: Activation, new: Activation) -> Guarantee:
 # --- the formulas -----------------------------------------------------------------------------------------------------
 
 
-def around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
+def _around(path: str, dense: Dense) -> tuple[list[str], list[str]]:
     """What makes the activation's input, and what its output is multiplied by: the other factor, or what is behind."""
     if isinstance(dense, GatedFeedForward):
         return tensors_of(path, dense, "gate_proj"), tensors_of(path, dense, "up_proj")
     return tensors_of(path, dense, "up_proj"), [f"{path}.down_proj.weight"]
 
 
-def one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
+def _one_unit(path: str, dense: Dense, s: _Slope) -> dict[str, Tensor]:
     """act(x) -> new(s·x)/s: s before the activation, 1/s behind."""
 
     def scaled(name: str, power: int) -> Computed:
         return Computed(lambda model: model.wide(name) * s(model) ** power)
 
-    before, behind = around(path, dense)
+    before, behind = _around(path, dense)
     return {name: scaled(name, 1 if name in before else -1) for name in (*before, *behind)}
 
 
@@ -104,16 +104,16 @@ def _two_units(path: str, dense: Dense, b: tuple[float, float], a: tuple[float, 
     def stacked(name: str, factors: tuple[float, float], axis: int) -> Computed:
         return Computed(lambda model: np.concatenate([model.wide(name) * factor for factor in factors], axis=axis))
 
-    (before, behind), down = around(path, dense), f"{path}.down_proj.weight"
+    (before, behind), down = _around(path, dense), f"{path}.down_proj.weight"
     tensors: dict[str, Tensor] = {name: stacked(name, b, axis=0) for name in before}
     tensors |= {name: Moved(name, lambda rows: np.concatenate([rows, rows])) for name in behind}
     return tensors | {down: stacked(down, a, axis=1)}
 
 
-def pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
+def _pair(old: Activation, kind: str) -> tuple[tuple[float, float], tuple[float, float]]:
     """The slopes and the weights of two units."""
     first, second, q = TWO_UNITS[kind]
-    once = QUICK if old == "quick_gelu" else 1.0  # silu(1.702 x)/1.702
+    once = _QUICK if old == "quick_gelu" else 1.0  # silu(1.702 x)/1.702
     return (first * once, second * once), (q / first / once, (1 - q) / second / once)
 
 
@@ -125,43 +125,43 @@ def _to_other(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
 
     def made(_: int, path: str, old: Dense) -> dict[str, Tensor]:
         s = slope(old.activation, new)
-        return {} if s == 1 or asked.approximate else one_unit(path, old, lambda _: s)
+        return {} if s == 1 or asked.approximate else _one_unit(path, old, lambda _: s)
 
-    return swapped(spec, different(spec, asked, new), new, made, asked.approximate)
+    return _swapped(spec, _different(spec, asked, new), new, made, asked.approximate)
 
 
 def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, each layer with the slope that is best on a text."""
-    found = different(spec, asked, new)
+    found = _different(spec, asked, new)
     known = any(how(each.activation, new) != "approximate" for each in found.values())
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in found)
     if known or mixed or asked.calibration is None:
-        reason = "experts are not fitted" if mixed else f"the slope from {one_of(found)} to {new} is known"
+        reason = "experts are not fitted" if mixed else f"the slope from {_one_of(found)} to {new} is known"
         raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
     fits = Scratch.by("feed_forward.slopes", asked.calibration(), found, new)
 
     def made(layer: int, path: str, old: Dense) -> dict[str, Tensor]:
-        return one_unit(path, old, lambda model: float(fits.of(model, str(layer))[0]))
+        return _one_unit(path, old, lambda model: float(fits.of(model, str(layer))[0]))
 
-    return swapped(spec, found, new, made)
+    return _swapped(spec, found, new, made)
 
 
 def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     """Another activation, two units of it for each old one."""
-    found = different(spec, asked, new)
+    found = _different(spec, asked, new)
     for layer, dense in found.items():
         unnormed(f"blocks.{layer}.feed_forward", dense)
     kind = "silu" if new == "silu" else "gelu"
     known = (old.activation for old in found.values())
-    other = next((old for old in known if old not in FROM[kind] or how(old, new) == "exact"), None)
+    other = next((old for old in known if old not in _FROM[kind] or how(old, new) == "exact"), None)
     if other or asked.approximate:
         reason = f"from {other} one unit is enough" if other else "--approximate changes the name alone, of one unit"
         hint = f"--activation {new}"
-        raise SwapRefused(f"two {new} units stand for one of {' or '.join(FROM[kind])}: {reason}", hint)
-    return swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *pair(old.activation, kind)), width=2)
+        raise SwapRefused(f"two {new} units stand for one of {' or '.join(_FROM[kind])}: {reason}", hint)
+    return _swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *_pair(old.activation, kind)), width=2)
 
 
-def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
+def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
     """The feed-forwards that are asked for and have another activation, by layer."""
     others = f"Possible: {', '.join(name for name in TARGETS if name != new)}"
     none = f"the feed-forwards asked for have {new} already"
@@ -174,12 +174,12 @@ def different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense
     return found
 
 
-def one_of(found: Mapping[int, Dense]) -> str:
+def _one_of(found: Mapping[int, Dense]) -> str:
     """The activations of feed-forwards, in words."""
     return " and ".join(sorted({dense.activation for dense in found.values()}))
 
 
-def swapped(
+def _swapped(
     spec: ModelSpec,
     found: Mapping[int, Dense],
     new: Activation,
@@ -205,22 +205,22 @@ def swapped(
             f"{new} is used where it is ReLU, its input 2⁵⁰ times as large: the same function, and the same gradient;"
             " float16 does not hold such weights"
         )
-    if new != "relu" and "gelu_bloom" in {*old, new} and len({*old, new} & {"gelu_bloom", *TANH}) > 1:
+    if new != "relu" and "gelu_bloom" in {*old, new} and len({*old, new} & {"gelu_bloom", *_TANH}) > 1:
         notes.append("gelu_bloom has √(2/π) as 0.79788456: not exact, by 1 in the tenth digit")
     if new == "relu":
-        notes.append(f"{in_words(list(found))}: ReLU gives zeros where {one_of(found)} did not; train before use")
-    summary = {"from": one_of(found), "to": new, "layers": list(found), "units": width}
+        notes.append(f"{in_words(list(found))}: ReLU gives zeros where {_one_of(found)} did not; train before use")
+    summary = {"from": _one_of(found), "to": new, "layers": list(found), "units": width}
     return Swapped(with_blocks(spec, blocks), weakest(kinds), tensors, summary, tuple(notes))
 
 
-def worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
+def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
     """Two units, where every layer has an activation that they are for; what needs a text is not worth trying."""
     old = {dense_of(block).activation for block in spec.blocks} - {new}
-    two = form.endswith(":2") and new in FROM and bool(old)
-    return (form,) if two and all(each in FROM[new] and how(each, new) != "exact" for each in old) else ()
+    two = form.endswith(":2") and new in _FROM and bool(old)
+    return (form,) if two and all(each in _FROM[new] and how(each, new) != "exact" for each in old) else ()
 
 
-def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
+def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
     """One form of the option."""
     plain = form == new
     return Swap(
@@ -233,7 +233,7 @@ def entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: st
         needs=needs,
         source="Hendrycks & Gimpel 1606.08415 (1.702); derived for gptkit; ReLU: 2310.04564",
         reshape=partial(reshape, new),
-        examples=partial(worth, new, form),
+        examples=partial(_worth, new, form),
         by_layer=True,
         calibrated=form.endswith(":fit"),
         clears=(Clears("*.activation", theirs=new),) if plain else (),
@@ -253,7 +253,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *(entry(name, name, _to_other, needs) for name, needs in _NEEDS.items()),
-    *(entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in _DOUBLED),
-    *(entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in FITTED),
+    *(_entry(name, name, _to_other, needs) for name, needs in _NEEDS.items()),
+    *(_entry(name, f"{name}:2", _to_two_units, "a feed-forward of twice the width") for name in _DOUBLED),
+    *(_entry(name, f"{name}:fit", _to_fitted, "a calibration text") for name in _FITTED),
 )

@@ -25,7 +25,7 @@ from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
 CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-REFUSED: Mapping[str, str] = {
+_REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
     "kasa_config": "it keeps a part of the base model's singular values alone",
@@ -161,7 +161,7 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     if method != "LORA":
         hint = "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save."
         raise SwapRefused(f"{reference} is an adapter of the kind {method!r:.40}, which is not merged here", hint)
-    for name, why in REFUSED.items():
+    for name, why in _REFUSED.items():
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
     start = config.get("init_lora_weights", True)

@@ -29,7 +29,7 @@ from ..options import ATTENTION, Option, Parts
 from ..registry import Asked, Clears, Swap
 
 
-def resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
+def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
     """The tree with another number of query heads, in the layers asked for; `active` keeps the most active ones."""
     new = asked.number("a number of heads")
     none = f"there are {new} heads already"
@@ -49,7 +49,7 @@ def resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped
             exact = exact and choice is not None
             if choice is None and asked.approximate:
                 alike = np.ones(attention.heads)
-                score = asked.weights.ask(partial(by_weights, path=path, attention=attention), alike, alike)
+                score = asked.weights.ask(partial(_by_weights, path=path, attention=attention), alike, alike)
                 (keys, units), *_ = tried
                 choice = kept(attention, remaining(attention, units, new, keys, score))
             elif choice is None:
@@ -175,13 +175,13 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
 # --- which go ---------------------------------------------------------------------------------------------------------
 
 
-def outputs(model: Model, path: str, attention: Grouped) -> Wide:
+def _outputs(model: Model, path: str, attention: Grouped) -> Wide:
     """The columns of o_proj by head: (hidden, heads, elements)."""
     found: Wide = model.wide(f"{path}.o_proj.weight")
     return found.reshape(len(found), attention.heads, -1)
 
 
-def values(model: Model, path: str, attention: Grouped) -> Wide:
+def _values(model: Model, path: str, attention: Grouped) -> Wide:
     """What makes the values of each query head, biases as one more column: (heads, elements, inputs)."""
     own = attention.shapes()
     linear = "v_proj" if "v_proj.weight" in own else "v_up_proj"
@@ -192,17 +192,19 @@ def values(model: Model, path: str, attention: Grouped) -> Wide:
     return found.reshape(keys, len(found) // keys, -1).repeat(attention.heads // keys, axis=0)
 
 
-def by_weights(model: Model, path: str, attention: Grouped) -> Wide:
+def _by_weights(model: Model, path: str, attention: Grouped) -> Wide:
     """‖O V‖² of each head."""
-    products = np.einsum("ohe,hei->hoi", outputs(model, path, attention), values(model, path, attention), optimize=True)
+    products = np.einsum(
+        "ohe,hei->hoi", _outputs(model, path, attention), _values(model, path, attention), optimize=True
+    )
     score: Wide = (products**2).sum(axis=(1, 2))
     return score
 
 
-def dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
+def _dead(model: Model, path: str, attention: Grouped) -> np.ndarray:
     """For each head whether nothing comes out of it."""
-    unheard = ~outputs(model, path, attention).any(axis=(0, 2))
-    return np.asarray(unheard | ~values(model, path, attention).any(axis=(1, 2)))
+    unheard = ~_outputs(model, path, attention).any(axis=(0, 2))
+    return np.asarray(unheard | ~_values(model, path, attention).any(axis=(1, 2)))
 
 
 def _without_dead(
@@ -210,7 +212,7 @@ def _without_dead(
 ) -> Choice | None:
     """The choice that leaves out heads of which nothing comes out, if there are enough of them."""
     every = np.ones(attention.heads, dtype=bool)
-    nothing = asked.weights.ask(lambda model: dead(model, path, attention), ~every, every)
+    nothing = asked.weights.ask(lambda model: _dead(model, path, attention), ~every, every)
     # The last go first, so that what was added is what is taken away.
     order = np.where(nothing, -np.arange(attention.heads, dtype=np.float64), 1e9)
     stay = remaining(attention, units, new, new_keys, order)
@@ -218,7 +220,7 @@ def _without_dead(
     return kept(attention, stay) if nothing[gone].all() else None
 
 
-def examples(spec: ModelSpec) -> tuple[str, ...]:
+def _examples(spec: ModelSpec) -> tuple[str, ...]:
     """Numbers worth trying."""
     attention = spec.blocks[0].attention
     keys, heads = key_heads(attention), attention.heads
@@ -227,26 +229,26 @@ def examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 80
-PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
-OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N | N:active", parts=PARTS),)
-entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, calibrated=True)
+_PARTS: Parts = {"": ("heads", lambda spec: {block.attention.heads for block in spec.blocks})}
+OPTIONS = (Option("heads", ATTENTION, 2, "The number of query heads.", "N | N:active", parts=_PARTS),)
+_entry = partial(Swap, option="heads", takes="n query heads", by_layer=True, calibrated=True)
 SWAPS = (
-    entry(
+    _entry(
         form="N:active",
         gives="the N most active of them, as they are",
         needs="a number that groups and ALiBi's slopes allow; exact where nothing comes out of the others",
         source="Minitron 2407.14679",
-        reshape=lambda spec, asked: resize_heads(spec, asked.before_colon(), active=True),
-        examples=lambda spec: tuple(f"{value}:active" for value in examples(spec)[1:]),
+        reshape=lambda spec, asked: _resize_heads(spec, asked.before_colon(), active=True),
+        examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
     ),
-    entry(
+    _entry(
         form="N",
         gives="N query heads",
         needs="for more, a number that groups and ALiBi's slopes allow; for fewer, heads that nothing comes out of, or"
         " a text to fit by",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
-        reshape=resize_heads,
-        examples=examples,
+        reshape=_resize_heads,
+        examples=_examples,
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),
 )

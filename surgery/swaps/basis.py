@@ -36,12 +36,12 @@ def eps_for(eps: float, old: int, new: int) -> float:
     return eps * old / new
 
 
-def reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
+def _reader(weight: str, gamma: str, ratio: float, into: _Into) -> Compute:
     """ratio · R γ Uᵀ."""
     return lambda model: into(model, model.wide(weight) * model.wide(gamma)) * ratio
 
 
-def written_in(name: str, axis: int, into: _Into) -> Compute:
+def _written_in(name: str, axis: int, into: _Into) -> Compute:
     """What writes into the stream, along an axis, in new coordinates: U W, U b, or the rows of a table."""
 
     def compute(model: Model) -> Wide:
@@ -81,11 +81,11 @@ def in_basis(
     tensors: dict[str, Tensor] = {}
     for path, _ in stream_norms(spec):
         tensors[f"{path}.weight"] = Filled((size,), 1.0, like=f"{path}.weight")
-    made: dict[str, Compute] = {"head.weight": reader(head_weight(spec), "final_norm.weight", ratio, into)}
+    made: dict[str, Compute] = {"head.weight": _reader(head_weight(spec), "final_norm.weight", ratio, into)}
     for layer, block in enumerate(spec.blocks):
         for each in readers(block, f"blocks.{layer}"):
-            made[each.weight] = reader(each.weight, f"{each.norm}.weight", ratio, into)
-    made |= {name: written_in(name, axis, into) for name, axis in written(spec)}
+            made[each.weight] = _reader(each.weight, f"{each.norm}.weight", ratio, into)
+    made |= {name: _written_in(name, axis, into) for name, axis in written(spec)}
     if on_table is not None:
         made["embedding.weight"] = lambda model: into(model, table_rows(model, on_table))
     new = exchanged(spec, {path: norm_of(path, norm) for path, norm in stream_norms(spec)})

@@ -35,7 +35,7 @@ def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, mixture in mixtures.items():
         _require(layer, mixture, new)
     alike = [i for i in layers if weights_sum_to_one(mixtures[i]) and experts_alike(spec, asked, i)]
-    unused = {i: never_chosen(asked, i, mixtures[i]) for i in layers if i not in alike}
+    unused = {i: _never_chosen(asked, i, mixtures[i]) for i in layers if i not in alike}
     open_ = {i: mixtures[i] for i, never in unused.items() if mixtures[i].experts - int(never.sum()) > new}
     scores, by = _scores(open_, asked) if open_ else ({}, "never chosen")
     # The first stay of those that are alike; those that the router never chooses go.
@@ -67,7 +67,7 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
         raise SwapRefused(reason, f"Possible: {', '.join(map(str, fit[-8:]))}." if fit else None)
 
 
-def never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
+def _never_chosen(asked: Asked, layer: int, mixture: MixtureOfExperts) -> np.ndarray:
     """For each expert whether the router takes others whatever the token, and loses nothing with it."""
     every = np.ones(mixture.experts, dtype=bool)
     alone = mixture.groups == 1 and mixture.scores == "sigmoid" and mixture.biased == "scores"
@@ -125,7 +125,7 @@ def _chosen_experts(path: str, mixture: MixtureOfExperts, index: Index) -> dict[
     return tensors
 
 
-def examples(spec: ModelSpec) -> tuple[str, ...]:
+def _examples(spec: ModelSpec) -> tuple[str, ...]:
     """Three quarters of them."""
     counts = {block.feed_forward.experts for block in spec.blocks if isinstance(block.feed_forward, MixtureOfExperts)}
     return tuple(str(count * 3 // 4) for count in counts if len(counts) == 1 and count >= 4)
@@ -142,7 +142,7 @@ SWAPS = (
         needs="a text to choose by; exact where experts are alike, or are never chosen",
         source="REAP 2510.13999",
         reshape=_fewer_experts,
-        examples=examples,
+        examples=_examples,
         by_layer=True,
         calibrated=True,
         apart=True,

@@ -39,7 +39,7 @@ from .basis import Compute, known, norms, require_weights, with_norms
 from .norm import has_bias, shifts_taken
 
 
-def output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
+def _output_of_value_bias(output: Wide, bias: Wide, group: int, head_dim: int) -> Wide:
     """W_o b_v: output [hidden, heads · head_dim], bias [kv_heads · head_dim], which `group` query heads share."""
     return np.asarray(output @ np.repeat(bias.reshape(-1, head_dim), group, axis=0).reshape(-1))
 
@@ -58,7 +58,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
 
         def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
             given = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
-            moved = output_of_value_bias(*given)
+            moved = _output_of_value_bias(*given)
             return moved + model.wide(f"{output}.bias") if attention.output_bias else moved
 
         tensors[f"{output}.bias"] = Computed(make)
@@ -69,7 +69,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
-def rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
+def _rescaled(name: str, factor: float, norm: Norm | None = None) -> Computed:
     """A tensor times a factor; of a norm's what it multiplies by, and its bias."""
     if norm is not None:
         return Computed(regained(norm, name, partial(np.multiply, factor)))
@@ -94,14 +94,14 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         norm = attention.q_norm
         weighed(f"{path}.q_norm", norm, "1 + weight")
         names = tensors_of(path, attention, "q_proj") if norm is None else tensors_of(f"{path}.q_norm", norm)
-        tensors |= {name: rescaled(name, factor, norm) for name in names}
+        tensors |= {name: _rescaled(name, factor, norm) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
         raise SwapRefused("every layer's scale is that already")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
-def scaled_inputs(weight: str, gamma: str) -> Compute:
+def _scaled_inputs(weight: str, gamma: str) -> Compute:
     """A reader [out, in] of a norm whose weight has become 1: R·diag(γ)."""
     return lambda model: model.wide(weight) * model.wide(gamma)
 
@@ -117,16 +117,16 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     cleared: dict[str, Norm] = {}
     for layer, block in blocks.items():
         path = f"blocks.{layer}"
-        made |= {each.weight: scaled_inputs(each.weight, f"{each.norm}.weight") for each in readers(block, path)}
+        made |= {each.weight: _scaled_inputs(each.weight, f"{each.norm}.weight") for each in readers(block, path)}
         cleared |= norms(block, path)
         plain = {name: _without_bias(norm) for name, norm in norms(block, path)}
         blocks[layer] = with_norms(block, path, plain)
     if whole:
-        made["head.weight"] = scaled_inputs(head_weight(spec), "final_norm.weight")
+        made["head.weight"] = _scaled_inputs(head_weight(spec), "final_norm.weight")
         cleared |= [known("final_norm", spec.final_norm)]
     tensors: dict[str, Tensor] = {name: Computed(make) for name, make in made.items()}
     for path, norm in cleared.items():
-        clear(norm, path, tensors)
+        _clear(norm, path, tensors)
     final = _without_bias(cleared["final_norm"]) if whole else spec.final_norm
     new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
     notes = ("the head was untied from the embedding: it takes the last norm's weight",)
@@ -139,12 +139,12 @@ def _without_bias(norm: Norm) -> Norm:
     return replace(norm, bias=False) if has_bias(norm) else norm
 
 
-def clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
+def _clear(norm: Norm, path: str, tensors: dict[str, Tensor]) -> None:
     """A norm's weight becomes 1."""
     tensors[f"{path}.weight"] = Filled((norm.size,), 1.0, f"{path}.weight")
 
 
-entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
+_entry = partial(Swap, option="fold", source="TransformerLens", by_layer=True)
 _UNSCALED = "an ALiBi bias, where there is one, outside the scale"
 
 
@@ -179,7 +179,7 @@ def biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None)
     ]
 
 
-def shift_of_scores(spec: ModelSpec, name: str) -> bool:
+def _shift_of_scores(spec: ModelSpec, name: str) -> bool:
     """Whether a bias adds the same to all of a query's scores, whatever its values."""
     parts = name.split(".")
     if parts[0] != "blocks" or parts[-2] != "k_proj":
@@ -191,7 +191,7 @@ def shift_of_scores(spec: ModelSpec, name: str) -> bool:
     return attention.k_norm is None and attention.clip is None and attention.cap is None and not attention.sinks
 
 
-def drop(spec: ModelSpec, asked: Asked) -> Swapped:
+def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     """Leave out biases; the flags of components where nothing is left, zeros where others of its kind stay."""
     what = asked.value
     if what not in NAMES:
@@ -203,7 +203,7 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
         has = [name for name in NAMES if biases_of(spec, name, asked.layers)]
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
         raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
-    missed = [name for name in gone if not shift_of_scores(spec, name) and not asked.weights.zero(name)]
+    missed = [name for name in gone if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
     zero = {name for name in biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
     new = without_biases(spec, {*gone, *zero})
     # Zero biases of other kinds stay where they are, unless the same flag is theirs: q, k and v have one.
@@ -216,7 +216,7 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
     notes: tuple[str, ...] = ()
     if missed:
         way, fold = {"value.bias": ("value-bias", _fold_value_bias), "norm.bias": ("norm", _fold_norm)}.get(
-            what, ("", drop)
+            what, ("", _drop)
         )
         keeps = f"; --fold {way} moves them elsewhere, exactly" if way and _possible(fold, spec, asked) else ""
         notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
@@ -263,7 +263,7 @@ SWAPS = (
         gives="none",
         needs="biases that are zero, or of keys that no positions are turned into",
         source="TransformerLens; adding a constant to all scores of a softmax",
-        reshape=drop,
+        reshape=_drop,
         examples=lambda spec: [name for name in NAMES if name != "biases" and biases_of(spec, name)],
         by_layer=True,
         clears=(
@@ -275,7 +275,7 @@ SWAPS = (
             Clears("*.qkv_bias", "drop=key.bias", "drop=query.bias", "drop=value.bias"),
         ),
     ),
-    entry(
+    _entry(
         form="norm",
         takes="γ and β of norms",
         gives="weights and biases of their readers",
@@ -283,14 +283,14 @@ SWAPS = (
         reshape=_fold_norm,
         clears=(Clears("*norm.bias"),),
     ),
-    entry(
+    _entry(
         form="value-bias",
         takes="the bias of values",
         gives="one of outputs",
         needs="a bias that is not zero",
         reshape=_fold_value_bias,
     ),
-    entry(
+    _entry(
         form="scale",
         takes="the scale of scores",
         gives="queries, and a scale of 1",
@@ -298,7 +298,7 @@ SWAPS = (
         reshape=_fold_scale,
         clears=(Clears("*.scale"),),
     ),
-    entry(
+    _entry(
         form="scale:WHERE",
         takes="the scale of scores",
         gives="queries, and a scale of 1/√head_dim",

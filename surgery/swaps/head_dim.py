@@ -33,12 +33,12 @@ from ..registry import Asked, Clears, Swap
 from .basis import eps_for, length_ratio
 from .rotation import for_width
 
-SAME = 1e-13  # how near, relative, frequencies in fp64 are to be called the same
-ANGLE = 1e-4  # radians by which fp32 may round angles otherwise, at the longest of the positions looked at
-POSITIONS = 1024  # positions looked at, at most
+_SAME = 1e-13  # how near, relative, frequencies in fp64 are to be called the same
+_ANGLE = 1e-4  # radians by which fp32 may round angles otherwise, at the longest of the positions looked at
+_POSITIONS = 1024  # positions looked at, at most
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """How a head is filled up or cut: for each new element the old one, -1 for zero, and the positions it gets."""
 
     within: Index
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     note: str = ""
 
 
-def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
+def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with heads of another width, in the layers asked for."""
     size = asked.number("a width")
     how = asked.value.partition(":")[0] if asked.argument is not None else ""
@@ -62,13 +62,13 @@ def resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         _by_rms(path, attention)
         weighed(f"{path}.q_norm", attention.q_norm, "1 + weight")
         weighed(f"{path}.k_norm", attention.k_norm, "1 + weight")
-        plan = choose(spec, asked, path, attention, size, how)
-        new = resized(attention, size, plan)
+        plan = _choose(spec, asked, path, attention, size, how)
+        new = _resized(attention, size, plan)
         notes.append(plan.note)
         if new.scale == attention.scale:
             notes.append("the scale stays, since the ALiBi bias is multiplied by it; no family here exports that")
         changed[layer] = new
-        tensors |= refilled(path, attention, new, plan.within)
+        tensors |= _refilled(path, attention, new, plan.within)
     if not tensors:
         raise SwapRefused(f"heads are {size} wide already", "Possible: another width.")
     found = [attention.head_dim for attention in old.values()]
@@ -90,20 +90,20 @@ def _by_rms(path: str, attention: Attention) -> None:
 # --- which elements, which positions ----------------------------------------------------------------------------------
 
 
-def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> Plan:
+def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size: int, how: str) -> _Plan:
     """The plan that is exact; see the module's text for the order of preference."""
     old, rotary = attention.head_dim, attention.position
-    plans, reason = list[Plan](), ""
+    plans, reason = list[_Plan](), ""
     if isinstance(rotary, Rotary) and rotary.dim == old and how != "partial":
-        other = refit_base(rotary, size) if size % 2 == 0 else None
+        other = _refit_base(rotary, size) if size % 2 == 0 else None
         if size % 2:
             reason = f"rotary positions turn pairs, and {size} is odd"
         elif other is None:
             reason = f"the base {rotary.base:g} to the power of {size}/{old} is no number"
         else:
-            reason = why_not_same(rotary, other, spec, strict=how != "theta")
+            reason = _why_not_same(rotary, other, spec, strict=how != "theta")
         if not reason:
-            plans.append(Plan(spread(rotary, size), other))
+            plans.append(_Plan(_spread(rotary, size), other))
     if how == "theta" and not plans:
         raise SwapRefused(
             f"heads of {old} cannot become {size} wide: {reason or 'there is no rotary over whole heads'}"
@@ -112,7 +112,7 @@ def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size:
         note = ""
         if reason and isinstance(rotary, Rotary):
             note = f"only the first {rotary.dim} elements of a head turn with positions: {reason}"
-        plans.append(Plan(padded(old, size), rotary, note))
+        plans.append(_Plan(padded(old, size), rotary, note))
     if size > old:
         return plans[0]
     for plan in plans:
@@ -125,7 +125,7 @@ def choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size:
     )
 
 
-def spread(rotary: Rotary, size: int) -> Index:
+def _spread(rotary: Rotary, size: int) -> Index:
     """Where a head's elements come from when pairs are appended to its rotary, or the last ones taken off."""
     half, new_half = rotary.dim // 2, size // 2
     if rotary.pairs == "adjacent":
@@ -134,7 +134,7 @@ def spread(rotary: Rotary, size: int) -> Index:
     return np.concatenate([first, np.where(first < 0, -1, first + half)])
 
 
-def refit_base(rotary: Rotary, size: int) -> Rotary | None:
+def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
     """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
     base = 0.0
     with suppress(OverflowError):
@@ -143,7 +143,7 @@ def refit_base(rotary: Rotary, size: int) -> Rotary | None:
     return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if there else None
 
 
-def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
+def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:
     """Why the pairs that two rotaries share do not turn alike, or nothing. `strict`: in fp32 too."""
     pairs = min(old.dim, new.dim) // 2
     import torch
@@ -155,12 +155,12 @@ def why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True)
         lengths += [old.scaling.original_context + 1, 3 * old.scaling.original_context]
     for length in lengths:
         first, second = (inverse_frequencies(each, length, torch.float64)[:pairs] for each in (old, new))
-        if not bool(((first - second).abs() <= SAME * first).all()):
+        if not bool(((first - second).abs() <= _SAME * first).all()):
             return f"{type(old.scaling).__name__} depends on how wide a head is"
-    longest = min(spec.context_length or POSITIONS, POSITIONS)
+    longest = min(spec.context_length or _POSITIONS, _POSITIONS)
     first, second = (inverse_frequencies(each, 1, torch.float32)[:pairs].double() for each in (old, new))
     angle = float((first - second).abs().max()) * longest
-    if strict and angle > ANGLE:
+    if strict and angle > _ANGLE:
         return f"another base would turn position {longest:,} by {angle:.0e} more or less in fp32 (theta:{new.dim})"
     return ""
 
@@ -190,7 +190,7 @@ def _in_use(model: Model, path: str, attention: Attention, within: Index) -> boo
 # --- the new heads ----------------------------------------------------------------------------------------------------
 
 
-def resized(attention: Attention, size: int, plan: Plan) -> Attention:
+def _resized(attention: Attention, size: int, plan: _Plan) -> Attention:
     """The record with heads of another width, and the scale that goes with it unless a bias has it too."""
     old, scale = attention.head_dim, attention.scale
     if not (isinstance(attention.position, ALiBi) and attention.position.scaled):
@@ -201,36 +201,36 @@ def resized(attention: Attention, size: int, plan: Plan) -> Attention:
     return replace(attention, head_dim=size, scale=scale, position=plan.position, **norms)
 
 
-def refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
+def _refilled(path: str, old: Attention, new: Attention, within: Index) -> dict[str, Tensor]:
     """The tensors of heads of another width."""
     by_query = by_head(np.arange(old.heads), within, old.head_dim)
     by_key = by_head(np.arange(old.kv_heads), within, old.head_dim)
     # Where keys and values are zero, queries and outputs are free: as other elements, so that training reaches both.
     free = np.where(within < 0, np.arange(len(within)) % old.head_dim, within)
     open_query = by_head(np.arange(old.heads), within if old.q_norm or old.k_norm else free, old.head_dim)
-    output, louder = f"{path}.o_proj.weight", query_factor(old, new)
+    output, louder = f"{path}.o_proj.weight", _query_factor(old, new)
     tensors: dict[str, Tensor] = {output: taken(output, by_head(np.arange(old.heads), free, old.head_dim), 1)}
     for name in tensors_of(path, old, "q_proj"):
         tensors[name] = taken(name, by_query) if old.q_norm else scaled(name, open_query, louder)
     tensors |= {name: taken(name, by_key) for name in tensors_of(path, old, "k_proj", "v_proj")}
-    for which, factor in norm_factors(old, new):
+    for which, factor in _norm_factors(old, new):
         name, norm = f"{path}.{which}.weight", getattr(old, which)
         widened = Computed(regained(norm, name, lambda values, factor=factor: gather(values, within, 0) * factor))  # type: ignore[misc]
         tensors[name] = scaled(name, within, factor) if norm.gain == "weight" else widened
     return tensors
 
 
-def query_factor(old: Attention, new: Attention) -> float:
+def _query_factor(old: Attention, new: Attention) -> float:
     """What queries are multiplied by, where no norm follows: the scale before over the scale after."""
     return old.scale / new.scale
 
 
-def norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
+def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]:
     """What the weights of the norms on heads are multiplied by: √(d/N), and for queries the scale as well."""
     ratio = length_ratio(old.head_dim, new.head_dim)
     if old.q_norm is not None:
-        product = ratio * query_factor(old, new)
-        yield "q_norm", 1.0 if abs(product - 1) < SAME else product
+        product = ratio * _query_factor(old, new)
+        yield "q_norm", 1.0 if abs(product - 1) < _SAME else product
     if old.k_norm is not None:
         yield "k_norm", ratio
 
@@ -240,7 +240,7 @@ def widths(spec: ModelSpec) -> set[int | None]:
     return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
 
 
-def examples(spec: ModelSpec) -> list[str]:
+def _examples(spec: ModelSpec) -> list[str]:
     """Widths worth trying."""
     found = widths(spec)
     widest = max((each for each in found if each), default=0)
@@ -258,8 +258,8 @@ SWAPS = (
         needs="for wider ones, an even N for rotary positions over whole heads; for narrower ones, elements that"
         " reach no output",
         source="zeros after Net2Net 1511.05641; θ^(N/d) and √(N/d) derived for gptkit",
-        reshape=resize_heads,
-        examples=examples,
+        reshape=_resize_heads,
+        examples=_examples,
         clears=(Clears("*.head_dim", "head_dim={theirs}"),),
         by_layer=True,
     ),

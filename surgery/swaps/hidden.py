@@ -47,7 +47,7 @@ from .basis import (
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
 
-SAME = 1e-15  # how near, beside the largest value, what is computed in fp64 comes to what it should be
+_SAME = 1e-15  # how near, beside the largest value, what is computed in fp64 comes to what it should be
 
 
 def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -63,18 +63,18 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 
 
-def vectors(spec: ModelSpec) -> list[tuple[str, str]]:
+def _vectors(spec: ModelSpec) -> list[tuple[str, str]]:
     """The norms' tensors: (path of the norm, tensor)."""
     return [(path, f"{path}.{name}") for path, norm in every_norm(spec) for name in norm.shapes()]
 
 
-def mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
+def _mapped(spec: ModelSpec, write: Index, read: Index) -> dict[str, Tensor]:
     """What writes with the coordinates of the one index, what reads with those of the other."""
     tensors: dict[str, Tensor] = {name: taken(name, write, axis) for name, axis in written(spec)}
     return tensors | {name: taken(name, read, 1) for name in read_weights(spec)}
 
 
-def rescaled(spec: ModelSpec, new: int) -> ModelSpec:
+def _rescaled(spec: ModelSpec, new: int) -> ModelSpec:
     """The tree in another width, with eps as that needs it."""
     old = spec.hidden_size
     found = {path: replace(norm, eps=eps_for(norm.eps, old, new)) for path, norm in every_norm(spec)}
@@ -89,8 +89,8 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     old = spec.hidden_size
     appended, again = padded(old, new), padded(old, new, repeat=True)
     if new % old == 0:  # copies side by side
-        tensors = mapped(spec, again, appended)
-        for path, name in vectors(spec):
+        tensors = _mapped(spec, again, appended)
+        for path, name in _vectors(spec):
             # A tied head multiplies by every copy of the table.
             tensors[name] = taken(name, appended if path == "final_norm" and spec.head.tied else again)
         return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
@@ -104,8 +104,8 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
         )
     if centred == {False}:
         # What new coordinates are read as is free; as the old ones, so that training reaches what is to write them.
-        gains = {name: gamma(name, old, new) for _, name in vectors(spec)}
-        return Swapped(rescaled(spec, new), "exact", mapped(spec, appended, again) | gains, {"method": "zeros"})
+        gains = {name: _gamma(name, old, new) for _, name in _vectors(spec)}
+        return Swapped(_rescaled(spec, new), "exact", _mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
             f"a stream that is a LayerNorm's output cannot become {new} wide: the norm's bias and weight are in it, and"
@@ -115,7 +115,7 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     return _with_means(spec, new)
 
 
-def gamma(name: str, old: int, new: int) -> Tensor:
+def _gamma(name: str, old: int, new: int) -> Tensor:
     """A norm's weight for another width: γ·√(d/d'), and the same for a weight of 1 in coordinates that are new."""
     ratio = length_ratio(old, new)
     return Computed(lambda model: np.append(model.wide(name), np.ones(new - old)) * ratio)
@@ -127,18 +127,18 @@ def _with_mean(array: Wide, new: int, axis: int) -> Wide:
     return np.concatenate([array, np.repeat(mean, new - array.shape[axis], axis=axis)], axis=axis)
 
 
-def append_mean(name: str, new: int, axis: int) -> Compute:
+def _append_mean(name: str, new: int, axis: int) -> Compute:
     """A tensor with the mean of what it writes in new coordinates."""
     return lambda model: _with_mean(model.wide(name), new, axis)
 
 
 def _with_means(spec: ModelSpec, new: int) -> Swapped:
     """LayerNorm: new coordinates that are always the mean of the old ones."""
-    old, norm, changed = spec.hidden_size, spec.embedding.norm, rescaled(spec, new)
-    tensors: dict[str, Tensor] = {name: Computed(append_mean(name, new, axis)) for name, axis in written(spec)}
+    old, norm, changed = spec.hidden_size, spec.embedding.norm, _rescaled(spec, new)
+    tensors: dict[str, Tensor] = {name: Computed(_append_mean(name, new, axis)) for name, axis in written(spec)}
     tensors |= {name: taken(name, padded(old, new, repeat=True), 1) for name in read_weights(spec)}
     for path, each in stream_norms(spec):
-        tensors[f"{path}.weight"] = gamma(f"{path}.weight", old, new)
+        tensors[f"{path}.weight"] = _gamma(f"{path}.weight", old, new)
         if "bias" in each.shapes():
             tensors[f"{path}.bias"] = taken(f"{path}.bias", padded(old, new))
     notes: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         alike = np.ones(old)
         energy = asked.weights.ask(_energies, alike, alike)
         index = np.sort(np.argsort(-energy, kind="stable")[:new])
-        found = cut(spec, index)
+        found = _cut(spec, index)
         summary = {"method": "largest", "energy_kept": float(energy[index].sum() / energy.sum())}
         return Swapped(found.spec, "approximate", found.tensors, summary)
 
@@ -174,9 +174,9 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
     if old % new == 0 and holds(_are_copies):
         return Swapped(resized(spec, new), "exact", _chosen_tensors(spec, np.arange(new)), {"method": "copies"})
     if centred == {False} and holds(_are_zero):
-        return cut(spec, np.arange(new))
+        return _cut(spec, np.arange(new))
     if centred == {True} and spec.embedding.norm is None and holds(_are_means):
-        return cut(spec, np.arange(new))
+        return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
             f"coordinates {new} to {old - 1} of the residual stream are in use, and a LayerNorm does not allow the"
@@ -206,7 +206,7 @@ def _are_copies(model: Model, new: int) -> bool:
     if any(model.wide(name)[:, new:].any() for name in read_weights(spec)):
         return False
     first = {"final_norm"} if spec.head.tied else set()
-    return all(is_its(name, read if path in first else write) for path, name in vectors(spec))
+    return all(is_its(name, read if path in first else write) for path, name in _vectors(spec))
 
 
 def _are_zero(model: Model, new: int) -> bool:
@@ -220,22 +220,22 @@ def _are_means(model: Model, new: int) -> bool:
         values = model.wide(name)
         kept = np.take(values, np.arange(new), axis)
         gap = np.abs(values - _with_mean(kept, values.shape[axis], axis)).max()
-        if gap > SAME * np.abs(values).max():
+        if gap > _SAME * np.abs(values).max():
             return False
-    return not any(model.wide(name)[new:].any() for _, name in vectors(model.spec) if name.endswith("bias"))
+    return not any(model.wide(name)[new:].any() for _, name in _vectors(model.spec) if name.endswith("bias"))
 
 
 def _chosen_tensors(spec: ModelSpec, index: Index) -> dict[str, Tensor]:
     """Every tensor with some coordinates of the stream alone."""
-    return mapped(spec, index, index) | {name: taken(name, index) for _, name in vectors(spec)}
+    return _mapped(spec, index, index) | {name: taken(name, index) for _, name in _vectors(spec)}
 
 
-def cut(spec: ModelSpec, index: Index) -> Swapped:
+def _cut(spec: ModelSpec, index: Index) -> Swapped:
     """With some coordinates alone, which hold all of the stream's length."""
     ratio = length_ratio(spec.hidden_size, len(index))
     gains = (f"{path}.weight" for path, _ in every_norm(spec))
     tensors = _chosen_tensors(spec, index) | {name: scaled(name, index, ratio) for name in gains}
-    return Swapped(rescaled(spec, len(index)), "exact", tensors, {"method": "cut"})
+    return Swapped(_rescaled(spec, len(index)), "exact", tensors, {"method": "cut"})
 
 
 def _energies(model: Model) -> Wide:
@@ -248,7 +248,7 @@ def _energies(model: Model) -> Wide:
     return energy
 
 
-def directions(model: Model, calibration: Calibration) -> Wide:
+def _directions(model: Model, calibration: Calibration) -> Wide:
     """The eigenvectors [d, d] of what the norms see on a text, as columns, the largest eigenvalue first.
 
     Each norm counts alike: its inputs are taken at length √d, as its readers see them.
@@ -266,7 +266,7 @@ def directions(model: Model, calibration: Calibration) -> Wide:
 
 def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
     """The stream in its `new` largest principal directions."""
-    fitted, old = Scratch(lambda model: iter([{"directions": directions(model, calibration)}])), spec.hidden_size
+    fitted, old = Scratch(lambda model: iter([{"directions": _directions(model, calibration)}])), spec.hidden_size
 
     def into(model: Model, rows: Wide) -> Wide:
         return np.asarray(rows @ fitted.of(model, "directions")[:, :new])
@@ -277,8 +277,8 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
 
 
 ORDER = 170
-PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
-OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=PARTS),)
+_PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
+OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=_PARTS),)
 SWAPS = (
     Swap(
         option="hidden",

@@ -31,7 +31,7 @@ from ..options import ATTENTION, Option
 from ..registry import Asked, Clears, Swap
 
 
-def repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
+def _repeated_heads(tensor: Array, times: int, head_dim: int) -> Array:
     """[kv_heads · head_dim, …] -> [kv_heads · times · head_dim, …], each head `times` times in a row."""
     heads = tensor.reshape(-1, head_dim, *tensor.shape[1:])
     return np.repeat(heads, times, axis=0).reshape(-1, *tensor.shape[1:])
@@ -45,7 +45,7 @@ def first_of_groups(tensor: Array, group: int, head_dim: int) -> Array:
 
 def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) -> Wide:
     """Rows of `own` heads -> `new` heads: the mean over the query heads of a group (Ainslie et al., section 2.1)."""
-    every = repeated_heads(tensor, heads // own, head_dim)  # one a query head, so that groups need not divide the old
+    every = _repeated_heads(tensor, heads // own, head_dim)  # one a query head, so that groups need not divide the old
     grouped = every.reshape(new, heads // new, head_dim, *tensor.shape[1:])
     return np.asarray(grouped.mean(axis=1).reshape(-1, *tensor.shape[1:]))
 
@@ -67,7 +67,7 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
     return found
 
 
-def equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) -> bool:
+def _equal_in_groups(model: Model, path: str, attention: Attention, wanted: int) -> bool:
     """Whether the heads that would become one are the same bits."""
     if attention.kv_heads % wanted:
         return False
@@ -85,7 +85,7 @@ def with_heads(attention: Attention, wanted: int) -> Attention:
     return replace(attention, kv_heads=wanted, kv_expansion="repeat" if several else attention.kv_expansion)
 
 
-def change(spec: ModelSpec, asked: Asked) -> Swapped:
+def _change(spec: ModelSpec, asked: Asked) -> Swapped:
     """Another number of key-value heads; those that are merged are fitted on a text, or plainly their mean."""
     tensors: dict[str, Tensor] = {}
     changed, merged = dict[int, Attention](), dict[int, Attention]()
@@ -94,8 +94,8 @@ def change(spec: ModelSpec, asked: Asked) -> Swapped:
         names = tensors_of(path, old, "k_proj", "v_proj")
         changed[layer] = with_heads(old, wanted)
         if wanted % old.kv_heads == 0:
-            move = partial(repeated_heads, times=wanted // old.kv_heads, head_dim=dim)
-        elif asked.weights.ask(partial(equal_in_groups, path=path, attention=old, wanted=wanted), False, True):
+            move = partial(_repeated_heads, times=wanted // old.kv_heads, head_dim=dim)
+        elif asked.weights.ask(partial(_equal_in_groups, path=path, attention=old, wanted=wanted), False, True):
             move = partial(first_of_groups, group=old.kv_heads // wanted, head_dim=dim)
         else:
             merged[layer] = changed[layer]
@@ -123,7 +123,7 @@ def _fitted_names(spec: ModelSpec, changed: Mapping[int, Attention | LatentAtten
     return [*(name for name in found if not name.endswith("o_proj.bias")), *downs]
 
 
-def fewer(spec: ModelSpec) -> list[str]:
+def _fewer(spec: ModelSpec) -> list[str]:
     """Half as many and so on, and twice as many, where the query heads can share them."""
     attention = spec.blocks[0].attention
     own = getattr(attention, "kv_heads", 0)
@@ -154,7 +154,7 @@ def whole(attention: Attention) -> int:
     return attention.kv_heads * (attention.head_dim + _plain_dim(attention))
 
 
-def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
+def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
     """The attentions that change."""
     found = attentions(spec, asked.chosen(spec), " already")
     for layer, attention in found.items():
@@ -171,7 +171,7 @@ def grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def spread_queries(tensor: Array, attention: Attention) -> Array:
+def _spread_queries(tensor: Array, attention: Attention) -> Array:
     """[heads · head_dim, …] -> [heads · (plain + kv_heads · rotary), …]: zero but for its own key head."""
     plain = _plain_dim(attention)
     dim = attention.head_dim - plain
@@ -184,7 +184,7 @@ def spread_queries(tensor: Array, attention: Attention) -> Array:
     return new.reshape(-1, *tensor.shape[1:])
 
 
-def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
+def _key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
     """The rows of the keys [kv_heads · head_dim, …] that are rotated, or those that are not, heads in order."""
     dim = attention.head_dim - _plain_dim(attention)
     heads = tensor.reshape(attention.kv_heads, attention.head_dim, *tensor.shape[1:])
@@ -192,7 +192,7 @@ def key_rows(tensor: Array, attention: Attention, rotary: bool) -> Array:
     return np.ascontiguousarray(part).reshape(-1, *tensor.shape[1:])
 
 
-def picking(attention: Attention, width: int, start: int, rank: int) -> Array:
+def _picking(attention: Attention, width: int, start: int, rank: int) -> Array:
     """The map [heads · width, rank] by which query heads take their group's part out of the latent at `start`."""
     found = np.zeros((attention.heads, width, rank))
     for head in range(attention.heads):
@@ -207,22 +207,22 @@ def _lossless(path: str, attention: Attention) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for part in ("weight", "bias") if attention.qkv_bias else ("weight",):
         q, k, v = (f"{path}.{name}_proj.{part}" for name in "qkv")
-        made[q] = Moved(q, lambda tensor: spread_queries(tensor, attention))
+        made[q] = Moved(q, lambda tensor: _spread_queries(tensor, attention))
         made[f"{path}.kv_down_proj.{part}"] = Moved(
-            (k, v), lambda key, value: np.concatenate([key_rows(key, attention, False), value])
+            (k, v), lambda key, value: np.concatenate([_key_rows(key, attention, False), value])
         )
         if plain < attention.head_dim:
-            made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: key_rows(key, attention, True))
+            made[f"{path}.k_rope_proj.{part}"] = Moved(k, lambda key: _key_rows(key, attention, True))
     ups = (("k_up_proj", plain, 0), ("v_up_proj", attention.head_dim, attention.kv_heads * plain))
     for name, width, start in ups if plain else ups[1:]:
-        maps = partial(picking, attention, width, start, rank)
+        maps = partial(_picking, attention, width, start, rank)
         made[f"{path}.{name}.weight"] = Filled((attention.heads * width, rank), maps, f"{path}.v_proj.weight")
     return made
 
 
 def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
     """Latent attention that computes what was there."""
-    old = grouped(spec, asked)
+    old = _grouped(spec, asked)
     tensors: dict[str, Tensor] = {}
     for layer, attention in old.items():
         tensors |= _lossless(f"blocks.{layer}.attention", attention)
@@ -237,7 +237,7 @@ def _to_whole(spec: ModelSpec, asked: Asked) -> Swapped:
 def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     """A latent of R numbers, and one rotary key."""
     rank = asked.number("numbers per token in the latent")
-    old = grouped(spec, asked)
+    old = _grouped(spec, asked)
     most = max(2 * each.kv_heads * each.head_dim for each in old.values())
     if rank >= most:
         note = f"keys and values have {most} numbers per token, which a latent and rotary keys hold: none is left out"
@@ -260,7 +260,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_mixers(spec, changed), "approximate", scratch.waiting(names), summary)
 
 
-def half(spec: ModelSpec) -> list[str]:
+def _half(spec: ModelSpec) -> list[str]:
     """Half of what there is to hold."""
     attention = spec.blocks[0].attention
     if not isinstance(attention, Attention) or attention.q_norm is not None:
@@ -268,13 +268,13 @@ def half(spec: ModelSpec) -> list[str]:
     return [f"mla:{max(whole(attention) // 2, 1)}"]
 
 
-entry = partial(
+_entry = partial(
     Swap,
     option="attention",
     takes="key-value heads",
     needs="more heads than now, or heads that are equal; else a calibration text, and it is approximate",
     source="Ainslie et al. 2305.13245; Shazeer 1911.02150; the fit is derived for gptkit",
-    reshape=change,
+    reshape=_change,
     by_layer=True,
     calibrated=True,
     exact_where="the heads of a group are equal",
@@ -286,7 +286,7 @@ latent = partial(
     source="DeepSeek-V2 2405.04434; TransMLA 2502.07864",
     by_layer=True,
 )
-LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
+_LATENT = Clears("*.attention", ours=LatentAttention, theirs=Attention)
 
 ORDER = 90
 OPTIONS = (
@@ -310,12 +310,12 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(form="mha", gives="one a query head (MHA)", clears=(Clears("*.kv_heads"), LATENT)),
-    entry(form="mqa", gives="one for all (MQA)"),
-    entry(
+    _entry(form="mha", gives="one a query head (MHA)", clears=(Clears("*.kv_heads"), _LATENT)),
+    _entry(form="mqa", gives="one for all (MQA)"),
+    _entry(
         form="gqa:N",
         gives="N, each for a group of query heads (GQA)",
-        examples=fewer,
+        examples=_fewer,
         clears=(Clears("*.kv_heads", "attention=gqa:{theirs}"),),
     ),
     latent(
@@ -331,7 +331,7 @@ SWAPS = (
         guarantee="approximate",
         needs="no norm of queries and keys and a calibration text",
         reshape=_to_rank,
-        examples=half,
+        examples=_half,
         calibrated=True,
     ),
 )

@@ -38,7 +38,7 @@ def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[st
     return new, tensors
 
 
-def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
+def _silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether a layer adds nothing to the stream: every weight and bias that writes into it is zero."""
     block = spec.blocks[layer]
     if block.residual == "normed" or any(each.sum_norm is not None for each in block.sublayers):
@@ -48,14 +48,14 @@ def silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return asked.weights.zero(*names, *written_biases(block, f"blocks.{layer}"))
 
 
-def kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
+def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
     """These layers, in this order."""
     layers = len(spec.blocks)
     new, tensors = _arranged(spec, order)
     gone = [layer for layer in range(layers) if layer not in order]
     gone_words, in_order = ranges(gone).replace(",", ", "), list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
-    if in_order and all(silent(spec, asked, layer) for layer in gone):
+    if in_order and all(_silent(spec, asked, layer) for layer in gone):
         notes = (f"the layers dropped write nothing into the residual stream: {gone_words}",) if gone else ()
         return Swapped(new, "exact", tensors, record, notes)
     note = f"dropped: {gone_words}" if gone else "no layer is dropped; they are repeated or change places"
@@ -75,7 +75,7 @@ def expansion(layers: int, more: int) -> list[tuple[int, bool]]:
     return [each for layer in range(layers) for each in [(layer, False)] + [(layer, True)] * copies[layer]]
 
 
-def add(spec: ModelSpec, asked: Asked) -> Swapped:
+def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     """Copies that add nothing."""
     more = Asked(asked.value.removeprefix("+")).number("layers to add")
     if more > 10_000:
@@ -96,13 +96,13 @@ def add(spec: ModelSpec, asked: Asked) -> Swapped:
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
-    tensors.update(silenced(new, added, order))
+    tensors.update(_silenced(new, added, order))
     one = f"layer {added[0]} is a copy that adds nothing yet"
     note = f"layers {ranges(added).replace(',', ', ')} are copies that add nothing yet" if len(added) > 1 else one
     return Swapped(new, "exact", tensors, {"from": len(spec.blocks), "to": len(order), "added": added}, (note,))
 
 
-def silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
+def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, bool]]) -> dict[str, Tensor]:
     """Zeros for what writes into the stream in these layers of the new tree."""
     shapes = {parameter.name: parameter.shape for parameter in new.parameters()}
     found: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ def influences(model: Model, calibration: Calibration) -> list[float]:
     return [block_influence(layer.x, layer.output).mean().item() for layer in calibration.walk(model)]
 
 
-def drop(spec: ModelSpec, asked: Asked) -> Swapped:
+def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     """The layers of least influence go."""
     layers = len(spec.blocks)
     wanted = asked.number("layers to keep")
@@ -133,20 +133,20 @@ def drop(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
     if asked.approximate:
         order = [*range(wanted - 1), layers - 1] if wanted > 1 else [0]
-        return kept(spec, asked, order, {"by": "the last but one"})
+        return _kept(spec, asked, order, {"by": "the last but one"})
     calibration = asked.text("block influence is measured")
     scores = asked.weights.run(lambda model: influences(model, calibration))
     order = sorted(sorted(range(layers), key=lambda layer: (scores[layer], layer))[layers - wanted :])
-    return kept(spec, asked, order, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
+    return _kept(spec, asked, order, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
 
 
-def examples(spec: ModelSpec) -> list[str]:
+def _examples(spec: ModelSpec) -> list[str]:
     """All layers but the last but one."""
     last = len(spec.blocks) - 1
     return [f"0-{last - 2},{last}"] if last > 2 else []
 
 
-entry = partial(Swap, option="layers", takes="N layers")
+_entry = partial(Swap, option="layers", takes="N layers")
 
 ORDER = 40
 OPTIONS = (
@@ -161,30 +161,30 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(
+    _entry(
         form="+N",
         gives="more layers, copies that add nothing yet",
         needs="blocks that add to the residual stream itself (pre-norm)",
         source="LLaMA Pro 2401.02415",
-        reshape=add,
+        reshape=_add,
         examples=lambda spec: ("+1", f"+{len(spec.blocks)}"),
     ),
-    entry(
+    _entry(
         form="auto:N",
         gives="the N of largest block influence",
         guarantee="approximate",
         needs="a calibration text",
         source="ShortGPT 2403.03853",
-        reshape=drop,
+        reshape=_drop,
         examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
         calibrated=True,
     ),
-    entry(
+    _entry(
         form="LAYERS",
         gives="those of a list, in its order",
         needs="nothing; exact where the layers dropped write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
-        reshape=lambda spec, asked: kept(spec, asked, layers_in(asked.value, len(spec.blocks)), {}),
-        examples=examples,
+        reshape=lambda spec, asked: _kept(spec, asked, layers_in(asked.value, len(spec.blocks)), {}),
+        examples=_examples,
     ),
 )

@@ -36,12 +36,12 @@ from .adapter import Adapter, read_adapter
 from .vocabulary import TOLD, some_of
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-SAME = 1e-14
+_SAME = 1e-14
 """How far apart, relative to the largest, two matrices are that are one but for the order in which they were summed."""
 
 
 @dataclass(frozen=True)
-class Change:
+class _Change:
     """What an adapter does to one tensor of the checkpoint.
 
     sources: the old tensors that hold its values. module: the one with A and B, if it has such. stands_in: the tensor
@@ -68,7 +68,7 @@ class Change:
 # --- merged -----------------------------------------------------------------------------------------------------------
 
 
-def merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wide]:
+def _merged(adapter: Adapter, change: _Change, part: int) -> Callable[[Model], Wide]:
     """One shared tensor of the leaf with the adapter merged."""
 
     def compute(model: Model) -> Wide:
@@ -79,42 +79,42 @@ def merged(adapter: Adapter, change: Change, part: int) -> Callable[[Model], Wid
             weight = np.array(weight)
             weight[adapter.indices(change.rows)] = adapter.read(adapter.rows[change.rows])
         if change.bias is not None:
-            weight = weight + change.leaf.to_shared(bias_of(adapter, change.bias))[part]
+            weight = weight + change.leaf.to_shared(_bias_of(adapter, change.bias))[part]
         if change.module is None:
             return weight
         lora = adapter.lora[change.module]
-        whole: Wide = weight + change.leaf.to_shared(oriented(change, delta(adapter, change.module)))[part]
+        whole: Wide = weight + change.leaf.to_shared(_oriented(change, _delta(adapter, change.module)))[part]
         if lora.magnitude is None:
             return whole
         magnitude = adapter.read(lora.magnitude)
         if lora.embedding:
-            return np.asarray(whole * (magnitude / norms(whole.T)))
+            return np.asarray(whole * (magnitude / _norms(whole.T)))
         columns = 1 if change.leaf.layout.is_identity else whole.shape[1]
         spread = np.broadcast_to(magnitude[:, None], (len(magnitude), columns))
-        own: Wide = change.leaf.to_shared(oriented(change, spread))[part][:, :1]
-        return np.asarray(whole * (own / norms(whole)[:, None]))
+        own: Wide = change.leaf.to_shared(_oriented(change, spread))[part][:, :1]
+        return np.asarray(whole * (own / _norms(whole)[:, None]))
 
     return compute
 
 
-def delta(adapter: Adapter, module: str) -> Wide:
+def _delta(adapter: Adapter, module: str) -> Wide:
     """s·B·A, (out, in); of an embedding its transpose, (tokens, hidden)."""
     lora = adapter.lora[module]
     product: Wide = adapter.read(lora.b) @ adapter.read(lora.a) * adapter.scale(module)
     return product.T if lora.embedding else product
 
 
-def bias_of(adapter: Adapter, module: str) -> Wide:
+def _bias_of(adapter: Adapter, module: str) -> Wide:
     """s·b, where B has a bias b."""
     return adapter.read(adapter.lora[module].bias or "") * adapter.scale(module)
 
 
-def norms(rows: Wide) -> Wide:
+def _norms(rows: Wide) -> Wide:
     """The length of each row."""
     return np.asarray(np.sqrt((rows**2).sum(axis=1)))
 
 
-def oriented(change: Change, matrix: Wide) -> Wide:
+def _oriented(change: _Change, matrix: Wide) -> Wide:
     """A matrix (out, in) as the checkpoint has it."""
     return matrix.T if change.inputs_first else matrix
 
@@ -128,7 +128,7 @@ class _Unmerged:
     (in, out), which takes the place of the checkpoint's tensor and then goes through its layout.
     """
 
-    def __init__(self, before: Model, spec: ModelSpec, adapter: Adapter, changes: Mapping[str, Change]) -> None:
+    def __init__(self, before: Model, spec: ModelSpec, adapter: Adapter, changes: Mapping[str, _Change]) -> None:
         self.before, self.spec, self.adapter = before, spec, adapter
         self.reference, self.release = f"{before.reference} with {adapter.reference}", before.release
         self._changes = {name: each for each in changes.values() for name in each.leaf.shared}
@@ -149,7 +149,7 @@ class _Unmerged:
             self._last = (change.leaf.checkpoint, change.leaf.to_shared(self._checkpoint_tensor(change)))
         return self._last[1][change.leaf.shared.index(name)]
 
-    def _checkpoint_tensor(self, change: Change) -> Wide:
+    def _checkpoint_tensor(self, change: _Change) -> Wide:
         adapter, read = self.adapter, self.adapter.read
         if change.stands_in is not None:
             found = np.array(read(change.stands_in))
@@ -175,7 +175,7 @@ class _Unmerged:
 # --- which tensor is which --------------------------------------------------------------------------------------------
 
 
-def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
+def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with an adapter merged."""
     adapter = read_adapter(asked.value, offline=asked.offline)
     architecture, leaves = _leaves(spec, asked.origin)
@@ -191,7 +191,7 @@ def merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     made: dict[str, Tensor] = {HEAD: Moved(EMBEDDING)} if new is not spec else {}
     for change in changes.values():
         for part, name in enumerate(change.leaf.shared):
-            made[name] = Computed(merged(adapter, change, part))
+            made[name] = Computed(_merged(adapter, change, part))
     config = adapter.config
     summary = {
         "method": ("dora" if config.get("use_dora") else "lora") + ("+rslora" if config.get("use_rslora") else ""),
@@ -224,7 +224,7 @@ def _leaves(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[
 
 def _changes(
     adapter: Adapter, architecture: Architecture, leaves: Mapping[str, BoundLeaf], spec: ModelSpec
-) -> dict[str, Change]:
+) -> dict[str, _Change]:
     """By the checkpoint's name for the tensor. Raises SwapRefused with the modules that the model does not have."""
     found: dict[str, dict[str, Any]] = {}
     unknown: list[str] = []
@@ -251,10 +251,10 @@ def _changes(
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
     tied = architecture.head if spec.head.tied else ""
     sources = {name: (EMBEDDING,) if name == tied else leaves[name].shared for name in found}
-    return {name: Change(leaves[name], sources[name], **what) for name, what in found.items()}
+    return {name: _Change(leaves[name], sources[name], **what) for name, what in found.items()}
 
 
-def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: int) -> None:
+def _require_fitting(adapter: Adapter, changes: Mapping[str, _Change], layers: int) -> None:
     """Raise SwapRefused where shapes are another model's, or some layers are left out that should not be."""
     wrong = []
     for name, change in changes.items():
@@ -301,10 +301,10 @@ def _require_fitting(adapter: Adapter, changes: Mapping[str, Change], layers: in
             )
 
 
-def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Asked) -> dict[str, Change]:
+def _without_copies(adapter: Adapter, changes: Mapping[str, _Change], asked: Asked) -> dict[str, _Change]:
     """Without the copies of the base model's tensors that peft saves along, where they are what the model has."""
 
-    def same(change: Change, model: Model) -> bool:
+    def same(change: _Change, model: Model) -> bool:
         copies = change.leaf.to_shared(adapter.read(change.stands_in or ""))
         return all(np.array_equal(copy, model.wide(own)) for copy, own in zip(copies, change.sources, strict=True))
 
@@ -316,8 +316,8 @@ def _without_copies(adapter: Adapter, changes: Mapping[str, Change], asked: Aske
 
 
 def _ends(
-    adapter: Adapter, changes: Mapping[str, Change], head: BoundLeaf, asked: Asked
-) -> tuple[dict[str, Change], bool]:
+    adapter: Adapter, changes: Mapping[str, _Change], head: BoundLeaf, asked: Asked
+) -> tuple[dict[str, _Change], bool]:
     """The changes of a tree whose head is tied, and whether they untie it.
 
     peft changes the embedding and the head apart, unless it was told to keep them tied: then the adapter has the same
@@ -329,7 +329,7 @@ def _ends(
     if copies:
         table = dataclasses.replace(head, shared=(EMBEDDING,), checkpoint="the embedding")
         for name, leaf in ((EMBEDDING, table), (HEAD, head)):
-            change = found.get(name) or Change(leaf, (EMBEDDING,))
+            change = found.get(name) or _Change(leaf, (EMBEDDING,))
             found[name] = dataclasses.replace(change, stands_in=change.stands_in or copies[0])
     if not found:
         return others, False
@@ -340,8 +340,8 @@ def _ends(
         return dict(changes), False
 
     def alike(model: Model) -> bool:
-        one, other = (merged(adapter, found[name], 0)(model) for name in (EMBEDDING, HEAD))
-        return float(np.abs(one - other).max()) <= SAME * float(np.abs(one).max())
+        one, other = (_merged(adapter, found[name], 0)(model) for name in (EMBEDDING, HEAD))
+        return float(np.abs(one - other).max()) <= _SAME * float(np.abs(one).max())
 
     one_matrix = len(found) == 2 and asked.weights.ask(alike, False, True)
     if one_matrix:
@@ -359,7 +359,7 @@ def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
     return [f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}"]
 
 
-def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str | None:
+def _hint(adapter: Adapter, changes: Mapping[str, _Change] | None = None) -> str | None:
     """How the model gets rows for the tokens of its own that the adapter came with, or else which model it names."""
     base = adapter.config.get("base_model_name_or_path")
     for change in (changes or {}).values():
@@ -381,6 +381,6 @@ SWAPS = (
         gives="one model",
         needs="an adapter of PEFT trained on this model: LoRA, rsLoRA, DoRA, biases, modules_to_save",
         source="LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353",
-        reshape=merge_lora,
+        reshape=_merge_lora,
     ),
 )

@@ -75,17 +75,17 @@ def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in plain:
         old = dense_of(spec.blocks[layer])
         for path in paths(spec, layer):
-            tensors |= gated_tensors(path, old)
-        blocks[layer] = with_dense(spec.blocks[layer], gated(old))
+            tensors |= _gated_tensors(path, old)
+        blocks[layer] = with_dense(spec.blocks[layer], _gated(old))
     return Swapped(with_blocks(spec, blocks), "exact", tensors, {"from": "plain", "to": "gated", "layers": plain})
 
 
-def gated(old: Dense) -> GatedFeedForward:
+def _gated(old: Dense) -> GatedFeedForward:
     """The gated feed-forward in a plain one's place. Its one flag for both biases has to be set: up's is the 1."""
     return cast("GatedFeedForward", recast(old, GatedFeedForward, up_bias=True))
 
 
-def gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
+def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
     """gate = up, with its bias or none; up = 0·x + 1."""
     weight, inner = f"{path}.up_proj.weight", (old.intermediate_size,)
     bias = Moved(f"{path}.up_proj.bias") if old.up_bias else Filled(inner, 0.0, like=weight)
@@ -107,16 +107,16 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     zero = asked.weights.zero
     # Where its weight is zero, up(x) is the same for every x.
     varying = [i for i in found if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
-    refit = None if asked.approximate or not varying else refitted(spec, varying, asked)
+    refit = None if asked.approximate or not varying else _refitted(spec, varying, asked)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
     for layer in found:
         old = dense_of(spec.blocks[layer])
         gate_biases = [f"{path}.gate_proj.bias" for path in paths(spec, layer)]
         bias = old.up_bias and not (asked.settings.get("drop_zero_bias") and zero(*gate_biases))
         for path in paths(spec, layer):
-            tensors |= plain_tensors(path, bias)
+            tensors |= _plain_tensors(path, bias)
             if layer not in varying:
-                tensors |= folded_tensors(asked, path, old)
+                tensors |= _folded_tensors(asked, path, old)
             elif refit is not None:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
         blocks[layer] = with_dense(spec.blocks[layer], recast(old, FeedForward, up_bias=bias))
@@ -126,13 +126,13 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, (note,) if varying else ())
 
 
-def plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
+def _plain_tensors(path: str, bias: bool) -> dict[str, Tensor]:
     """up = gate, what it was multiplied by left out."""
     parts = ("weight", "bias") if bias else ("weight",)
     return {f"{path}.up_proj.{part}": Moved(f"{path}.gate_proj.{part}") for part in parts}
 
 
-def folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
+def _folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
     """The constant that gate was multiplied by goes into down, unless it is 1; without a bias it is 0."""
     constant, down = f"{path}.up_proj.bias", f"{path}.down_proj.weight"
     if not old.up_bias:
@@ -142,7 +142,7 @@ def folded_tensors(asked: Asked, path: str, old: Dense) -> dict[str, Tensor]:
     return {down: Computed(lambda model: model.wide(down) * model.wide(constant))}
 
 
-def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
+def _refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
     """The output projections of layers, fitted on the text to make up for the factor that goes."""
     mixed = [layer for layer in layers if isinstance(spec.blocks[layer].feed_forward, MixtureOfExperts)]
     if mixed or asked.calibration is None:
@@ -157,8 +157,8 @@ def refitted(spec: ModelSpec, layers: list[int], asked: Asked) -> Scratch:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-MOST = 1024  # experts that a mixture may have; see `components.MixtureOfExperts`
-NORMALISED = True  # the weights of the experts that are taken are made to sum to 1
+_MOST = 1024  # experts that a mixture may have; see `components.MixtureOfExperts`
+_NORMALISED = True  # the weights of the experts that are taken are made to sum to 1
 
 
 def is_mixture(block: Block) -> bool:
@@ -166,15 +166,15 @@ def is_mixture(block: Block) -> bool:
     return isinstance(block.feed_forward, MixtureOfExperts)
 
 
-def wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
+def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
     """E and K of "moe:ExK", and the layers asked for that have one feed-forward, with it."""
     match = re.fullmatch(r"moe:(\d{1,9})x(\d{1,9})(:split)?", asked.value)
     if match is None:
         raise UsageError(f"{asked.value!r}: expected moe:ExK, as moe:8x2: 8 experts, 2 of them for each token")
     count, top = int(match[1]), int(match[2])
-    if not 1 <= top <= count or count > MOST:
+    if not 1 <= top <= count or count > _MOST:
         raise SwapRefused(
-            f"{top} of {count} experts for a token: possible are 1 to {MOST} experts, and 1 to all of them per token",
+            f"{top} of {count} experts for a token: possible are 1 to {_MOST} experts, and 1 to all of them per token",
             "As moe:8x2: 8 experts, 2 of them for each token.",
         )
     none = "the feed-forwards asked for are mixtures of experts already"
@@ -193,7 +193,7 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     seed = asked.settings.get("seed", 0)
     if not split and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
         raise UsageError(f"the router's seed is {seed!r}, expected a whole number from 0")
-    count, top, found = wanted(spec, asked)
+    count, top, found = _wanted(spec, asked)
     if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
         raise SwapRefused(f"with {top} of {count} parts a token loses the others: a split takes all its parts", hint)
@@ -203,17 +203,17 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         router = f"{path}.router.weight"
         if split:
             if width % count:
-                fits = ", ".join(str(n) for n in range(2, min(width, MOST) + 1) if width % n == 0)
+                fits = ", ".join(str(n) for n in range(2, min(width, _MOST) + 1) if width % n == 0)
                 raise SwapRefused(f"a width of {width} has no {count} equal parts", f"Possible: {fits}")
             found[layer] = replace(dense, intermediate_size=width // count)
             tensors[router] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
             for index in range(count):
-                tensors |= part(path, found[layer], index, count)
+                tensors |= _part(path, found[layer], index, count)
         else:
             first = f"{path}.gate_proj.weight" if isinstance(dense, GatedFeedForward) else f"{path}.up_proj.weight"
-            draw = partial(drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
-            tensors |= {router: Moved(first, draw)} | copies(path, dense, count)
-    made: dict[str, Any] = {"experts": count, "top_k": top, "normalise": NORMALISED and not split}
+            draw = partial(_drawn, rows=count, columns=spec.hidden_size, seed=(seed, layer))
+            tensors |= {router: Moved(first, draw)} | _copies(path, dense, count)
+    made: dict[str, Any] = {"experts": count, "top_k": top, "normalise": _NORMALISED and not split}
     mixture = partial(MixtureOfExperts, hidden_size=spec.hidden_size, **made)
     new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in found.items()})
     summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(found)}
@@ -222,25 +222,25 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact", tensors, summary, notes)
 
 
-def copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
+def _copies(path: str, dense: Dense, count: int) -> dict[str, Tensor]:
     """Every expert's tensors: those of the feed-forward that there was."""
     return {f"{path}.experts.{i}.{name}": Moved(f"{path}.{name}") for i in range(count) for name in dense.shapes()}
 
 
-def drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
+def _drawn(weight: NDArray[Any], rows: int, columns: int, seed: tuple[int, int]) -> NDArray[Any]:
     """A router (rows, columns) of elements drawn at random from a weight, the same ones on every machine for a seed."""
     chosen = np.random.Generator(np.random.PCG64(seed)).integers(0, weight.size, (rows, columns))
     result: NDArray[Any] = weight.reshape(-1)[chosen]
     return result
 
 
-def part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
+def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]:
     """One expert of a split: its rows of what reads, its columns of what writes, the latter times `count`. The output
     bias is every expert's, as an activation's own numbers are: weighted with 1/count each, they sum to it.
     """
     cut = slice(index * expert.intermediate_size, (index + 1) * expert.intermediate_size)
     tensors: dict[str, Tensor] = {name: Moved(f"{path}.{name}", lambda array: array[cut]) for name in expert.shapes()}
-    tensors["down_proj.weight"] = weighed(f"{path}.down_proj.weight", cut, count)
+    tensors["down_proj.weight"] = _weighed(f"{path}.down_proj.weight", cut, count)
     if expert.down_bias:
         tensors["down_proj.bias"] = Moved(f"{path}.down_proj.bias")
     tensors |= {name: Moved(f"{path}.{name}") for name in _numbers(expert)}
@@ -252,7 +252,7 @@ def _numbers(expert: Dense) -> list[str]:
     return [name for name, weight in expert.weights().items() if weight.role == "inner"]
 
 
-def weighed(name: str, cut: slice, factor: float) -> Computed:
+def _weighed(name: str, cut: slice, factor: float) -> Computed:
     """Columns of a weight, times a number."""
     return Computed(lambda model: model.wide(name)[:, cut] * factor)
 
@@ -270,7 +270,7 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
             told = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
             raise SwapRefused(f"{told}: experts become one where a softmax weighs them, with nothing beside them")
     one = [layer for layer in found if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
-    all_of = [layer for layer in found if layer not in one and all_weighed_alike(spec, asked, layer)]
+    all_of = [layer for layer in found if layer not in one and _all_weighed_alike(spec, asked, layer)]
     lossy = [layer for layer in found if layer not in (*one, *all_of)]
     shares = None  # all count alike
     if lossy and not asked.approximate and asked.calibration is not None:
@@ -285,7 +285,7 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
             dense = replace(dense, intermediate_size=dense.intermediate_size * mixture.experts)
         else:
             for name in dense.shapes():
-                tensors[f"{path}.{name}"] = mean(path, name, mixture.experts, shares, layer)
+                tensors[f"{path}.{name}"] = _mean(path, name, mixture.experts, shares, layer)
         changed[layer] = dense
     summary = {"from": "experts", "to": "dense", "layers": found, "alike": one, "side_by_side": all_of}
     notes = (f"{in_words(lossy)}: the experts differ, and their mean is in their place",) if lossy else ()
@@ -306,7 +306,7 @@ def experts_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return all(asked.weights.same(f"{path}.0.{name}", f"{path}.{i}.{name}") for name, i in pairs)
 
 
-def all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
+def _all_weighed_alike(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether a layer's router takes all experts for every token, each with the weight 1/E, and one activation."""
     mixture: Any = spec.blocks[layer].feed_forward
     path = f"blocks.{layer}.feed_forward"
@@ -327,19 +327,19 @@ def _side_by_side(path: str, mixture: MixtureOfExperts) -> dict[str, Tensor]:
         if name in _numbers(mixture.expert):
             how = Moved(names[0])
         elif name == "down_proj.weight":
-            how = joined(names, mixture.experts)
+            how = _joined(names, mixture.experts)
         elif name == "down_proj.bias" and len(names) > 1:
             how = Computed(lambda model, names=names: np.mean([model.wide(each) for each in names], axis=0))  # type: ignore[misc]
         tensors[f"{path}.{name}"] = how
     return tensors
 
 
-def joined(names: tuple[str, ...], divisor: float) -> Computed:
+def _joined(names: tuple[str, ...], divisor: float) -> Computed:
     """The columns of several weights side by side, over a number."""
     return Computed(lambda model: np.concatenate([model.wide(name) for name in names], axis=1) / divisor)
 
 
-def mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
+def _mean(path: str, name: str, count: int, shares: Scratch | None, layer: int) -> Computed:
     """The mean of one of the experts' tensors, by their shares."""
 
     def compute(model: Model) -> Wide:
@@ -356,7 +356,7 @@ def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
 
-entry = partial(Swap, option="mlp", by_layer=True, apart=True)
+_entry = partial(Swap, option="mlp", by_layer=True, apart=True)
 
 ORDER = 120
 OPTIONS = (
@@ -376,7 +376,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(
+    _entry(
         form="gated",
         takes="plain feed-forward",
         gives="gated feed-forward",
@@ -385,7 +385,7 @@ SWAPS = (
         reshape=_to_gated,
         clears=(Clears("*", theirs=GatedFeedForward),),
     ),
-    entry(
+    _entry(
         form="plain",
         takes="gated feed-forward",
         gives="plain feed-forward",
@@ -395,7 +395,7 @@ SWAPS = (
         clears=(Clears("*", theirs=FeedForward),),
         calibrated=True,
     ),
-    entry(
+    _entry(
         form="moe:ExK:split",
         takes="dense feed-forward",
         gives="E experts that are its parts",
@@ -404,7 +404,7 @@ SWAPS = (
         reshape=partial(_to_experts, True),
         examples=_parts_worth_trying,
     ),
-    entry(
+    _entry(
         form="moe:ExK",
         takes="dense feed-forward",
         gives="E experts that are copies, K per token",
@@ -414,7 +414,7 @@ SWAPS = (
         examples=lambda spec: () if all(map(is_mixture, spec.blocks)) else ("moe:4x2",),
         clears=(Clears("*", "mlp=moe:{theirs.experts}x{theirs.top_k}", theirs=MixtureOfExperts),),
     ),
-    entry(
+    _entry(
         form="dense",
         takes="mixture of experts",
         gives="dense feed-forward",

@@ -82,7 +82,7 @@ def why_not_exact(spec: ModelSpec) -> str | None:
     return None
 
 
-def to_rms(norm: Norm) -> Norm:
+def _to_rms(norm: Norm) -> Norm:
     """The RMSNorm in a LayerNorm's place; one that is there stays."""
     return RMSNorm(size=norm.size, eps=norm.eps, gain=norm.gain) if norm.centred else norm
 
@@ -92,12 +92,12 @@ def _without_mean(values: Wide, axis: int) -> Wide:
     return np.asarray(values - values.mean(axis=axis, keepdims=True))
 
 
-def centred(name: str, axis: int = 0) -> Compute:
+def _centred(name: str, axis: int = 0) -> Compute:
     """A writer's weight [out, in] or bias [out], or the rows of a table (axis 1), with the mean taken off."""
     return lambda model: _without_mean(model.wide(name), axis)
 
 
-def shifted(weight: str, bias: str | None, beta: str) -> Compute:
+def _shifted(weight: str, bias: str | None, beta: str) -> Compute:
     """A reader's bias after β moved into it: bias + W·β."""
     if bias is None:
         return lambda model: model.wide(weight) @ model.wide(beta)
@@ -117,12 +117,12 @@ def shifts_taken(
         for each in readers(block, path):
             if each.norm in shifting and each.may_have_bias:
                 old = each.bias_name if each.bias else None
-                made[each.bias_name] = shifted(each.weight, old, f"{each.norm}.bias")
+                made[each.bias_name] = _shifted(each.weight, old, f"{each.norm}.bias")
             elif each.norm in shifting and routers:
                 raise SwapRefused(f"{each.path} has no bias to take over that of {each.norm}")
         blocks[layer] = _with_read_biases(block, path, shifting)
     if layers is None and spec.final_norm is not None and has_bias(spec.final_norm):
-        made["head.bias"] = shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
+        made["head.bias"] = _shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
         head = replace(head, bias=True)
     return blocks, head
 
@@ -158,16 +158,16 @@ def _inner_norm(block: Block, path: str) -> str:
 def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> Swapped:
     """The exact swap, for all norms or those of some layers."""
     _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
-    new, tensors = centred_tree(spec, layers)
+    new, tensors = _centred_tree(spec, layers)
     notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
     return Swapped(new, "exact", tensors, _of_layer_norms(spec, layers), notes)
 
 
-def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
+def _centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[ModelSpec, dict[str, Tensor]]:
     """A tree with a stream of mean zero, as far as it is not a norm's output, and RMSNorms for LayerNorms."""
     made: dict[str, Compute] = {}
     blocks, head = shifts_taken(spec, layers, made, routers=False)
-    made |= {name: centred(name, axis) for name, axis in written(spec)}
+    made |= {name: _centred(name, axis) for name, axis in written(spec)}
     for layer, block in enumerate(spec.blocks):
         path = f"blocks.{layer}"
         gone = dict(norms(block, path)) if layer in blocks else {}
@@ -181,10 +181,10 @@ def centred_tree(spec: ModelSpec, layers: tuple[int, ...] | None) -> tuple[Model
                     return _without_mean(model.wide(f"{at}.bias") + (model.wide(name) if there else 0), 0)
 
                 made[each.bias_name] = with_beta
-        blocks[layer] = with_norms(blocks.get(layer, block), path, {name: to_rms(norm) for name, norm in gone.items()})
+        blocks[layer] = with_norms(blocks.get(layer, block), path, {name: _to_rms(norm) for name, norm in gone.items()})
     final, table = spec.final_norm, spec.embedding.norm
     if layers is None:
-        final = to_rms(known("final_norm", final)[1])
+        final = _to_rms(known("final_norm", final)[1])
     if table is not None:
         assert table.centred
         weighed("embedding.norm", table)
@@ -199,13 +199,13 @@ def replace_layernorm(spec: ModelSpec, layers: tuple[int, ...] | None = None) ->
     record, old = _of_layer_norms(spec, layers), chosen_norms(spec, layers)
     if spec.embedding.norm is not None and layers is None:
         old["embedding.norm"] = spec.embedding.norm
-    new = exchanged(spec, {path: to_rms(known(path, each)[1]) for path, each in old.items()})
+    new = exchanged(spec, {path: _to_rms(known(path, each)[1]) for path, each in old.items()})
     return Swapped(new, "approximate", {}, record)
 
 
 def _steered(model: Model, router: str, beta: str) -> bool:
     """Whether β moves a router's scores otherwise than all alike, which the softmax would not see."""
-    shift = shifted(f"{router}.weight", None, beta)(model)
+    shift = _shifted(f"{router}.weight", None, beta)(model)
     return bool(np.ptp(shift) > CENTRED * max(1.0, float(np.abs(shift).max())))
 
 
@@ -232,7 +232,7 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
         normed = all(block.residual == "normed" for block in spec.blocks)
         if reason is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)
-        new, tensors = centred_tree(spec, None)
+        new, tensors = _centred_tree(spec, None)
         notes = ("all but the mean of each norm's own output was taken care of",)
         return Swapped(new, "approximate", tensors, _of_layer_norms(spec), notes)
     router = _off_centre(spec, asked) if reason is None else None
@@ -264,7 +264,7 @@ def _to_layer_norm(norm: Norm) -> Norm:
     return norm if norm.centred else LayerNorm(size=norm.size, eps=norm.eps, bias=False, gain=norm.gain)
 
 
-def off_the_mean(rows: Wide) -> Wide:
+def _off_the_mean(rows: Wide) -> Wide:
     """Rows [n, d] in the space of the vectors of d + 1 elements whose mean is zero, lengths and angles kept.
 
     A zero is appended and the Householder reflection applied that takes the last unit vector to (1, …, 1)/√(d + 1):
@@ -298,7 +298,7 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
         other = replace(norm, eps=eps_for(norm.eps, old, size))
         return _to_layer_norm(other) if _asked_for(path, layers) else other
 
-    new, tensors = in_basis(spec, size, lambda _, rows: off_the_mean(rows), norm_of)
+    new, tensors = in_basis(spec, size, lambda _, rows: _off_the_mean(rows), norm_of)
     notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
     if spec.head.tied:
         notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
@@ -311,7 +311,7 @@ def _stream_is_centred(model: Model) -> bool:
     return all(bool(np.abs(each.mean(axis=axis)).max() <= CENTRED * np.abs(each).max()) for each, axis in every)
 
 
-entry = partial(Swap, option="norm", by_layer=True)
+_entry = partial(Swap, option="norm", by_layer=True)
 
 ORDER = 50
 OPTIONS = (
@@ -325,7 +325,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(
+    _entry(
         form="rmsnorm",
         takes="LayerNorm",
         gives="RMSNorm",
@@ -334,7 +334,7 @@ SWAPS = (
         reshape=_to_rmsnorm,
         clears=(Clears("*norm", theirs=RMSNorm), Clears("*.norm", theirs=None)),
     ),
-    entry(
+    _entry(
         form="layernorm",
         takes="RMSNorm",
         gives="LayerNorm",

@@ -23,7 +23,7 @@ from ..options import NORMS, Option
 from ..registry import Asked, Clears, Swap
 
 
-def same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
+def _same_either_way(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     """Whether a layer is one function serial and parallel: all but one of its sub-layers write nothing."""
     written: dict[str, list[str]] = {}
     for each in writers(spec.blocks[layer], f"blocks.{layer}"):
@@ -73,7 +73,7 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)
     alike = [] if shared else [layer for layer in serial if layer not in differing]
     note = f"{in_words(alike)}: both norms are the same; --block parallel:shared leaves one out" if alike else None
-    return rearranged(spec, asked, serial, blocks, {}, "parallel", note)
+    return _rearranged(spec, asked, serial, blocks, {}, "parallel", note)
 
 
 def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -85,19 +85,19 @@ def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in parallel:
         block = spec.blocks[layer]
         if block.feed_forward_norm is None:
-            tensors |= copied_norm(block, f"blocks.{layer}")
+            tensors |= _copied_norm(block, f"blocks.{layer}")
         norm = block.feed_forward_norm or block.attention_norm
         blocks[layer] = block.replaced(parallel=False, feed_forward_norm=norm)
-    return rearranged(spec, asked, parallel, blocks, tensors, "serial", None)
+    return _rearranged(spec, asked, parallel, blocks, tensors, "serial", None)
 
 
-def copied_norm(block: Block, path: str) -> dict[str, Tensor]:
+def _copied_norm(block: Block, path: str) -> dict[str, Tensor]:
     """The shared norm's values for the feed-forward's own."""
     names = block.attention_norm.shapes()
     return {f"{path}.feed_forward_norm.{name}": Moved(f"{path}.attention_norm.{name}") for name in names}
 
 
-def rearranged(
+def _rearranged(
     spec: ModelSpec,
     asked: Asked,
     changed: list[int],
@@ -107,14 +107,14 @@ def rearranged(
     note: str | None,
 ) -> Swapped:
     """The tree with these blocks, `changed` of them from one order to the other."""
-    lossy = [layer for layer in changed if not same_either_way(spec, asked, layer)]
+    lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
     why = f"{in_words(lossy)}: the feed-forward reads another stream, since both branches write" if lossy else None
     summary = {"to": to, "layers": changed, "exact_layers": [layer for layer in changed if layer not in lossy]}
     guarantee, notes = guarantee_of(len(lossy), len(spec.blocks)), tuple(filter(None, (why, note)))
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)
 
 
-entry = partial(Swap, option="block", by_layer=True)
+_entry = partial(Swap, option="block", by_layer=True)
 
 ORDER = 160
 OPTIONS = (
@@ -128,7 +128,7 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(
+    _entry(
         form="parallel:shared",
         takes="serial block",
         gives="parallel block with one norm",
@@ -137,7 +137,7 @@ SWAPS = (
         reshape=partial(_to_parallel, True),
         clears=(Clears("*.feed_forward_norm", theirs=None),),
     ),
-    entry(
+    _entry(
         form="parallel",
         takes="serial block",
         gives="parallel block",
@@ -146,7 +146,7 @@ SWAPS = (
         reshape=partial(_to_parallel, False),
         clears=(Clears("*.parallel", theirs=True),),
     ),
-    entry(
+    _entry(
         form="serial",
         takes="parallel block",
         gives="serial block",

@@ -31,12 +31,12 @@ from ..registry import Asked, Clears, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 BASE = 10_000.0  # RoPE's base (2104.09864)
-TABLE = "positions.weight"
+_TABLE = "positions.weight"
 
 
 def kind(spec: ModelSpec) -> str:
     """What tells positions apart: learned, rope (not neutral), alibi, none; "mixed" where layers differ."""
-    found = {kind_of(block.attention.position) for block in spec.blocks}
+    found = {_kind_of(block.attention.position) for block in spec.blocks}
     if spec.positions is not None:
         if not isinstance(spec.positions, LearnedPositions):
             raise unknown("the model", spec.positions, "a table of positions")
@@ -44,7 +44,7 @@ def kind(spec: ModelSpec) -> str:
     return found.pop() if len(found) == 1 else "mixed"
 
 
-def kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
+def _kind_of(position: Position | None) -> Literal["rope", "alibi", "none"]:
     """The same of one layer."""
     match position:
         case None:
@@ -141,16 +141,16 @@ def _repositioned(
     after, notes = with_mixers(spec, attention), list[str]()
     if spec.positions is not None:
         tables(spec)  # one joins the other
-        after = without_table(after, asked, tensors, notes)
+        after = _without_table(after, asked, tensors, notes)
     if table is not None:
         after = replace(after, positions=table, context_length=table.length)
         tensors["positions.weight"] = Filled((table.length, table.size), 0.0, "embedding.weight")
     # Exact where nothing told positions apart before and nothing does after.
-    kinds = {kind_of(each) for layer, new in changed.items() for each in (spec.blocks[layer].attention.position, new)}
+    kinds = {_kind_of(each) for layer, new in changed.items() for each in (spec.blocks[layer].attention.position, new)}
     exact = kinds <= {"none"} and (
         spec.positions is None
-        or asked.weights.zero(TABLE)
-        or (not asked.approximate and asked.weights.ask(lambda model: _alike(model.wide(TABLE)), False, True))
+        or asked.weights.zero(_TABLE)
+        or (not asked.approximate and asked.weights.ask(lambda model: _alike(model.wide(_TABLE)), False, True))
     )
     another_base = spec.positions is None and kinds == {"rope"}
     guarantee: Any = "exact" if exact else "approximate" if another_base else "retrained"
@@ -173,7 +173,7 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
         several = attention.kv_expansion == "broadcast"
         more = {"scores": "input", "kv_expansion": "repeat" if several else attention.kv_expansion}
     turned: dict[str, Tensor] = {}
-    if isinstance(before, Rotary) and not is_neutral(before) and kind_of(position) != "rope":
+    if isinstance(before, Rotary) and not is_neutral(before) and _kind_of(position) != "rope":
         factors = mean_rotation(before, spec.context_length, attention.window, 1.0 if comes else 0.5)
         made = turned_queries(f"blocks.{layer}.attention", attention, before, factors)
         turned = {name: Computed(make) for name, make in made.items()}
@@ -185,23 +185,23 @@ def _alike(rows: Wide) -> bool:
     return bool((rows == rows[0]).all())
 
 
-def mean_row(rows: Wide) -> Wide:
+def _mean_row(rows: Wide) -> Wide:
     """The mean of a table's rows, and that row itself where all are alike: their sum may round."""
     return np.asarray(rows[0] if _alike(rows) else rows.mean(axis=0))
 
 
-def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
+def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], notes: list[str]) -> ModelSpec:
     """The tree without its table, whose mean joins the token embeddings."""
     after = replace(spec, positions=None)
 
     def joining(name: str, there: bool = True) -> Computed:
         # Rows are multiplied before positions join them, and a norm's bias is not.
         factor = spec.embedding.multiplier if spec.embedding.norm is None else 1.0
-        return Computed(lambda model: mean_row(model.wide(TABLE)) / factor + (model.wide(name) if there else 0))
+        return Computed(lambda model: _mean_row(model.wide(_TABLE)) / factor + (model.wide(name) if there else 0))
 
-    if asked.approximate or asked.weights.zero(TABLE):
+    if asked.approximate or asked.weights.zero(_TABLE):
         return after
-    if asked.weights.ask(lambda model: not mean_row(model.wide(TABLE)).any(), False, True):
+    if asked.weights.ask(lambda model: not _mean_row(model.wide(_TABLE)).any(), False, True):
         return after
     norm = spec.embedding.norm
     if norm is None:
@@ -218,7 +218,7 @@ def without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], not
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
 
-def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
+def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     """Neutral RoPE where nothing is told apart; a table whose length is said for trees that know none."""
     if form == "rope:neutral":
         bare = all(block.attention.position is None for block in spec.blocks)
@@ -226,10 +226,10 @@ def examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-entry = partial(Swap, "position", takes="positions")
-TRAINED = "to be trained, but where nothing told positions apart before either"
+_entry = partial(Swap, "position", takes="positions")
+_TRAINED = "to be trained, but where nothing told positions apart before either"
 _DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
-ROPE: dict[str, Any] = {
+_ROPE: dict[str, Any] = {
     "gives": "RoPE",
     "guarantee": "retrained",
     "needs": "heads with an even number of elements",
@@ -239,7 +239,7 @@ ROPE: dict[str, Any] = {
 }
 _LEARNED: dict[str, Any] = {
     "gives": "a table of positions, all zero",
-    "needs": TRAINED,
+    "needs": _TRAINED,
     "source": "derived for gptkit",
     "reshape": _to_learned,
 }
@@ -258,7 +258,7 @@ _TO_LEARNED = (
 # --- the context ------------------------------------------------------------------------------------------------------
 
 
-def longer_table(table: Array, length: int) -> Array:
+def _longer_table(table: Array, length: int) -> Array:
     """A table with rows appended: the same rows backwards, then forwards again, and so on. The seam is smooth, and
     every row is one that the model knows (own; Longformer, 2004.05150, starts over from the first row).
     """
@@ -266,7 +266,7 @@ def longer_table(table: Array, length: int) -> Array:
     return there[np.arange(length) % len(there)]
 
 
-def first_rows(table: Array, length: int) -> Array:
+def _first_rows(table: Array, length: int) -> Array:
     """A table cut."""
     return table[:length]
 
@@ -293,11 +293,11 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
         return Swapped(new, "exact", {}, summary, notes)
     move: Callable[..., Array]
     if length < table.length:
-        move, rows = first_rows, "cut"
+        move, rows = _first_rows, "cut"
     elif asked.approximate:
         move, rows = lambda table, length: table[np.minimum(np.arange(length), len(table) - 1)], "copies of the last"
     else:
-        move, rows = longer_table, "the table backwards and forwards"
+        move, rows = _longer_table, "the table backwards and forwards"
     if length > table.length:
         notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
     beyond = partial(_behind, move=partial(move, length=length), offset=table.offset)
@@ -306,14 +306,14 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact", moved, {**summary, "rows": rows}, notes, promise)
 
 
-def lengths(spec: ModelSpec) -> tuple[str, ...]:
+def _lengths(spec: ModelSpec) -> tuple[str, ...]:
     """Twice and half of what there is."""
     length = spec.context_length or (spec.positions.length if spec.positions is not None else None)
     return () if length is None or length > 2**20 else (str(2 * length), str(max(length // 2, 1)))
 
 
 ORDER = 60
-PARTS: Parts = {"": ("positions", lambda spec: {usual_context(spec)})}
+_PARTS: Parts = {"": ("positions", lambda spec: {usual_context(spec)})}
 OPTIONS = (
     Option(
         "position",
@@ -324,21 +324,21 @@ OPTIONS = (
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
     ),
-    Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=PARTS),
+    Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=_PARTS),
 )
 SWAPS = (
-    entry(
+    _entry(
         "rope:neutral",
         gives="RoPE that turns nothing",
-        needs=TRAINED,
+        needs=_TRAINED,
         source="derived for gptkit: transformers' rope_type linear with factor 1e30",
         reshape=_to_rope,
-        examples=partial(examples, form="rope:neutral"),
+        examples=partial(_examples, form="rope:neutral"),
         by_layer=True,
     ),
-    entry("rope", **ROPE, clears=_TO_ROPE),
-    entry("rope:BASE", **ROPE),
-    entry(
+    _entry("rope", **_ROPE, clears=_TO_ROPE),
+    _entry("rope:BASE", **_ROPE),
+    _entry(
         "alibi",
         gives="ALiBi",
         guarantee="retrained",
@@ -348,17 +348,17 @@ SWAPS = (
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
         by_layer=True,
     ),
-    entry(
+    _entry(
         "none",
         gives="no positions",
-        needs=f"{TRAINED}: a table whose rows are alike, neutral RoPE",
+        needs=f"{_TRAINED}: a table whose rows are alike, neutral RoPE",
         source=_DROPE,
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),
         by_layer=True,
     ),
-    entry("learned", **_LEARNED, clears=_TO_LEARNED),
-    entry("learned:LENGTH", **_LEARNED, examples=partial(examples, form="learned:LENGTH")),
+    _entry("learned", **_LEARNED, clears=_TO_LEARNED),
+    _entry("learned:LENGTH", **_LEARNED, examples=partial(_examples, form="learned:LENGTH")),
     Swap(
         option="context",
         form="N",
@@ -367,7 +367,7 @@ SWAPS = (
         needs="nothing; with a table of positions, exact up to the shorter length",
         source="derived for gptkit, after Beltagy et al. 2004.05150",
         reshape=_to_context,
-        examples=lengths,
+        examples=_lengths,
         clears=tuple(Clears(path, "context={theirs}") for path in ("context_length", "positions.length")),
     ),
 )

@@ -34,7 +34,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Wide:
     return np.asarray((np.rint((groups - low) / scale) * scale + low).reshape(weight.shape))
 
 
-def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
+def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     """The weights of the linear maps in these layers, rounded to nearest; a router is none."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
@@ -55,12 +55,12 @@ def quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})
 
 
-entry = partial(
+_entry = partial(
     Swap,
     option="quantize",
     takes="linear weights",
     guarantee="approximate",
-    reshape=quantise,
+    reshape=_quantise,
     by_layer=True,
     apart=True,
 )
@@ -77,14 +77,14 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    entry(
+    _entry(
         form="intBITS:GROUP",
         gives="rounded to nearest, a scale and zero a group",
         needs="inputs that the group size divides",
         source="torchao Int4WeightOnly",
         examples=lambda spec: (f"int4:{4 if spec.hidden_size % 16 else 16}",),
     ),
-    entry(
+    _entry(
         form="intBITS",
         gives="rounded to nearest, a scale a row",
         needs="nothing",

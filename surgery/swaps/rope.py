@@ -50,7 +50,7 @@ from .rotation import (
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
-KINDS = {
+_KINDS = {
     "yarn": ("YaRN", "Peng et al. 2309.00071; transformers modeling_rope_utils.py"),
     "llama3": ("Llama 3's", "Llama 3.1; transformers modeling_rope_utils.py"),
     "ntk": ("larger base (NTK)", "bloc97 2023, NTK-aware scaled RoPE; 2309.00071, section 3.1"),
@@ -103,10 +103,10 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
         notes = (f"the same function up to {context:,} tokens; the context stays so in the tree, as in transformers",)
     elif not whole:
         notes = (f"other layers turn as they did: the context stays {context:,} tokens",)
-    return rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
+    return _rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
 
 
-def rescaled(
+def _rescaled(
     spec: ModelSpec,
     before: Mapping[int, Rotary],
     after: Mapping[int, Rotary],
@@ -115,12 +115,12 @@ def rescaled(
     notes: tuple[str, ...] = (),
 ) -> Swapped:
     """The tree with other angles in some layers, and another context."""
-    guarantee, promise = held(before, after)
+    guarantee, promise = _held(before, after)
     told = summary | {"context": [spec.context_length, context], "layers": list(before)}
     return Swapped(with_rotary(spec, after, context_length=context), guarantee, {}, told, notes, promise)
 
 
-def held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
+def _held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Guarantee, Promise]:
     """What can be said of the logits when the angles change: the same where these are, perhaps up to a context."""
     lengths: list[int] = []
     for layer, rotary in before.items():
@@ -170,20 +170,20 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     if context is not None and layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys():
         context = min(shorter(rotary, context) for rotary in layers.values())
     kinds = sorted({type(rotary.scaling).__name__ for rotary in layers.values()})
-    return rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
+    return _rescaled(spec, layers, after, context, {"scaling": "none", "from": kinds})
 
 
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
 
 
-def pair_order(dim: int, pairs: Pairs) -> Elements:
+def _pair_order(dim: int, pairs: Pairs) -> Elements:
     """Where the elements of a head come from when their pairs are to lie as `pairs` says, from the other way."""
     if pairs == "adjacent":
         return np.stack(pair_elements(dim, "halves"), axis=1).ravel()
     return np.concatenate(pair_elements(dim, "adjacent"))
 
 
-def rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
+def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
     """The rows of q and k permuted, within each head."""
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
@@ -199,7 +199,7 @@ def rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Elements]]:
     """Each tensor with rows that turn, and the order of its rows within a head."""
-    order = pair_order(rotary.dim, wanted)
+    order = _pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
         whole = np.concatenate((order, np.arange(rotary.dim, attention.head_dim)))
         for name in row_tensors(path, attention, "q") + row_tensors(path, attention, "k"):
@@ -214,7 +214,7 @@ def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -
 # --- RoPE on part of each head ----------------------------------------------------------------------------------------
 
 
-def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
+def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     """RoPE on part of each head. The pairs that go are replaced by their mean rotation, and lie behind those that
     stay; with --approximate the first elements of each head go on turning, at the frequencies that dim gives, as
     partial_rotary_factor in a config has it.
@@ -239,7 +239,7 @@ def rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
         kept = kept_pairs(rotary.dim, size, drop)
         matter = partial(_dropped_matter, path=path, attention=attention, rotary=rotary, kept=kept)
         exact = exact and (is_neutral(rotary) or not asked.weights.ask(matter, True, False))
-        tensors |= part_tensors(path, attention, rotary, kept, spec.context_length)
+        tensors |= _part_tensors(path, attention, rotary, kept, spec.context_length)
     summary = {
         "dropped": "in place" if asked.approximate else f"{drop} pairs",
         "dims": sorted({rotary.dim for rotary in layers.values()}),
@@ -302,7 +302,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
     return replace(part, scaling=scaling)
 
 
-def part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
+def _part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
     """The elements of a head, those of the pairs that stay first, as pairs lie; then the others as they lay."""
     first, second = (elements[kept] for elements in pair_elements(rotary.dim, rotary.pairs))
     together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
@@ -335,11 +335,11 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
     return bool((sizes("q") * sizes("k"))[:, dropped].any())
 
 
-def part_tensors(
+def _part_tensors(
     path: str, attention: Attention, rotary: Rotary, kept: Elements, context: int | None
 ) -> dict[str, Tensor]:
     """The rows of q and k in their new order, those of the pairs that go turned by their mean on the side of q."""
-    order = part_order(rotary, kept, attention.head_dim)
+    order = _part_order(rotary, kept, attention.head_dim)
     names = row_tensors(path, attention, "q") + row_tensors(path, attention, "k")
     tensors: dict[str, Tensor] = {}
     if not np.array_equal(order, np.arange(attention.head_dim)):
@@ -351,20 +351,20 @@ def part_tensors(
     return tensors
 
 
-def examples(spec: ModelSpec) -> tuple[str, ...]:
+def _examples(spec: ModelSpec) -> tuple[str, ...]:
     """Half of the least that turns."""
     dims = [rotary.dim for rotary in rotary_layers(spec, range(len(spec.blocks))).values()]
     half = min(dims, default=0) // 4 * 2
     return (f"{half}", f"{half}:fastest") if half else ()
 
 
-def dims(spec: ModelSpec) -> set[int | None]:
+def _dims(spec: ModelSpec) -> set[int | None]:
     """How many dimensions turn; None where there are no rotary positions."""
     found = (block.attention.position for block in spec.blocks)
     return {each.dim if isinstance(each, Rotary) else None for each in found}
 
 
-entry = partial(Swap, by_layer=True)
+_entry = partial(Swap, by_layer=True)
 
 
 def _way(kind: str, title: str, source: str) -> Swap:
@@ -380,11 +380,11 @@ def _way(kind: str, title: str, source: str) -> Swap:
 
     more: dict[str, Any] = {"needs": needs, "guarantee": guarantee, "source": source, "examples": examples}
     more["reshape"] = partial(_rope_scaling, kind)
-    return entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **more)
+    return _entry("rope_scaling", f"{kind}:FACTOR", takes="RoPE", gives=f"scaled RoPE ({title})", **more)
 
 
 ORDER = 70
-PARTS: Parts = {"": ("rotary dimensions", dims)}
+_PARTS: Parts = {"": ("rotary dimensions", _dims)}
 OPTIONS = (
     Option(
         "rope_scaling",
@@ -395,7 +395,7 @@ OPTIONS = (
         words="yarn; llama3; ntk = ntk-aware; linear = pi, position interpolation; dynamic = dynamic ntk; none "
         "= default",
     ),
-    Option("rotary_dim", POSITIONS, 3, "How many dimensions of a head RoPE turns.", "N", parts=PARTS),
+    Option("rotary_dim", POSITIONS, 3, "How many dimensions of a head RoPE turns.", "N", parts=_PARTS),
     Option(
         "rope_pairs",
         POSITIONS,
@@ -406,8 +406,8 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    *(_way(kind, *words) for kind, words in KINDS.items()),
-    entry(
+    *(_way(kind, *words) for kind, words in _KINDS.items()),
+    _entry(
         option="rope_scaling",
         form="none",
         takes="scaled RoPE",
@@ -417,26 +417,26 @@ SWAPS = (
         reshape=_no_scaling,
         clears=(Clears("*.scaling", theirs=None),),
     ),
-    entry(
+    _entry(
         option="rotary_dim",
         form="N",
         takes="RoPE",
         gives="RoPE on part of each head",
         needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero",
         source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
-        reshape=rotary_dim,
-        examples=examples,
+        reshape=_rotary_dim,
+        examples=_examples,
         clears=(Clears("*.dim", "rotary_dim={theirs}"),),
     ),
     *(
-        entry(
+        _entry(
             option="rope_pairs",
             form=wanted,
             takes="RoPE",
             gives=f"RoPE, pairs {described}",
             needs="rotary positions whose pairs lie otherwise",
             source="transformers, convert_llama_weights_to_hf.py: permute",
-            reshape=rope_pairs,
+            reshape=_rope_pairs,
             clears=(Clears("*.pairs", theirs=wanted),),
         )
         for wanted, described in (("adjacent", "of neighbours"), ("halves", "half a head apart"))

@@ -38,17 +38,17 @@ def tables(spec: ModelSpec) -> list[str]:
     return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes() if "." not in name)]
 
 
-def picked(ids: Sequence[int]) -> Callable[[Array], Array]:
+def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
     """The rows of these tokens, in this order."""
     return lambda table: table[np.asarray(ids)]
 
 
-def moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
+def _moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
     """Every table with the same done to its rows."""
     return {name: Moved(name, move) for name in tables(spec)}
 
 
-def sized(
+def _sized(
     spec: ModelSpec,
     size: int,
     move: Callable[[Array], Array],
@@ -61,7 +61,7 @@ def sized(
     new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=replace(spec.head, vocab_size=size))
     told = {"from": spec.vocab_size, "to": size, **summary}
     promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
-    return Swapped(new, "exact", moved(spec, move), told, tuple(notes), promise, files or {})
+    return Swapped(new, "exact", _moved(spec, move), told, tuple(notes), promise, files or {})
 
 
 # --- padded, cut ------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     def with_zeros(table: Array) -> Array:
         return np.concatenate([table, np.zeros((size - now, *table.shape[1:]), table.dtype)])
 
-    return sized(spec, size, with_zeros, (range(now), range(now)), [note])
+    return _sized(spec, size, with_zeros, (range(now), range(now)), [note])
 
 
 def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
@@ -98,7 +98,7 @@ def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
         files = vocabulary.cut({i: i for i in range(size) if i in vocabulary.names})
     note = "there is no tokenizer beside the model: ids that its config.json names were not checked"
     notes = [] if vocabulary is not None else [note]
-    return sized(spec, size, lambda table: table[:size], (range(size), range(size)), notes, files)
+    return _sized(spec, size, lambda table: table[:size], (range(size), range(size)), notes, files)
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
@@ -166,7 +166,7 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     if lost:
         notes.append(f"left out, for they describe the old tokens: {', '.join(lost)}")
     tokens = kept, range(len(kept))
-    return sized(spec, len(kept), picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
+    return _sized(spec, len(kept), _picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
 
 
 def _read_plain(name: str) -> str:
@@ -201,8 +201,8 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
 
 
 _PRUNED = "a tokenizer; special tokens, single characters and what tokens are merged from stay"
-entry = partial(Swap, option="vocab", takes="vocabulary")
-pruned = partial(entry, needs=_PRUNED, source="Load What You Need 2010.05609")
+_entry = partial(Swap, option="vocab", takes="vocabulary")
+_pruned = partial(_entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 
 
 # --- the head tied to the embedding -----------------------------------------------------------------------------------
@@ -218,14 +218,14 @@ def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *
     return Swapped(new, guarantee, made, {"from": words[tied], "to": words[not tied], **more}, notes)
 
 
-def untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
+def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
     """The head with a copy of the table."""
     if not spec.head.tied:
         raise SwapRefused("the head has a matrix of its own already", "--tie makes it one with the embedding's.")
     return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
-def tie(spec: ModelSpec, asked: Asked) -> Swapped:
+def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
     """One matrix for both: the one that both are, or the mean; with `approximate`, the embedding's for both."""
     if spec.head.tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
@@ -244,7 +244,7 @@ def tie(spec: ModelSpec, asked: Asked) -> Swapped:
     return _retied(spec, "approximate", {_BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
 
 
-tying = partial(Swap, form="", source="Press and Wolf 1608.05859")
+_tying = partial(Swap, form="", source="Press and Wolf 1608.05859")
 
 ORDER = 20
 OPTIONS = (
@@ -261,25 +261,25 @@ OPTIONS = (
     ),
 )
 SWAPS = (
-    tying(
+    _tying(
         option="tie",
         apart=True,
         takes="untied head",
         gives="tied head",
         needs="the head's matrix equal to the embedding's; else their mean, approximate",
-        reshape=tie,
+        reshape=_tie,
         clears=(Clears("head.tied", theirs=True),),
     ),
-    tying(
+    _tying(
         option="untie",
         apart=True,
         takes="tied head",
         gives="untied head",
         needs="a tied head",
-        reshape=untie,
+        reshape=_untie,
         clears=(Clears("head.tied", theirs=False),),
     ),
-    entry(
+    _entry(
         form="multiple:N",
         gives="a multiple of N",
         needs="a size that is no multiple yet; exact on the tokens there were",
@@ -287,9 +287,9 @@ SWAPS = (
         reshape=partial(_to_size, True),
         examples=lambda spec: tuple(f"multiple:{of}" for of in (64, 100) if spec.vocab_size % of)[:1],
     ),
-    pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
-    pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
-    entry(
+    _pruned(form="prune:FILE", gives="the tokens that a file lists", reshape=_prune_to_list),
+    _pruned(form="prune-text:FILE", gives="the tokens of a text", reshape=_prune_to_text),
+    _entry(
         form="N",
         gives="N tokens",
         needs="for fewer, nothing behind the first N that the tokenizer needs; exact on the tokens of both",

@@ -66,7 +66,7 @@ def _narrowed(
     silent = {}
     for each in inner:
         every = np.ones(each.units, dtype=bool)
-        silent[each.path] = asked.weights.ask(partial(dead, inner=each), ~every, every)
+        silent[each.path] = asked.weights.ask(partial(_dead, inner=each), ~every, every)
     alive = {each.path: each.units - int(silent[each.path].sum()) for each in inner}
     short = [each for each in inner if alive[each.path] > size]
     tensors: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def _activities(inner: Sequence[Inner], asked: Asked) -> dict[str, np.ndarray]:
     return asked.weights.run(question)
 
 
-def dead(model: Model, inner: Inner) -> np.ndarray:
+def _dead(model: Model, inner: Inner) -> np.ndarray:
     """For each unit whether nothing comes out of it; the first of what reads the input is what is activated."""
     silent: np.ndarray = np.asarray(~model.wide(inner.down).any(axis=0))
     for name in inner.inputs if FACTS[inner.record.activation].zero else inner.inputs[1:]:
@@ -127,7 +127,7 @@ def _kept_units(inner: Inner, index: Index) -> dict[str, Tensor]:
     return tensors | {inner.down: taken(inner.down, index, 1)}
 
 
-def examples(spec: ModelSpec) -> tuple[str, ...]:
+def _examples(spec: ModelSpec) -> tuple[str, ...]:
     """Widths worth trying."""
     width = max(block.feed_forward.intermediate_size for block in spec.blocks)
     return (str(width + 16), *([str(width * 3 // 4)] if width >= 4 else []))
@@ -144,25 +144,25 @@ OPTIONS = (
         parts={"": ("dimensions", widths)},
     ),
 )
-entry = partial(
+_entry = partial(
     Swap, option="intermediate", apart=True, takes="a feed-forward of m units", by_layer=True, calibrated=True
 )
 SWAPS = (
-    entry(
+    _entry(
         form="N:active",
         gives="the N most active of them, as they are",
         needs="a text to choose by; exact where nothing comes out of the others",
         source="Minitron 2407.14679",
         reshape=lambda spec, asked: _resize_feed_forward(spec, asked.before_colon(), active=True),
-        examples=lambda spec: tuple(f"{value}:active" for value in examples(spec)[1:]),
+        examples=lambda spec: tuple(f"{value}:active" for value in _examples(spec)[1:]),
     ),
-    entry(
+    _entry(
         form="N",
         gives="a feed-forward of N units",
         needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
         reshape=_resize_feed_forward,
-        examples=examples,
+        examples=_examples,
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
 )

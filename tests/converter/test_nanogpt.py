@@ -188,7 +188,7 @@ def test_dtypes_and_the_plan(dtype: str | None, tmp_path: Path) -> None:
 
 def test_large_members_are_laid_out_as_zip_wants_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sizes and places beyond 32 bits, with that limit lowered."""
-    monkeypatch.setattr(torch_archive, "LIMIT", 3000)
+    monkeypatch.setattr(torch_archive, "_LIMIT", 3000)
     save_hf(EXACT, tmp_path / "hf")
     done = convert(tmp_path / "hf", tmp_path / "out", "nanogpt")
     assert (tmp_path / "out" / "ckpt.pt").stat().st_size == done.plan.shards[0].size

@@ -496,7 +496,7 @@ def test_a_process_that_dies_or_hangs(folder: Path, tmp_path: Path, monkeypatch:
     assert first == third == 1 and "died" in str(second)
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(confinement, "__file__", str(tmp_path / "slow.py"))
-    monkeypatch.setattr(pickles, "TIMEOUT", 0.2)
+    monkeypatch.setattr(pickles, "_TIMEOUT", 0.2)
     with pytest.raises(CheckpointError, match="too long"):
         pickle_weights(files[:1])
 

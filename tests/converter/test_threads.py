@@ -73,7 +73,7 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "available_cores", lambda: 8)
     monkeypatch.setattr(module, "quota", lambda: None)
-    monkeypatch.setattr(module, "load", lambda: 0.2)
+    monkeypatch.setattr(module, "_load", lambda: 0.2)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(module, "_by_itself", lambda: frozenset({8}))
 

@@ -255,7 +255,7 @@ def test_a_large_model_is_looked_at_in_fp32_and_on_fewer_positions(monkeypatch: 
     whole = damage(before, after, text=TEXT)
     spec = before.spec
     monkeypatch.setattr(module, "SMALL", 0)
-    monkeypatch.setattr(module, "LENS_WORK", 40 * len(spec.blocks) * spec.vocab_size * spec.hidden_size)
+    monkeypatch.setattr(module, "_LENS_WORK", 40 * len(spec.blocks) * spec.vocab_size * spec.hidden_size)
     found = damage(before, after, text=TEXT)
     assert found.dtype == "float32"
     assert any("40 of 89 positions" in note for note in found.notes)
@@ -264,7 +264,7 @@ def test_a_large_model_is_looked_at_in_fp32_and_on_fewer_positions(monkeypatch: 
     assert found.total.kl == pytest.approx(whole.total.kl, rel=1e-4)
     assert found.layers[0].kl < 1e-9
     assert found.layers[2].kl == pytest.approx(whole.total.kl, rel=0.5)
-    monkeypatch.setattr(module, "STREAM_BYTES", 30 * 8 * 4 * 48)
+    monkeypatch.setattr(module, "_STREAM_BYTES", 30 * 8 * 4 * 48)
     assert damage(before, after, text=TEXT).on == "30 tokens of text"
 
 

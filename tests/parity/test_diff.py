@@ -462,7 +462,7 @@ def test_memory_stays_that_of_some_rows(models: Path, tmp_path: Path, monkeypatc
     from gptkit.parity import tensor_diff
 
     released: list[bool] = []
-    monkeypatch.setattr(module, "MAPPED_BYTES", 4096)
+    monkeypatch.setattr(module, "_MAPPED_BYTES", 4096)
     monkeypatch.setattr(tensor_diff, "CHUNK", 500)
     monkeypatch.setattr(Checkpoint, "release", lambda self: released.append(True))
     wide: list[int] = []

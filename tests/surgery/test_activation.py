@@ -284,23 +284,23 @@ def test_examples() -> None:
 
 def forgetting(place: int, ending: str = "") -> Callable[[pytest.MonkeyPatch], None]:
     """Leave some of what comes before or behind the activation as it was."""
-    right = module.around
+    right = module._around
 
     def some(path: str, dense: Any) -> list[list[str]]:
         found = [list(each) for each in right(path, dense)]
         found[place] = [name for name in found[place] if ending and not name.endswith(ending)]
         return found
 
-    return lambda patch: patch.setattr(module, "around", some)
+    return lambda patch: patch.setattr(module, "_around", some)
 
 
 def one_way(patch: pytest.MonkeyPatch) -> None:
-    right = module.one_unit
-    patch.setattr(module, "one_unit", lambda path, dense, s: right(path, dense, lambda model: 1 / s(model)))
+    right = module._one_unit
+    patch.setattr(module, "_one_unit", lambda path, dense, s: right(path, dense, lambda model: 1 / s(model)))
 
 
 def another_slope(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "QUICK", 1.7)
+    patch.setattr(module, "_QUICK", 1.7)
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -322,7 +322,7 @@ def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch
 
 def test_a_limit_that_is_not_far_enough_is_not_published(tmp_path: Path) -> None:
     def nearer(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(module, "LIMIT", 2.0**10)
+        patch.setattr(module, "_LIMIT", 2.0**10)
 
     is_caught("nearer", {"nearer": (nearer, ("gpt2-by-layer",))}, {"activation": "gelu"}, tmp_path)
 
@@ -332,7 +332,7 @@ def test_two_units_are_two_in_the_files(tmp_path: Path) -> None:
     save_hf(config_with("llama", "silu"), tmp_path / "hf")
     gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="gelu:2", dtype="float64", measured=False)
     before, after = (gptkit.load(tmp_path / name, torch.float64) for name in ("hf", "out"))
-    b, a = module.pair("silu", "gelu")
+    b, a = module._pair("silu", "gelu")
     old, new = (model.blocks[1].feed_forward for model in (before, after))
     x = torch.tensor(np.random.default_rng(0).normal(size=(5, 48)))
     with torch.inference_mode():

@@ -102,7 +102,7 @@ def slopes_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def always_dead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "dead", lambda model, path, attention: np.ones(attention.heads, dtype=bool))
+    patch.setattr(module, "_dead", lambda model, path, attention: np.ones(attention.heads, dtype=bool))
 
 
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], str]] = {

@@ -81,7 +81,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def any_bias(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "shift_of_scores", lambda spec, name: True)
+    patch.setattr(module, "_shift_of_scores", lambda spec, name: True)
 
 
 def test_what_is_not_zero_is_not_called_exact(tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ def test_every_exact_swap_is_drawn_on_some_tree(tmp_path: Path) -> None:
 
 
 def test_a_wrong_formula_in_a_chain_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = folds.output_of_value_bias
-    monkeypatch.setattr(folds, "output_of_value_bias", lambda *given: 1.001 * right(*given))
+    right = folds._output_of_value_bias
+    monkeypatch.setattr(folds, "_output_of_value_bias", lambda *given: 1.001 * right(*given))
     model = Weights(spec_of(CONFIGS["gpt2"]))
     write(model.spec, model.values, "F32", tmp_path / "source", {})
     chain = Chain(gptkit.open_checkpoint(tmp_path / "source"), tmp_path)

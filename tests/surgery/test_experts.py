@@ -215,17 +215,17 @@ def test_examples() -> None:
 
 
 def one_altered(patch: pytest.MonkeyPatch) -> None:
-    right = module.copies
+    right = module._copies
 
     def other(path: str, dense: Any, count: int) -> Any:
         turned = module.Moved(f"{path}.up_proj.weight", lambda array: array[::-1])
         return right(path, dense, count) | {f"{path}.experts.{count - 1}.up_proj.weight": turned}
 
-    patch.setattr(module, "copies", other)
+    patch.setattr(module, "_copies", other)
 
 
 def not_normalised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "NORMALISED", False)
+    patch.setattr(module, "_NORMALISED", False)
 
 
 COPIES: dict[str, Mutation] = {
@@ -240,24 +240,24 @@ def test_wrong_copies_are_not_published(name: str, tmp_path: Path) -> None:
 
 
 def no_factor(patch: pytest.MonkeyPatch) -> None:
-    right = module.weighed
-    patch.setattr(module, "weighed", lambda name, cut, factor: right(name, cut, 1))
+    right = module._weighed
+    patch.setattr(module, "_weighed", lambda name, cut, factor: right(name, cut, 1))
 
 
 def other_columns(patch: pytest.MonkeyPatch) -> None:
-    right = module.weighed
-    patch.setattr(module, "weighed", lambda name, cut, factor: right(name, slice(0, cut.stop - cut.start), factor))
+    right = module._weighed
+    patch.setattr(module, "_weighed", lambda name, cut, factor: right(name, slice(0, cut.stop - cut.start), factor))
 
 
 def bias_too(patch: pytest.MonkeyPatch) -> None:
-    right = module.part
+    right = module._part
 
     def other(path: str, expert: Any, index: int, count: int) -> Any:
         found, name = right(path, expert, index, count), "down_proj.bias"
         scaled = module.Computed(lambda model: model.wide(f"{path}.{name}") * count)
         return found | {f"{path}.experts.{index}.{name}": scaled}
 
-    patch.setattr(module, "part", other)
+    patch.setattr(module, "_part", other)
 
 
 def router_of_ones_and_zeros(patch: pytest.MonkeyPatch) -> None:
@@ -289,12 +289,12 @@ def taken_for_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 def taken_for_even(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "all_weighed_alike", lambda spec, asked, layer: True)
+    patch.setattr(module, "_all_weighed_alike", lambda spec, asked, layer: True)
 
 
 def not_divided(patch: pytest.MonkeyPatch) -> None:
-    right = module.joined
-    patch.setattr(module, "joined", lambda names, divisor: right(names, 1))
+    right = module._joined
+    patch.setattr(module, "_joined", lambda names, divisor: right(names, 1))
 
 
 @pytest.mark.parametrize("mutate", [taken_for_alike, taken_for_even, not_divided])

@@ -76,47 +76,49 @@ def test_a_bias_of_values_is_one_of_outputs() -> None:
     rng = np.random.default_rng(0)
     output, bias = rng.normal(size=(5, 8)), rng.normal(size=4)
     mixed = np.concatenate([bias[:2], bias[:2], bias[2:], bias[2:]])
-    np.testing.assert_allclose(module.output_of_value_bias(output, bias, 2, 2), output @ mixed)
+    np.testing.assert_allclose(module._output_of_value_bias(output, bias, 2, 2), output @ mixed)
 
 
 def not_repeated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        module, "output_of_value_bias", lambda o, b, group, dim: o @ np.tile(b.reshape(-1, dim), (group, 1)).reshape(-1)
+        module,
+        "_output_of_value_bias",
+        lambda o, b, group, dim: o @ np.tile(b.reshape(-1, dim), (group, 1)).reshape(-1),
     )
 
 
 def no_output(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "output_of_value_bias", lambda output, bias, group, dim: 0 * output[:, 0])
+    patch.setattr(module, "_output_of_value_bias", lambda output, bias, group, dim: 0 * output[:, 0])
 
 
 def once_too_often(patch: pytest.MonkeyPatch) -> None:
-    right = module.rescaled
-    patch.setattr(module, "rescaled", lambda name, factor, norm: right(name, factor**2, norm))
+    right = module._rescaled
+    patch.setattr(module, "_rescaled", lambda name, factor, norm: right(name, factor**2, norm))
 
 
 def the_bias_left(patch: pytest.MonkeyPatch) -> None:
-    right = module.rescaled
+    right = module._rescaled
     patch.setattr(
-        module, "rescaled", lambda name, factor, norm: right(name, 1.0 if name.endswith("bias") else factor, norm)
+        module, "_rescaled", lambda name, factor, norm: right(name, 1.0 if name.endswith("bias") else factor, norm)
     )
 
 
 def gamma_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "clear", lambda norm, path, tensors: None)
+    patch.setattr(module, "_clear", lambda norm, path, tensors: None)
 
 
 def rows_for_columns(patch: pytest.MonkeyPatch) -> None:
     def wrong(weight: str, gamma: str) -> Compute:
         return lambda model: model.wide(weight) * model.wide(gamma)[::-1]
 
-    patch.setattr(module, "scaled_inputs", wrong)
+    patch.setattr(module, "_scaled_inputs", wrong)
 
 
 def beta_lost(patch: pytest.MonkeyPatch) -> None:
     def wrong(weight: str, bias: str | None, beta: str) -> object:
         return lambda model: model.wide(bias) if bias else 0 * model.wide(weight)[:, 0]
 
-    patch.setattr(norm_swaps, "shifted", wrong)
+    patch.setattr(norm_swaps, "_shifted", wrong)
 
 
 def ones_forgotten(patch: pytest.MonkeyPatch) -> None:

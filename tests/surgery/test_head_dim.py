@@ -74,7 +74,7 @@ def test_some_layers_alone(folder: Path, tmp_path: Path) -> None:
 @given(dim=st.integers(1, 64), more=st.integers(1, 64), base=st.floats(2, 1e7))
 def test_frequencies_stay(dim: int, more: int, base: float) -> None:
     old = Rotary(dim=2 * dim, base=base)
-    new = module.refit_base(old, 2 * (dim + more))
+    new = module._refit_base(old, 2 * (dim + more))
     if new is None:
         assert math.log(base) * (dim + more) / dim > 700
         return
@@ -90,7 +90,7 @@ def test_scalings_that_look_at_the_width_turn_part_of_the_head(folder: Path, tmp
 
 
 def test_where_fp32_would_round_otherwise(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANGLE", 1e-9)
+    monkeypatch.setattr(module, "_ANGLE", 1e-9)
     result = exactly(saved("llama-2", folder), tmp_path / "out", head_dim="10")
     assert any("in fp32 (theta:10)" in note for note in result.chain.notes)
     assert result.spec.blocks[0].attention.position.dim == 8  # type: ignore[union-attr]
@@ -114,20 +114,20 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
 
 
 def base_left_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "refit_base", lambda rotary, size: msgspec.structs.replace(rotary, dim=size))
-    patch.setattr(module, "why_not_same", lambda *args, **kwargs: "")
+    patch.setattr(module, "_refit_base", lambda rotary, size: msgspec.structs.replace(rotary, dim=size))
+    patch.setattr(module, "_why_not_same", lambda *args, **kwargs: "")
 
 
 def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "spread", lambda rotary, size: module.padded(rotary.dim, size))
+    patch.setattr(module, "_spread", lambda rotary, size: module.padded(rotary.dim, size))
 
 
 def scale_not_made_up_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "query_factor", lambda old, new: 1.0)
+    patch.setattr(module, "_query_factor", lambda old, new: 1.0)
 
 
 def norms_left_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "norm_factors", lambda old, new: [("q_norm", 1.0), ("k_norm", 1.0)])
+    patch.setattr(module, "_norm_factors", lambda old, new: [("q_norm", 1.0), ("k_norm", 1.0)])
 
 
 def eps_left_alone(patch: pytest.MonkeyPatch) -> None:

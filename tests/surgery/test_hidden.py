@@ -101,10 +101,10 @@ def forget(*endings: str) -> Callable[[pytest.MonkeyPatch], None]:
     """What ends so is filled up with zeros instead of a mean, or a copy."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = module.append_mean
+        right = module._append_mean
         patch.setattr(
             module,
-            "append_mean",
+            "_append_mean",
             lambda name, new, axis: (
                 (lambda model: module.gather(model.wide(name), module.padded(48, new), axis))
                 if name.endswith(endings)

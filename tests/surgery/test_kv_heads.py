@@ -42,7 +42,7 @@ def test_more_heads_and_back_are_the_same_bytes(name: str, tmp_path: Path) -> No
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_repeating_and_picking(own: int, times: int, head_dim: int, width: int) -> None:
     tensor = np.random.default_rng(0).normal(size=(own * head_dim, width))
-    repeated = module.repeated_heads(tensor, times, head_dim)
+    repeated = module._repeated_heads(tensor, times, head_dim)
     np.testing.assert_array_equal(module.first_of_groups(repeated, times, head_dim), tensor)
     mean = module.mean_of_groups(repeated, own * times, own, own * times, head_dim)
     np.testing.assert_allclose(mean, tensor, rtol=1e-12)
@@ -201,22 +201,22 @@ def tiled(patch: pytest.MonkeyPatch) -> None:
     def wrong(tensor: np.ndarray, times: int, head_dim: int) -> np.ndarray:
         return np.concatenate([tensor] * times)
 
-    patch.setattr(module, "repeated_heads", wrong)
+    patch.setattr(module, "_repeated_heads", wrong)
 
 
 def values_alone(patch: pytest.MonkeyPatch) -> None:
-    right = module.repeated_heads
+    right = module._repeated_heads
     turn = iter(range(10**6))
 
     def wrong(tensor: np.ndarray, times: int, head_dim: int) -> np.ndarray:
         found = right(tensor, times, head_dim)
         return np.roll(found, head_dim, axis=0) if next(turn) % 2 else found
 
-    patch.setattr(module, "repeated_heads", wrong)
+    patch.setattr(module, "_repeated_heads", wrong)
 
 
 def always_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "equal_in_groups", lambda model, path, attention, wanted: attention.kv_heads % wanted == 0)
+    patch.setattr(module, "_equal_in_groups", lambda model, path, attention, wanted: attention.kv_heads % wanted == 0)
 
 
 MUTATIONS: dict[str, tuple[str, Mutation]] = {

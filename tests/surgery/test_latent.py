@@ -83,23 +83,25 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def other_head(patch: pytest.MonkeyPatch) -> None:
-    right = module.spread_queries
+    right = module._spread_queries
 
     def wrong(tensor: np.ndarray, attention: Attention) -> np.ndarray:
         found = right(tensor, attention).reshape(attention.heads, -1)
         return np.roll(found, 1, axis=0).reshape(-1, *tensor.shape[1:])
 
-    patch.setattr(module, "spread_queries", wrong)
+    patch.setattr(module, "_spread_queries", wrong)
 
 
 def no_rest(patch: pytest.MonkeyPatch) -> None:
-    right = module.key_rows
-    patch.setattr(module, "key_rows", lambda t, a, rotary: right(t, a, rotary) if rotary else right(t, a, rotary)[::-1])
+    right = module._key_rows
+    patch.setattr(
+        module, "_key_rows", lambda t, a, rotary: right(t, a, rotary) if rotary else right(t, a, rotary)[::-1]
+    )
 
 
 def values_first(patch: pytest.MonkeyPatch) -> None:
-    right = module.picking
-    patch.setattr(module, "picking", lambda a, width, start, rank: np.roll(right(a, width, start, rank), 1, axis=1))
+    right = module._picking
+    patch.setattr(module, "_picking", lambda a, width, start, rank: np.roll(right(a, width, start, rank), 1, axis=1))
 
 
 def halved(patch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,12 @@ def forget(ending: str) -> Mutation:
     """Leave a projection of the copies as it is."""
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        right = module.silenced
+        right = module._silenced
 
         def silenced(*args: object) -> dict[str, object]:
             return {name: how for name, how in right(*args).items() if not name.endswith(ending)}  # type: ignore[arg-type]
 
-        patch.setattr(module, "silenced", silenced)
+        patch.setattr(module, "_silenced", silenced)
 
     return mutate, ("gpt2", "falcon-40b") if ending.endswith("bias") else ("gpt2", "qwen3", "falcon-7b")
 
@@ -125,7 +125,7 @@ def ones(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_silent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "silent", lambda spec, asked, layer: True)
+    patch.setattr(module, "_silent", lambda spec, asked, layer: True)
 
 
 MUTATIONS: dict[str, Mutation] = {

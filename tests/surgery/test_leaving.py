@@ -316,7 +316,7 @@ def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
 
 def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
     """The way of a model into a family, and what becomes of it by steps."""
-    zero = chains.zero_in(model)
+    zero = chains._zero_in(model)
     after = ways_from(model, zero)
     return way_to(express(named(to), model.spec, zero), after), after
 
@@ -386,7 +386,7 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
             names.append(name)
             return super().tensor(name)
 
-    monkeypatch.setattr(ways, "SMALL", 10)
+    monkeypatch.setattr(ways, "_SMALL", 10)
     found, _ = way("llama", Watched(gptkit.open_checkpoint(source("bloom", folder))))
     assert found.arrived and [str(step) for step in found.steps][-1] == "--drop head.bias"
     assert all(name.endswith(".bias") for name in names)
@@ -397,7 +397,7 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
 def test_a_large_model_is_told_a_way_without_what_it_costs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "SMALL", 10)
+    monkeypatch.setattr(ways, "_SMALL", 10)
     _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
     assert "--norm rmsnorm    changes nothing" in hint
     assert "--drop head.bias  costs something: swap it and see" in hint
@@ -429,7 +429,7 @@ def with_ones(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_wrong_bias_is_not_published(
     asked: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chains, "into", with_ones(chains.into))
+    monkeypatch.setattr(chains, "_into", with_ones(chains._into))
     with pytest.raises(GptkitError, match=r"not exact on this checkpoint|--as hf:qwen2 changes logits by"):
         gptkit.swap(source("llama-2", folder), tmp_path / "out", to="hf:qwen2", **asked)
     assert not (tmp_path / "out").exists()
@@ -438,7 +438,7 @@ def test_a_wrong_bias_is_not_published(
 def test_a_bias_that_is_not_zero_does_not_get_lost(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chains, "zero_in", lambda model: lambda name: True)
+    monkeypatch.setattr(chains, "_zero_in", lambda model: lambda name: True)
     with pytest.raises(GptkitError, match="not exact on this checkpoint"):
         gptkit.swap(source("qwen2-no-window", folder), tmp_path / "out", to="hf:mistral")
     assert not (tmp_path / "out").exists()

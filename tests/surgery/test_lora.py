@@ -352,26 +352,28 @@ def test_after_a_swap_that_leaves_the_family_it_is_refused(copy: Path) -> None:
 
 
 def no_scale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "delta", lambda adapter, m: adapter.read(adapter.lora[m].b) @ adapter.read(adapter.lora[m].a))
+    patch.setattr(
+        module, "_delta", lambda adapter, m: adapter.read(adapter.lora[m].b) @ adapter.read(adapter.lora[m].a)
+    )
 
 
 def norms_of_columns(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "norms", lambda rows: np.full(len(rows), np.sqrt((rows**2).sum(axis=0)).mean()))
+    patch.setattr(module, "_norms", lambda rows: np.full(len(rows), np.sqrt((rows**2).sum(axis=0)).mean()))
 
 
 def never_transposed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "oriented", lambda change, matrix: matrix.reshape(matrix.T.shape))
+    patch.setattr(module, "_oriented", lambda change, matrix: matrix.reshape(matrix.T.shape))
 
 
 def bias_unscaled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "bias_of", lambda adapter, m: adapter.read(adapter.lora[m].bias))
+    patch.setattr(module, "_bias_of", lambda adapter, m: adapter.read(adapter.lora[m].bias))
 
 
 def embedding_not_transposed(patch: pytest.MonkeyPatch) -> None:
-    right = module.delta
+    right = module._delta
     patch.setattr(
         module,
-        "delta",
+        "_delta",
         lambda adapter, m: (
             right(adapter, m).T.reshape(right(adapter, m).shape) if adapter.lora[m].embedding else right(adapter, m)
         ),

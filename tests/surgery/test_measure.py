@@ -45,10 +45,10 @@ def plainly(before: Held, after: Held, dtype: torch.dtype) -> tuple[float, float
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few thousand bytes come in many pieces."""
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(rows, "MAPPED_BYTES", 2000)
-    monkeypatch.setattr(compare, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(compare, "ROWS", 100)
+    monkeypatch.setattr(rows, "_CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rows, "_MAPPED_BYTES", 2000)
+    monkeypatch.setattr(compare, "_CHUNK_BYTES", 5000)
+    monkeypatch.setattr(compare, "_ROWS", 100)
 
 
 QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
@@ -272,17 +272,17 @@ def test_a_large_model_is_measured_on_less_and_says_so(monkeypatch: pytest.Monke
     batches = probe(spec)
     size = sum(p.count for p in spec.parameters())
     assert affordable(batches, spec, spec) == (batches, ())
-    monkeypatch.setattr(module, "WORK", 250 * size)
-    monkeypatch.setattr(module, "WORK_LIMIT", 1000 * size)
+    monkeypatch.setattr(module, "_WORK", 250 * size)
+    monkeypatch.setattr(module, "_WORK_LIMIT", 1000 * size)
     some, (note,) = affordable(batches, spec, spec)
     names = [batch.name for batch in some]
     assert names == ["one token", "random tokens", "one token repeated", "left padding", "past the window of 16"]
     assert "long" in note
     assert "right padding" in note
-    monkeypatch.setattr(module, "WORK_LIMIT", 10 * size)
+    monkeypatch.setattr(module, "_WORK_LIMIT", 10 * size)
     some, (note,) = affordable(batches, spec, spec)
     assert "past the window of 16" in note
-    monkeypatch.setattr(module, "WORK", 0)
+    monkeypatch.setattr(module, "_WORK", 0)
     assert len(affordable(batches, spec, spec)[0]) == 1
 
 

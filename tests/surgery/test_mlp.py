@@ -143,12 +143,12 @@ def test_examples_and_inverses() -> None:
 
 def gated_with(change: Callable[[str, Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """Another tensor in place of one that plain -> gated makes."""
-    right = module.gated_tensors
+    right = module._gated_tensors
 
     def tensors(path: str, old: FeedForward) -> Any:
         return {name: change(name, how) for name, how in right(path, old).items()}
 
-    return lambda patch: patch.setattr(module, "gated_tensors", tensors)
+    return lambda patch: patch.setattr(module, "_gated_tensors", tensors)
 
 
 def refilled(ending: str, value: float) -> Callable[[pytest.MonkeyPatch], None]:
@@ -165,8 +165,8 @@ def no_gate_bias(name: str, how: Any) -> Any:
 
 
 def another_activation(patch: pytest.MonkeyPatch) -> None:
-    right = module.gated
-    patch.setattr(module, "gated", lambda old: module.replace(right(old), activation="silu"))
+    right = module._gated
+    patch.setattr(module, "_gated", lambda old: module.replace(right(old), activation="silu"))
 
 
 def turned_gate(name: str, how: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path) -> None:
 
 
 def unfolded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "folded_tensors", lambda model, path, old: {})
+    patch.setattr(module, "_folded_tensors", lambda model, path, old: {})
 
 
 def folded_over_rows(patch: pytest.MonkeyPatch) -> None:
@@ -202,19 +202,19 @@ def folded_over_rows(patch: pytest.MonkeyPatch) -> None:
             for name, how in made.items()
         }
 
-    right = module.folded_tensors
-    patch.setattr(module, "folded_tensors", other)
+    right = module._folded_tensors
+    patch.setattr(module, "_folded_tensors", other)
 
 
 def gate_without_bias(patch: pytest.MonkeyPatch) -> None:
-    right = module.plain_tensors
+    right = module._plain_tensors
 
     def tensors(path: str, bias: bool) -> Any:
         found = right(path, bias)
         name = f"{path}.up_proj.bias"
         return found | ({name: Filled((72,), 0.0, like=name)} if bias else {})
 
-    patch.setattr(module, "plain_tensors", tensors)
+    patch.setattr(module, "_plain_tensors", tensors)
 
 
 def called_constant(patch: pytest.MonkeyPatch) -> None:

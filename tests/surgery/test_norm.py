@@ -127,14 +127,14 @@ def test_centring_takes_the_mean_over_outputs() -> None:
     rng = np.random.default_rng(0)
     weight, bias, x = rng.normal(size=(5, 3)), rng.normal(size=5), rng.normal(size=3)
     reader = Tensors(weight=weight, bias=bias)
-    centred_weight, centred_bias = module.centred("weight")(reader), module.centred("bias")(reader)
+    centred_weight, centred_bias = module._centred("weight")(reader), module._centred("bias")(reader)
     whole = weight @ x + bias
     np.testing.assert_allclose(centred_weight @ x + centred_bias, whole - whole.mean(), atol=1e-14)
 
 
 def test_tables_are_centred_row_by_row() -> None:
     table = np.random.default_rng(0).normal(size=(7, 4))
-    rows = module.centred("table", 1)(Tensors(table=table))
+    rows = module._centred("table", 1)(Tensors(table=table))
     np.testing.assert_allclose(rows.mean(axis=1), 0, atol=1e-15)
     np.testing.assert_allclose(rows - table, np.broadcast_to((rows - table)[:, :1], table.shape))
 
@@ -144,9 +144,9 @@ def test_beta_moves_into_the_reader() -> None:
     weight, bias, beta, x = rng.normal(size=(5, 3)), rng.normal(size=5), rng.normal(size=3), rng.normal(size=3)
     reader = Tensors(weight=weight, bias=bias, beta=beta)
     np.testing.assert_allclose(
-        weight @ x + module.shifted("weight", "bias", "beta")(reader), weight @ (x + beta) + bias
+        weight @ x + module._shifted("weight", "bias", "beta")(reader), weight @ (x + beta) + bias
     )
-    np.testing.assert_allclose(weight @ x + module.shifted("weight", None, "beta")(reader), weight @ (x + beta))
+    np.testing.assert_allclose(weight @ x + module._shifted("weight", None, "beta")(reader), weight @ (x + beta))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -213,37 +213,37 @@ Compute = Callable[[Model], np.ndarray]
 def skip_the_fold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         module,
-        "shifted",
+        "_shifted",
         lambda weight, bias, beta: lambda r: r.wide(bias) if bias else 0 * r.wide(weight).mean(axis=1),
     )
 
 
 def forget_the_old_bias(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "shifted", lambda weight, bias, beta: lambda r: r.wide(weight) @ r.wide(beta))
+    patch.setattr(module, "_shifted", lambda weight, bias, beta: lambda r: r.wide(weight) @ r.wide(beta))
 
 
 def uncentred(*endings: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Leave what ends so as it is."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        right = module.centred
+        right = module._centred
 
         def other(name: str, axis: int = 0) -> Compute:
             return (lambda reader: reader.wide(name)) if name.endswith(endings) else right(name, axis)
 
-        patch.setattr(module, "centred", other)
+        patch.setattr(module, "_centred", other)
 
     return apply
 
 
 def over_inputs(patch: pytest.MonkeyPatch) -> None:
-    right = module.centred
+    right = module._centred
     wrong = lambda name: lambda r: r.wide(name) - r.wide(name).mean(axis=-1, keepdims=True)  # noqa: E731
-    patch.setattr(module, "centred", lambda name, axis=0: right(name, 1) if axis else wrong(name))
+    patch.setattr(module, "_centred", lambda name, axis=0: right(name, 1) if axis else wrong(name))
 
 
 def another_eps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "to_rms", lambda norm: RMSNorm(size=norm.size, eps=norm.eps * 1.01))
+    patch.setattr(module, "_to_rms", lambda norm: RMSNorm(size=norm.size, eps=norm.eps * 1.01))
 
 
 def keep_the_head_tied(patch: pytest.MonkeyPatch) -> None:
@@ -262,10 +262,10 @@ def keep_the_head_tied(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_final_fold(patch: pytest.MonkeyPatch) -> None:
-    right = module.shifted
+    right = module._shifted
     patch.setattr(
         module,
-        "shifted",
+        "_shifted",
         lambda weight, bias, beta: (
             (lambda r: 0 * r.wide(weight).mean(axis=1)) if beta == "final_norm.bias" else right(weight, bias, beta)
         ),
@@ -338,7 +338,7 @@ def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:
 @given(rows=st.integers(1, 6), size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_the_isometry(rows: int, size: int, seed: int) -> None:
     x = np.random.default_rng(seed).normal(size=(rows, size))
-    y = module.off_the_mean(x)
+    y = module._off_the_mean(x)
     np.testing.assert_allclose(y.mean(axis=1), 0, atol=1e-14)
     np.testing.assert_allclose(y @ y.T, x @ x.T, atol=1e-12)
 
@@ -347,7 +347,7 @@ def test_what_is_left_of_post_norm(tmp_path: Path) -> None:
     source = saved("bloom-post-norm", tmp_path)
     result = gptkit.swap(source, tmp_path / "out", norm="rmsnorm", approximate=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "centred_tree", lambda spec, layers: (replace_layernorm(spec).spec, {}))
+        patch.setattr(module, "_centred_tree", lambda spec, layers: (replace_layernorm(spec).spec, {}))
         naive = gptkit.swap(source, tmp_path / "naive", norm="rmsnorm", approximate=True)
     assert result.guarantee == "approximate" and result.measured is not None and naive.measured is not None
     assert result.measured.kl < naive.measured.kl / 10
@@ -362,23 +362,23 @@ def eps_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def gamma_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(basis, "reader", lambda weight, gamma, ratio, into: lambda m: into(m, m.wide(weight)) * ratio)
+    patch.setattr(basis, "_reader", lambda weight, gamma, ratio, into: lambda m: into(m, m.wide(weight)) * ratio)
 
 
 def not_turned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
+    patch.setattr(module, "_off_the_mean", lambda rows: np.pad(rows, ((0, 0), (0, 1))))
 
 
 def a_table_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = basis.written_in
+    right = basis._written_in
     wrong = lambda table: lambda m: np.pad(m.wide(table), ((0, 0), (0, 1)))  # noqa: E731
-    patch.setattr(basis, "written_in", lambda name, axis, into: wrong(name) if axis else right(name, axis, into))
+    patch.setattr(basis, "_written_in", lambda name, axis, into: wrong(name) if axis else right(name, axis, into))
 
 
 def a_bias_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = basis.written_in
+    right = basis._written_in
     wrong = lambda bias: lambda m: np.pad(m.wide(bias), (0, 1))  # noqa: E731
-    patch.setattr(basis, "written_in", lambda n, axis, into: wrong(n) if n.endswith("bias") else right(n, axis, into))
+    patch.setattr(basis, "_written_in", lambda n, axis, into: wrong(n) if n.endswith("bias") else right(n, axis, into))
 
 
 @few(1)

@@ -119,7 +119,7 @@ def test_inverses() -> None:
 
 
 def attention_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "same_either_way", lambda spec, asked, layer: True)
+    patch.setattr(module, "_same_either_way", lambda spec, asked, layer: True)
 
 
 def weights_alone(patch: pytest.MonkeyPatch) -> None:
@@ -128,17 +128,17 @@ def weights_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_not_copied(patch: pytest.MonkeyPatch) -> None:
-    right = module.copied_norm
+    right = module._copied_norm
 
     def other(block: object, path: str) -> object:
         found = right(block, path)  # type: ignore[arg-type]
         return {name: module.Moved(how.sources, lambda array: array[::-1]) for name, how in found.items()}
 
-    patch.setattr(module, "copied_norm", other)
+    patch.setattr(module, "_copied_norm", other)
 
 
 def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
-    right = module.rearranged
+    right = module._rearranged
 
     def other(spec: ModelSpec, asked: Asked, changed: Any, blocks: dict[int, Block], *others: Any) -> object:
         changed_eps = {
@@ -147,7 +147,7 @@ def norm_of_another_eps(patch: pytest.MonkeyPatch) -> None:
         }
         return right(spec, asked, changed, changed_eps, *others)
 
-    patch.setattr(module, "rearranged", other)
+    patch.setattr(module, "_rearranged", other)
 
 
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, tuple[str, ...]]] = {

@@ -349,22 +349,22 @@ def test_neutral_rotary_positions_in_transformers(tmp_path: Path) -> None:
 
 
 def a_mean_that_is_not(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "mean_row", lambda rows: rows.sum(axis=0) / (len(rows) - 1))
+    patch.setattr(module, "_mean_row", lambda rows: rows.sum(axis=0) / (len(rows) - 1))
 
 
 def no_mean(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "mean_row", lambda rows: 0 * rows[0])
+    patch.setattr(module, "_mean_row", lambda rows: 0 * rows[0])
 
 
 def the_head_follows(patch: pytest.MonkeyPatch) -> None:
-    right = module.without_table
+    right = module._without_table
 
     def tied(spec: ModelSpec, asked: Any, tensors: dict[str, Any], notes: list[str]) -> ModelSpec:
         new = right(spec, asked, tensors, notes)
         tensors.pop("head.weight")
         return replace(new, head=replace(new.head, tied=True))
 
-    patch.setattr(module, "without_table", tied)
+    patch.setattr(module, "_without_table", tied)
 
 
 def a_table_that_is_not_zero(patch: pytest.MonkeyPatch) -> None:
@@ -378,12 +378,12 @@ def rope_that_turns(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(context_length, "first_rows", lambda table, length: table[-length:])
+    patch.setattr(context_length, "_first_rows", lambda table, length: table[-length:])
 
 
 def rows_in_front(patch: pytest.MonkeyPatch) -> None:
-    right: Callable[..., np.ndarray] = context_length.longer_table
-    patch.setattr(context_length, "longer_table", lambda table, length: right(table, length)[::-1])
+    right: Callable[..., np.ndarray] = context_length._longer_table
+    patch.setattr(context_length, "_longer_table", lambda table, length: right(table, length)[::-1])
 
 
 MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str]]] = {

@@ -476,8 +476,8 @@ def only(*kept: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def the_other_order(patch: pytest.MonkeyPatch) -> None:
-    right = module.pair_order
-    patch.setattr(module, "pair_order", lambda dim, pairs: np.argsort(right(dim, pairs)))
+    right = module._pair_order
+    patch.setattr(module, "_pair_order", lambda dim, pairs: np.argsort(right(dim, pairs)))
 
 
 def across_heads(patch: pytest.MonkeyPatch) -> None:
@@ -496,8 +496,8 @@ def angles_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def dynamic_without_its_limit(patch: pytest.MonkeyPatch) -> None:
-    right = module.held
-    patch.setattr(module, "held", lambda *args: (right(*args)[0], module.Promise()))
+    right = module._held
+    patch.setattr(module, "_held", lambda *args: (right(*args)[0], module.Promise()))
 
 
 PAIRS = {"rope_pairs": "adjacent"}
@@ -531,12 +531,12 @@ def same_base(patch: pytest.MonkeyPatch) -> None:
 
 
 def same_places(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rotary_dim, "part_order", lambda rotary, kept, head_dim: np.arange(head_dim))
+    patch.setattr(rotary_dim, "_part_order", lambda rotary, kept, head_dim: np.arange(head_dim))
 
 
 def only_queries_go(patch: pytest.MonkeyPatch) -> None:
-    right = rotary_dim.part_tensors
-    patch.setattr(rotary_dim, "part_tensors", lambda *args: {k: v for k, v in right(*args).items() if ".k_" not in k})
+    right = rotary_dim._part_tensors
+    patch.setattr(rotary_dim, "_part_tensors", lambda *args: {k: v for k, v in right(*args).items() if ".k_" not in k})
 
 
 def no_amplitude(patch: pytest.MonkeyPatch) -> None:

@@ -234,21 +234,21 @@ def test_a_tokenizer_with_more_tokens_than_rows(tmp_path: Path) -> None:
 
 
 def shifted(patch: pytest.MonkeyPatch) -> None:
-    right = module.picked
-    patch.setattr(module, "picked", lambda ids: right([*ids[1:], ids[0]]))
+    right = module._picked
+    patch.setattr(module, "_picked", lambda ids: right([*ids[1:], ids[0]]))
 
 
 def ends_only(patch: pytest.MonkeyPatch) -> None:
-    right = module.picked
-    patch.setattr(module, "picked", lambda ids: right([*ids[:-2], ids[-1], ids[-2]]))
+    right = module._picked
+    patch.setattr(module, "_picked", lambda ids: right([*ids[:-2], ids[-1], ids[-2]]))
 
 
 def first_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "picked", lambda ids: lambda table: table[: len(ids)])
+    patch.setattr(module, "_picked", lambda ids: lambda table: table[: len(ids)])
 
 
 def head_left_behind(patch: pytest.MonkeyPatch) -> None:
-    right = module.moved
+    right = module._moved
 
     def wrong(spec: module.ModelSpec, move: Callable[[module.Array], module.Array]) -> object:
         size = len(move(np.arange(spec.vocab_size)))
@@ -256,7 +256,7 @@ def head_left_behind(patch: pytest.MonkeyPatch) -> None:
         made["head.weight"] = module.Moved("head.weight", lambda table: np.resize(table, (size, table.shape[1])))
         return made
 
-    patch.setattr(module, "moved", wrong)
+    patch.setattr(module, "_moved", wrong)
 
 
 def wrong_promise(patch: pytest.MonkeyPatch) -> None:

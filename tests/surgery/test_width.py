@@ -110,7 +110,7 @@ def wrong_axis(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_dead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "dead", lambda model, inner: np.ones(inner.record.intermediate_size, dtype=bool))
+    patch.setattr(module, "_dead", lambda model, inner: np.ones(inner.record.intermediate_size, dtype=bool))
 
 
 @pytest.mark.parametrize("mutate", [columns_repeat, wrong_axis, all_dead])
