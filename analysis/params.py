@@ -4,12 +4,13 @@ What is stored, dtypes and bytes, is told from the headers of the weight files, 
 kilobytes.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import read_config_file
 from ..components import ModelSpec, Parameter
@@ -17,14 +18,57 @@ from ..converter.names import is_weights
 from ..converter.outline import Outline, outline
 from ..converter.resolve import Reference, identify, resolve
 from ..converter.tree import Quantised
-from ..display import Shown, plain
+from ..display import Record, Shown, plain
 from ..errors import GptkitError, UnknownFamily
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
 from .named import Named, by_class, by_names
 from .parameters import ParameterCount, count
 from .sizes import check_sizes
-from .stored import Stored, StoredTensor, stored_files
+
+if TYPE_CHECKING:
+    from ..converter.index import WeightFiles
+
+
+@dataclass(frozen=True)
+class StoredTensor(Record):
+    """A tensor as it lies in its file: its dtype by safetensors' name (a quantised one's by its format's), its shape
+    there, its bytes.
+    """
+
+    JSON = "name dtype shape bytes=nbytes"
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Stored(Record):
+    """What a checkpoint's weight files hold of the model: the names of the files, and the tensors in their order."""
+
+    JSON = "bytes=nbytes files dtypes tensors"
+
+    files: tuple[str, ...]
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def by_dtype(self) -> dict[str, tuple[int, int, int]]:
+        """For each dtype (tensors, parameters, bytes), the one with most bytes first."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for each in self.tensors:
+            tensors, parameters, nbytes = found.get(each.dtype, (0, 0, 0))
+            found[each.dtype] = (tensors + 1, parameters + math.prod(each.shape), nbytes + each.nbytes)
+        return dict(sorted(found.items(), key=lambda item: -item[1][2]))
+
+    @property
+    def dtypes(self) -> dict[str, dict[str, int]]:
+        names = ("tensors", "parameters", "bytes")
+        return {dtype: dict(zip(names, sizes, strict=True)) for dtype, sizes in self.by_dtype().items()}
 
 
 @dataclass(frozen=True)
@@ -175,7 +219,7 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
         source = f"transformers' {name}, without weights"
     else:
         raise error
-    held = stored_files(files) if stored and files is not None else None
+    held = _stored_files(files) if stored and files is not None else None
     told = Named(kind if isinstance(kind, str) else "", source, parameters, config)
     folder = here.path if here.kind == "path" and here.names is not None else None
     notes = (*here.notes, error.message if config else "there is no config.json with its tensors")
@@ -212,7 +256,7 @@ def _stored(found: Reference, offline: bool, allow_pickle: bool) -> tuple[Outlin
         checkpoint = open_checkpoint(found, headers_only=True, **options)
     except Quantised:
         files = weight_headers_of(found, **options)
-        return outline(found, **options), stored_files(files)
+        return outline(found, **options), _stored_files(files)
     tensors = tuple(
         StoredTensor(leaf.checkpoint, dtype, leaf.shape, nbytes)
         for leaf in (*checkpoint.leaves, *checkpoint.beside)
@@ -231,3 +275,9 @@ def _with_cache(model: ModelCount, asked: Asked) -> ModelCount:
     layers = layers_of_config(model.named.config, ((each.name, each.shape) for each in model.named.parameters))
     sizes = tuple(cache_of_layers(layers, each, asked.cached, asked.batch) for each in asked.kv)
     return replace(model, named=replace(model.named, cache=sizes))
+
+
+def _stored_files(files: "WeightFiles") -> Stored:
+    """Files whose tensors have names of their own."""
+    tensors = (StoredTensor(name, each.dtype, each.shape, each.nbytes) for name, each in files.tensors.items())
+    return Stored(tuple(path.name for path in files.files), tuple(tensors))

@@ -40,7 +40,7 @@ _found = {each.name: each for file in _files for each in vars(file).values() if 
 for _family in sorted(_found.values(), key=lambda each: (each.released, each.name)):
     register(_family)
 
-NEAR = 0.75  # how alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6
+_NEAR = 0.75  # how alike a model_type must be to a known one to be taken for a typo of it: mamba and llama are at 0.6
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
 """transformers' files that name its model types, in releases from 5 on and before."""
@@ -79,7 +79,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(kind, str):
         raise ConfigError("config.json names no model_type", known)
     if kind not in BY_MODEL_TYPE:
-        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, NEAR) if not _in_transformers(kind) else []
+        near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""
         raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
     return BY_MODEL_TYPE[kind]

@@ -12,7 +12,7 @@ from . import ARCHITECTURES, architecture_of
 from .base import OUTSIDE, TOKEN_IDS, Architecture
 from .config import quantisation
 
-PART = "text_config"
+_PART = "text_config"
 """The field of a composite config that holds the language model's own."""
 _PLACES = (
     ("model.language_model.", "model."),
@@ -39,10 +39,10 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     """
     kind = config.get("model_type")
     told = f"{kind!r:.60}"
-    text = config.get(PART)
+    text = config.get(_PART)
     if not isinstance(text, dict):
         if config.get("vision_config") is None:
-            raise InvalidInput(f"a model of the type {told} has no {PART}: it is no composite", "Name one of images.")
+            raise InvalidInput(f"a model of the type {told} has no {_PART}: it is no composite", "Name one of images.")
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
     if quantisation(config) or quantisation(text):
         raise InvalidInput("its weights are quantised: what belongs to which tensor is not known by name")

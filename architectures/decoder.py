@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
-import msgspec
+from msgspec.structs import replace
 
 from ..components import (
     LEARNT,
@@ -34,8 +34,6 @@ from .base import Architecture, Leaf
 from .config import COMMON_REFUSED, ConfigReader
 from .obstacles import Kinds, of_kind
 from .rope import ROTARY, USUAL_ROTARY, RotaryKind, read_rotaries, read_rotary, write_rotaries, write_rotary
-
-replace = msgspec.structs.replace
 
 ACTIVATIONS: dict[str, Activation] = {
     **{name: name for name in get_args(Activation) if name not in ("gelu_tanh", "gelu_bloom", *LEARNT)},
@@ -63,7 +61,7 @@ def activation_named(config: ConfigReader, name: str, default: str) -> Activatio
     return found
 
 
-def same(value: Any) -> Any:
+def _same(value: Any) -> Any:
     """The value, which is written as it is."""
     return value
 
@@ -79,7 +77,7 @@ class Field(NamedTuple):
     role: str
     default: Any = None
     read: Callable[[ConfigReader, str, Any], Any] | None = None
-    write: Callable[[Any], Any] = same
+    write: Callable[[Any], Any] = _same
 
     def value(self, config: ConfigReader, name: str) -> Any:
         """What the file says, or the default; of the name "inner.name" what the object in the field `inner` says."""
@@ -160,7 +158,7 @@ def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int
     Args:
         every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
         window: of the config class.
-        pattern: the field that says another `every`.
+        pattern: the field that says another `_every`.
         first: a layer that sees all tokens.
     """
 
@@ -226,11 +224,11 @@ def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-Sparse = Callable[[ConfigReader, int], Sequence[bool]]
+_Sparse = Callable[[ConfigReader, int], Sequence[bool]]
 """Of a config and the number of layers: which of them have a mixture of experts."""
 
 
-def every(_config: ConfigReader, layers: int) -> Sequence[bool]:
+def _every(_config: ConfigReader, layers: int) -> Sequence[bool]:
     """All layers have one."""
     return (True,) * layers
 
@@ -282,7 +280,7 @@ class Mixtures:
     where none stands behind what is dense.
     """
 
-    sparse: Sparse = every
+    sparse: _Sparse = _every
     written: Callable[[Sequence[bool]], Mapping[str, Any]] = lambda _: {}
     expert: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
     shared: Mapping[str, Any] = field(default_factory=dict)
@@ -524,7 +522,7 @@ class Decoder:
         for name, each in self.fields.items():
             role = each.role.split()[0]
             part, _, inside = _ROLES.get(role, role).partition(".")
-            if mixture is None and (part == "mixture" or part in MIXTURE):
+            if mixture is None and (part == "mixture" or part in _MIXTURE):
                 continue  # no layer has what it is about
             value = getattr(parts[part], inside) if inside else sizes[role]
             if self.square and role == "head_dim" and each.default is None:
@@ -532,7 +530,7 @@ class Decoder:
             if value is not None or each.default is not None or role != "context":
                 outer, _, name = name.rpartition(".")
                 into = fields.setdefault(outer, {}) if outer else fields
-                into[name] = name_of(value) if role == "activation" and each.write is same else each.write(value)
+                into[name] = name_of(value) if role == "activation" and each.write is _same else each.write(value)
         if self.rotary is not None:
             positions = (of_kind(block.attention, Attention).position for block in spec.blocks)
             none = Rotary(dim=attention.head_dim, base=self.rotary.base)
@@ -549,4 +547,4 @@ _ROLES = {
 }
 """Plain roles that are fields of a part."""
 
-MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that are about mixtures alone
+_MIXTURE = ("expert_size", "shared_size", "shared_experts")  # plain roles that are about mixtures alone

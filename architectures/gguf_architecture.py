@@ -3,6 +3,7 @@
 Source: llama.cpp, src/models/*.cpp and llama-model.cpp (what is read, and what is assumed where nothing is said).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from ..errors import CannotExpress, ConfigError
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind
 from .config import shown
-from .gguf_facts import Facts, Value, fp32, is_close
+from .gguf_facts import Facts, Value, fp32
 from .gguf_rope import read_scaling, refitted, rope_tensors, write_rope
 from .layout import Shape
 from .obstacles import Kinds, of_kind
@@ -153,7 +154,7 @@ class GgufArchitecture:
             wanted, stated = value(found) if callable(value) else value, facts.raw(key)
             if isinstance(wanted, list) and type(stated) in (bool, int):  # one value for all layers
                 stated = [stated] * len(wanted)
-            if stated is not None and not (stated == wanted or is_close(stated, wanted)):
+            if stated is not None and not (stated == wanted or _is_close(stated, wanted)):
                 raise facts.fail(key, stated, shown(wanted))
         return found
 
@@ -295,7 +296,7 @@ def _as_before(spec: Any, stored: Any, found: Any) -> Any:
         return type(found)(**fields)
     if isinstance(found, tuple) and isinstance(stored, tuple) and len(stored) == len(found):
         return tuple(_as_before(*each) for each in zip(spec, stored, found, strict=True))
-    return spec if stored == found or is_close(stored, found) else found
+    return spec if stored == found or _is_close(stored, found) else found
 
 
 def _as_stored(spec: ModelSpec) -> ModelSpec:
@@ -310,3 +311,9 @@ def _as_stored(spec: ModelSpec) -> ModelSpec:
         attention = msgspec.structs.replace(attention, window=window, position=refitted(attention.position))
         blocks.append(block.replaced(attention=attention))
     return msgspec.structs.replace(spec, blocks=tuple(blocks), context_length=context)
+
+
+def _is_close(a: Any, b: Any) -> bool:
+    """Whether two values are one number, but for its rounding to fp32."""
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
+    return numbers and (math.isclose(a, b, rel_tol=2e-7) if isinstance(a, float) or isinstance(b, float) else a == b)

@@ -140,9 +140,3 @@ def shortest(value: float) -> float:
         return next((n for digits in range(1, 10) if fp32(n := float(f"{value:.{digits}g}")) == value), value)
     except ConfigError:
         return value
-
-
-def is_close(a: Any, b: Any) -> bool:
-    """Whether two values are one number, but for its rounding to fp32."""
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
-    return numbers and (math.isclose(a, b, rel_tol=2e-7) if isinstance(a, float) or isinstance(b, float) else a == b)

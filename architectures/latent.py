@@ -16,7 +16,7 @@ from .layout import Layout
 from .obstacles import of_kind
 from .rope import USUAL_ROTARY, RotaryKind, read_mscale, read_rotary, write_mscale, write_rotary
 
-EPS = 1e-6  # of the norms on latents, whatever the config says of the others
+_EPS = 1e-6  # of the norms on latents, whatever the config says of the others
 
 
 def _from_zero(config: ConfigReader, name: str, default: int) -> int:
@@ -74,8 +74,8 @@ class LatentDecoder(Decoder):
             rope_heads=1,
             scale=scale * mscale * mscale,
             position=position,
-            q_norm=None if q_rank is None else RMSNorm(size=q_rank, eps=EPS),
-            kv_norm=RMSNorm(size=fields["kv_rank"], eps=EPS),
+            q_norm=None if q_rank is None else RMSNorm(size=q_rank, eps=_EPS),
+            kv_norm=RMSNorm(size=fields["kv_rank"], eps=_EPS),
             qkv_bias=bias and q_rank is not None,  # there is none on queries without a latent
             kv_bias=bias and q_rank is None,
             fused=True,

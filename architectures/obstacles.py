@@ -22,16 +22,16 @@ _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
 """What every tree has, and no target has to declare."""
 
 OWN_FORMAT = "gptkit's own format holds any tree: convert --to local"
-MOST = 12
+_MOST = 12
 """Obstacles that a message lists."""
 
-REFUSED = (CannotExpress, ConfigError, MissingComponent)
+_REFUSED = (CannotExpress, ConfigError, MissingComponent)
 """What a target says of a tree that it cannot write, or of what it has written. Anything else is a mistake in it."""
 
-Some = TypeVar("Some", bound=Component)
-Other = TypeVar("Other", bound=Component)
+_Some = TypeVar("_Some", bound=Component)
+_Other = TypeVar("_Other", bound=Component)
 Zero = Callable[[str], bool]
-Remedy = Literal["rounding", "zeros"]
+_Remedy = Literal["rounding", "zeros"]
 
 
 class Target(Protocol):
@@ -75,7 +75,7 @@ class Obstacle(NamedTuple):
     path: str
     ours: Any
     theirs: Any
-    remedy: Remedy | None = None
+    remedy: _Remedy | None = None
 
     @property
     def is_bias(self) -> bool:
@@ -124,7 +124,7 @@ class Expression:
         owner, told = self.target.owner, self.told
         if not told:
             return CannotExpress(f"{owner} cannot express this tree: {self.reason}", hint)
-        lines = "\n".join(f"  {each}" for each in told[:MOST])
+        lines = "\n".join(f"  {each}" for each in told[:_MOST])
         return CannotExpress(f"{owner} cannot express {len(told)} of the tree's components:\n{lines}", hint)
 
 
@@ -137,7 +137,7 @@ def express(
     target: Target,
     spec: ModelSpec,
     zero: Zero = never,
-    clear: tuple[Remedy, ...] = ("rounding", "zeros"),
+    clear: tuple[_Remedy, ...] = ("rounding", "zeros"),
     *,
     nearest: bool = True,
 ) -> Expression:
@@ -156,7 +156,7 @@ def express(
     def tried(candidate: ModelSpec) -> Expression | None:
         try:
             back = target.back(candidate)
-        except REFUSED as error:
+        except _REFUSED as error:
             reasons.append(error.message)
             return None
         found = () if back == spec else tuple(_obstacles(spec, back, zero))
@@ -188,7 +188,7 @@ def first_of(
     targets: Iterable[Target],
     spec: ModelSpec,
     zero: Zero = never,
-    clear: tuple[Remedy, ...] = ("rounding", "zeros"),
+    clear: tuple[_Remedy, ...] = ("rounding", "zeros"),
     *,
     nearest: bool = True,
 ) -> tuple[Expression | None, list[Expression]]:
@@ -205,9 +205,9 @@ def first_of(
 
 
 @overload
-def of_kind(node: Any, kind: type[Some]) -> Some: ...
+def of_kind(node: Any, kind: type[_Some]) -> _Some: ...
 @overload
-def of_kind(node: Any, kind: type[Some], other: type[Other]) -> Some | Other: ...
+def of_kind(node: Any, kind: type[_Some], other: type[_Other]) -> _Some | _Other: ...
 def of_kind(node: Any, kind: type[Component], other: type[Component] | None = None) -> Any:
     """The component, which a target's `write` wants to be of this kind, or of one of two.
 
@@ -264,7 +264,7 @@ def _stays(target: Target, found: ModelSpec | None) -> bool:
     """Whether a target reads its own tree as what it is."""
     try:
         return found is not None and target.back(found) == found
-    except REFUSED:
+    except _REFUSED:
         return False
 
 

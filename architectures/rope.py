@@ -346,7 +346,7 @@ def _part(turned: int, head_dim: int) -> float:
 
 
 ORIGINAL = "original_max_position_embeddings"
-TYPES: Mapping[type[RopeScaling], str] = {
+_TYPES: Mapping[type[RopeScaling], str] = {
     LinearScaling: "linear",
     DynamicScaling: "dynamic",
     Llama3Scaling: "llama3",
@@ -360,7 +360,7 @@ TYPES: Mapping[type[RopeScaling], str] = {
 def _scaling(rotary: Rotary) -> dict[str, Any] | None:
     if rotary.scaling is None:
         return None
-    kind = TYPES[type(rotary.scaling)]
+    kind = _TYPES[type(rotary.scaling)]
     fields: dict[str, Any] = {
         ORIGINAL if name == "original_context" else name: list(value) if isinstance(value, tuple) else value
         for name, value in msgspec.structs.asdict(rotary.scaling).items()

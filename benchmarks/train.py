@@ -34,8 +34,7 @@ from gptkit.modules.decoder import Decoder
 from gptkit.modules.load import load_random
 from gptkit.training.ablate import Result, paired
 from gptkit.training.data import Stretch, TokenFile, Windows, tokenize
-from gptkit.training.loop import Settings, fit
-from gptkit.training.optimiser import rate_at
+from gptkit.training.loop import Settings, fit, rate_at
 from gptkit.training.parallel import Group
 from gptkit.training.state import Store
 

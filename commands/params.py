@@ -129,7 +129,7 @@ def presets(
     """List the models that params knows by name."""
     from ..architectures.presets import nearest
     from ..architectures.presets import presets as known
-    from ..report.presets import preset_json, preset_table
+    from ..report.families import preset_json, preset_table
 
     wanted = [word.lower() for word in words or ()]
     matching = [

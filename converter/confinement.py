@@ -57,7 +57,7 @@ class Confined:
         data = None
         try:
             _send(self._process.stdin, json.dumps(question).encode())
-            data = receive(self._process.stdout)
+            data = _receive(self._process.stdout)
         except (OSError, ValueError):
             pass
         except BaseException:  # an interrupt: what is still to come would be taken for the next answer
@@ -89,7 +89,7 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> bytes | None:
+def _receive(pipe: IO[bytes]) -> bytes | None:
     """Read a message; None at the end, or where the other side died within one. Raises OSError."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -131,7 +131,7 @@ def main() -> None:
     # What libraries print is no answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    while (question := receive(sys.stdin.buffer)) is not None:
+    while (question := _receive(sys.stdin.buffer)) is not None:
         try:
             data = json.dumps({"answer": worker.answer(json.loads(question))}).encode()
         except BaseException as error:  # Rust code panics with a class of its own

@@ -25,7 +25,7 @@ F8 = ("F8_E4M3", "F8_E5M2")
 
 VALUES = (*FLOATS, *INTEGERS, *F8)  # types whose every value `to_float64` tells
 
-_Array = NDArray[Any]
+Array = NDArray[Any]
 
 
 def parse_dtype(name: str) -> str:
@@ -45,7 +45,7 @@ def widest(dtypes: list[str]) -> str:
     return "F32" if set(dtypes) == {"BF16", "F16"} else max(dtypes, key=FLOATS.index)
 
 
-def to_float64(array: _Array, dtype: str) -> NDArray[np.float64]:
+def to_float64(array: Array, dtype: str) -> NDArray[np.float64]:
     """The values of an array in its carrier dtype, exactly."""
     if dtype == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -68,13 +68,13 @@ def _e4m3() -> NDArray[np.float64]:
 _E4M3 = _e4m3()
 
 
-def from_float64(values: NDArray[np.float64], dtype: str) -> _Array:
+def from_float64(values: NDArray[np.float64], dtype: str) -> Array:
     """Values rounded to nearest even, in the dtype's carrier; CheckpointError where one is beyond its range."""
     if dtype == "F64":
         return np.asarray(values, order="C")
     odd = not_finite(values, "F64")
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow: _Array = values.astype(np.float16 if dtype == "F16" else np.float32)
+        narrow: Array = values.astype(np.float16 if dtype == "F16" else np.float32)
     if dtype == "BF16":
         # fp64 -> fp32 -> bf16 would round twice: make the fp32 step round to odd, so that the second one decides.
         bits = narrow.view(np.uint32)
@@ -85,7 +85,7 @@ def from_float64(values: NDArray[np.float64], dtype: str) -> _Array:
     return _in_range(np.asarray(narrow, order="C"), dtype, odd)
 
 
-def cast(array: _Array, dtype: str, target: str) -> _Array:
+def cast(array: Array, dtype: str, target: str) -> Array:
     """An array as another float type, both in carriers, rounded to nearest even; CheckpointError beyond the range."""
     if dtype == target:
         return array
@@ -107,7 +107,7 @@ def cast(array: _Array, dtype: str, target: str) -> _Array:
     return _in_range(narrow, target, odd)
 
 
-def _to_bf16(single: _Array, odd: int) -> _Array:
+def _to_bf16(single: Array, odd: int) -> Array:
     """fp32 as bf16, rounded to nearest even; `odd`: how many are not finite."""
     bits = np.asarray(single, order="C").view(np.uint32)
     narrow = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
@@ -117,7 +117,7 @@ def _to_bf16(single: _Array, odd: int) -> _Array:
     return narrow
 
 
-def _in_range(narrow: _Array, dtype: str, odd: int) -> _Array:
+def _in_range(narrow: Array, dtype: str, odd: int) -> Array:
     """A rounded array; CheckpointError where more of its values are not finite than the `odd` ones before."""
     if lost := not_finite(narrow, dtype) - odd:
         raise CheckpointError(f"{lost} values do not fit {HF_NAMES[dtype]}")
@@ -127,7 +127,7 @@ def _in_range(narrow: _Array, dtype: str, odd: int) -> _Array:
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
 
 
-def not_finite(array: _Array, dtype: str) -> int:
+def not_finite(array: Array, dtype: str) -> int:
     """How many values are NaN or infinite, told from their bits; `array` contiguous, of any type with these bytes."""
     if dtype not in _EXPONENTS or not array.size:
         return 0
@@ -149,7 +149,7 @@ class Rounding:
         return Rounding(self.changed + other.changed, self.zeroed + other.zeroed, max(self.relative, other.relative))
 
 
-def rounding(before: _Array, dtype: str, after: _Array, target: str) -> Rounding:
+def rounding(before: Array, dtype: str, after: Array, target: str) -> Rounding:
     """Compare an array with its cast, both in their carrier dtypes; values that were not finite do not count."""
     if dtype in FLOATS and widest([dtype, target]) == target:
         return Rounding()
@@ -181,7 +181,7 @@ class Quantisation:
         return Quantisation(largest, self.errors + other.errors, self.values + other.values)
 
 
-def quantisation(before: _Array, dtype: str, after: _Array) -> Quantisation:
+def quantisation(before: Array, dtype: str, after: Array) -> Quantisation:
     """Compare an array in its carrier dtype with what its blocks stand for, as many values in fp32."""
     exact = to_float64(before, dtype).reshape(-1)
     error = after.reshape(-1) - exact

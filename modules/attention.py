@@ -7,19 +7,18 @@ paths do, and each follows its counterpart there to the bit.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..analysis.activations import Kernel
 from ..components import Attention, Biasing, LatentAttention, Turning
 from .cache import CACHE_LINE, LayerCache
 from .context import Context
 from .layers import FusedLinears, Linear, capped, clipped, kept_wide
 from .registry import build_module, computes, module_of
-
-Kernel = Literal["sdpa", "eager"]
 
 
 class Mixing:

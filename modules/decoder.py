@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..analysis.activations import Kernel
 from ..components import (
     Block,
     Component,
@@ -30,7 +31,6 @@ from ..components import (
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
-from .attention import Kernel
 from .cache import Cache
 from .context import Context
 from .layers import Linear, capped

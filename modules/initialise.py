@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ import torch
 from ..analysis.parameters import count
 from ..components import ModelSpec, Parameter
 from ..converter.convert import plan_output
-from ..converter.dtypes import HF_NAMES, cast, parse_dtype
+from ..converter.dtypes import HF_NAMES, Array, cast, parse_dtype
 from ..converter.outline import Outline
 from ..converter.publish import Staging
 from ..converter.safetensors import DTYPES
@@ -36,8 +35,6 @@ TOLD = "N(0, 0.02), o_proj and down_proj over sqrt(2 * layers); norms 1, biases 
 """The initialisation in words."""
 
 _PROBED = 16  # tokens of the forward pass that shows that logits are numbers
-
-Array = np.ndarray[Any, Any]
 
 
 def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[tuple[str, Array, str]]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..analysis.activations import Kernel
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.convert import companions
@@ -17,7 +18,6 @@ from ..converter.dtypes import HF_NAMES, parse_dtype
 from ..converter.outline import Outline, outline
 from ..converter.weights import Tree
 from ..errors import UsageError
-from .attention import Kernel
 from .decoder import Decoder
 
 M = TypeVar("M", bound=nn.Module)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from ..analysis.activations import Kernel
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.outline import Outline
 from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
 from ..converter.tree import Origin
 from ..errors import UsageError
-from .attention import Kernel
 from .decoder import Decoder
 from .generate import Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens

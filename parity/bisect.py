@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..analysis.activations import Kernel
 from ..architectures import Architecture, BoundLeaf
 from ..components import ModelSpec
-from ..modules.attention import Kernel
 from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides

@@ -23,11 +23,10 @@ from ..components import ModelSpec
 from ..converter.weights import Tree
 from .bisect import Kept
 from .compare import Compared, compare_heads, perplexity, require_same_tokens
-from .probe import RUNNING, Scope, Tokens, inputs
+from .probe import RUNNING, SMALL, Scope, Tokens, inputs
 from .rows import final_norm, states
 
-SMALL = 50_000_000  # parameters up to which fp64 is computed in, and all positions are looked at
-TEXT = 2048  # tokens of text that are used at most
+_TEXT = 2048  # tokens of text that are used at most
 _STREAM_BYTES = 2**28  # what one model's streams may take in the temporary folder
 _LENS_WORK = 5 * 10**11
 """Multiplications that a model's heads may take for all layers; of more positions, so many are taken evenly."""
@@ -208,7 +207,7 @@ class _Both:
         specs, self.notes = [tree.spec for tree in trees], list[str]()
         self.targets: Tensor | None = None
         deepest, widest = (max(each) for each in zip(*((len(x.blocks) + 1, x.hidden_size) for x in specs), strict=True))
-        budget = max(2, min(_STREAM_BYTES // (8 * deepest * widest), TEXT))
+        budget = max(2, min(_STREAM_BYTES // (8 * deepest * widest), _TEXT))
         windows = [] if text is None else scope.windows(text[: budget + 1])
         if windows:
             batches, self.targets = inputs(windows), scope.targets(windows)

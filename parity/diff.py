@@ -10,23 +10,20 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from numpy.typing import NDArray
+from typing import Literal, NamedTuple
 
 from ..analysis.named import by_names
 from ..architectures import BoundLeaf
 from ..components import Parameter
 from ..components.ranges import layer_ranges, range_label
 from ..converter.checkpoint import Checkpoint, TensorFiles, open_files, open_tensors
+from ..converter.dtypes import Array
 from ..converter.threads import available_cores
 from ..converter.transfer import IN_FLIGHT, Scheduler, dependents, shared_tensors
 from ..converter.weights import own_leaves
 from .changes import STATUSES, Diff, Status, TensorDiff
 from .surroundings import TreeChange, changed_files, changed_tree, same_layers
 from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
-
-_Array = NDArray[Any]
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
@@ -193,7 +190,7 @@ class _Comparison:
             self._pause(2 * part[0].nbytes)
         return True
 
-    def _figures(self, name: str, a: tuple[_Array, str] | None, b: tuple[_Array, str] | None) -> Figures | None:
+    def _figures(self, name: str, a: tuple[Array, str] | None, b: tuple[Array, str] | None) -> Figures | None:
         if a is None or b is None:
             return None
         x, y = a[0], b[0]

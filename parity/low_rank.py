@@ -12,12 +12,10 @@ largest column's norm together (Bandeira, van Handel 1408.6185). Only what is ab
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-_Array = NDArray[Any]
+from ..converter.dtypes import Array
 
 LIMIT = 128  # ranks up to this are told apart; adapters are rarely larger
 _OVERSAMPLING = 8
@@ -64,8 +62,8 @@ class Rank:
 class Floor:
     """What rounding can make of a matrix of this shape: from the sums of a² + b² over its rows and columns."""
 
-    rows: _Array
-    columns: _Array
+    rows: Array
+    columns: Array
 
     def of(self, dtype: str) -> float:
         """The largest singular value that rounding to `dtype` explains."""
@@ -93,13 +91,13 @@ class Floor:
 class _Products:
     """Takes a change by rows (rows of zeros may be left out), and multiplies them once there are enough."""
 
-    total: _Array
+    total: Array
 
     def __init__(self, columns: int, dtype: str) -> None:
         self._buffer = np.empty((max(1, _BUFFER // max(columns, 1)), columns), dtype)
         self._filled = 0
 
-    def add(self, rows: _Array) -> None:
+    def add(self, rows: Array) -> None:
         at = 0
         while at < len(rows):
             count = min(len(rows) - at, len(self._buffer) - self._filled)
@@ -114,12 +112,12 @@ class _Products:
             self._multiply(self._buffer[: self._filled])
         self._filled = 0
 
-    def _multiply(self, change: _Array) -> None:
+    def _multiply(self, change: Array) -> None:
         raise NotImplementedError
 
-    def values(self) -> _Array:
+    def values(self) -> Array:
         """The singular values, falling, of what `total` has the inner products of."""
-        found: _Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
+        found: Array = np.sqrt(np.clip(np.linalg.eigvalsh(self.total)[::-1], 0.0, None))
         return found
 
 
@@ -134,7 +132,7 @@ class Sketch(_Products):
         self.total = np.zeros((columns, columns if self.direct else self.width))
         self._random = np.random.default_rng(_SEED)
 
-    def _multiply(self, change: _Array) -> None:
+    def _multiply(self, change: Array) -> None:
         if self.direct:
             self.total += change.T @ change
         else:
@@ -142,7 +140,7 @@ class Sketch(_Products):
             self.total += change.T @ random
 
     @property
-    def spectrum(self) -> _Array | None:
+    def spectrum(self) -> Array | None:
         """The singular values, falling, where this pass is enough for them."""
         return self.values()[: min(self.rows, self.columns)] if self.direct else None
 
@@ -159,17 +157,17 @@ class Sketch(_Products):
 class Projection(_Products):
     """The second pass: the change in the directions of a sketch, an orthonormal basis (columns, width)."""
 
-    def __init__(self, basis: _Array, dtype: str) -> None:
+    def __init__(self, basis: Array, dtype: str) -> None:
         super().__init__(len(basis), dtype)
         self._basis = basis.astype(dtype)
         self.total = np.zeros((basis.shape[1], basis.shape[1]))
 
-    def _multiply(self, change: _Array) -> None:
+    def _multiply(self, change: Array) -> None:
         part = (change @ self._basis).astype(np.float64)
         self.total += part.T @ part
 
 
-def rank_of(spectrum: _Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
+def rank_of(spectrum: Array, energy: float, floor: Floor, grids: tuple[str, str]) -> Rank:
     """The rank above rounding, of the largest singular values, falling (all of them, or LIMIT and some more), and the
     squared Frobenius norm. `grids`: for either side the narrowest dtype that holds its values. Where they differ, the
     coarser side may have been rounded, or may be what both were before one was changed: what the counted directions
@@ -190,7 +188,7 @@ def rank_of(spectrum: _Array, energy: float, floor: Floor, grids: tuple[str, str
     return Rank(count, of, limit, share, most)
 
 
-def _count(spectrum: _Array, floor: float) -> int:
+def _count(spectrum: Array, floor: float) -> int:
     """The singular values above the floor, but for what the rounding of a change of rank 1 or 2 looks like. It is not
     independent of such a change, and leaves a few values of up to twice the floor: far below the change's own.
     """

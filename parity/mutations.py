@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..components import KINDS, Component, MixtureOfExperts, ModelSpec, Rotary
@@ -31,8 +31,6 @@ _Apply = Callable[[ModelSpec, Weights], Mutant | None]
 _IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
 """Slips that in a checkpoint are others, or cannot be overlooked there."""
 _BACK = ", the other way round"
-
-_replace = msgspec.structs.replace
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     table = weights["embedding.weight"]
     # On the meta device the shape alone is asked for, and a table may be large.
     noise = table if table.is_meta else torch.randn(table.shape, generator=torch.Generator().manual_seed(0)).to(table)
-    return _replace(spec, head=_replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
+    return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
 
 def _slipped(name: str) -> _Apply:
@@ -191,11 +189,11 @@ def _other_kinds(back: bool) -> _Apply:
         names = [name for name in _OF_KINDS if hasattr(mixers[0], name)]
         fields = [{name: getattr(other, name) for name in names} for other in others]
         try:
-            new = [_replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
+            new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
             if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
                 return None
             blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
-            return _replace(spec, blocks=blocks), dict(weights)
+            return replace(spec, blocks=blocks), dict(weights)
         except ConfigError:  # heads of the one kind are not as wide as the other's positions
             return None
 
@@ -246,7 +244,7 @@ def _valued(fields: _Fields) -> _Apply:
 
     def change(node: Any, _: str) -> Any:
         name, value = fields.get(type(node), (None, None))
-        return node if name is None else _replace(node, **{name: value})
+        return node if name is None else replace(node, **{name: value})
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
         try:
@@ -323,7 +321,7 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> _Apply:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
             return node
         fields = {name: getattr(node.position, name) for name in Rotary.__struct_fields__}
-        return _replace(node, position=_MistakenRotary(**fields, mistake=mistake))
+        return replace(node, position=_MistakenRotary(**fields, mistake=mistake))
 
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 

@@ -27,6 +27,8 @@ LONG = 200  # tokens of the longest batch at least, where the tree takes as many
 _REGIONS = 64
 KEPT = 256
 """Positions whose logits are compared in one row: far more tokens than that times the vocabulary is much memory."""
+SMALL = 50_000_000
+"""Parameters of a model that is run in fp64, or once more for every step, cause or mistake, without being asked to."""
 WINDOW = 1024  # tokens of text that a model is given at once
 TOGETHER = 2048  # tokens of text that go through a model together, and for which its weights are read once
 _NEAR = 1e-9  # relative difference of frequencies that come of one base by another way to compute them

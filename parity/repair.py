@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..components import ModelSpec, differences
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
-from ..modules.attention import Kernel
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, Front
 from ..modules.load import as_array, filled, tensor_of
@@ -29,9 +29,8 @@ from .bisect import Cause, Divergence, Part, bisect
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .passes import hooked
-from .probe import RUNNING, TABLES, Batch
+from .probe import RUNNING, SMALL, TABLES, Batch
 from .rows import final_norm, head_rows
-from .score import SMALL
 from .sides import Sides
 
 _Unit = int | Literal["front", "back"]
@@ -39,7 +38,7 @@ _Unit = int | Literal["front", "back"]
 
 _TOKENS = 256
 """Tokens that a model of more than `SMALL` parameters is laid side by side on; more only where one batch has more."""
-ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
+_ROOM = 2**30  # bytes that one side's outputs of all components may take in the temporary folder
 _FEW = 4  # tensors that a repair may take from each other across layers
 _TRIED = 3  # repairs that are made in the whole of a model too large to be run for each
 _SHOWN = 5
@@ -197,7 +196,7 @@ def diagnose(
 
 def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, row: int) -> list[Batch]:
     """The batches where two models differ most, of `_TOKENS` tokens together, and of theirs the positions where they
-    do: as many as `ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
+    do: as many as `_ROOM` has place for, at `row` bytes of one position. `gaps`: how much the logits of each position
     differ, (N,) a batch; None where they do not.
     """
     if gaps is None:
@@ -211,7 +210,7 @@ def where_they_differ(batches: Sequence[Batch], gaps: Sequence[Tensor] | None, r
     taken.sort()
     all_gaps = torch.cat([gaps[index] for index in taken])
     most = torch.zeros(len(all_gaps), dtype=torch.bool)
-    most[all_gaps.topk(min(max(ROOM // row, 1), len(all_gaps))).indices] = True
+    most[all_gaps.topk(min(max(_ROOM // row, 1), len(all_gaps))).indices] = True
     kept = torch.split(most, [len(gaps[index]) for index in taken])
     return [
         replace(batches[index], rows=rows.nonzero().flatten())

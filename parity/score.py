@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..analysis.parameters import count
@@ -21,7 +21,7 @@ from ..modules import Decoder
 from ..modules.load import load_checkpoint
 from .compare import largest_gap
 from .mutations import Weights, applicable
-from .probe import AFFORDABLE, LONG, TABLES, Batch, limits, longest
+from .probe import AFFORDABLE, LONG, SMALL, TABLES, Batch, limits, longest
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,6 @@ class Score:
         return len(self.caught) + len(self.caught_random) + len(self.missed)
 
 
-_replace = msgspec.structs.replace
-
-SMALL = 50_000_000
-"""Parameters up to which mistakes are made in the model itself, and causes looked for in memory, unasked: each takes a
-pass in fp64.
-"""
 _CLEAR = 10.0
 """Times what rounding explains that a mistake has to make for a probe to be blamed for not having seen it."""
 _SIZES = (1.0, 0.05, 0.002)
@@ -182,14 +176,14 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
     few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
     width = max(few, default=min(spec.hidden_size, _WIDTH))
-    copy = _replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
+    copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
     vocab = min(spec.vocab_size, _TOKENS)
     table, inputs = copy.positions, copy.layer_inputs
-    return _replace(
+    return replace(
         copy,
-        embedding=_replace(copy.embedding, vocab_size=vocab),
-        head=_replace(copy.head, vocab_size=vocab),
-        positions=None if table is None else _replace(table, length=min(table.length, tokens + 1)),
+        embedding=replace(copy.embedding, vocab_size=vocab),
+        head=replace(copy.head, vocab_size=vocab),
+        positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
         layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, len(blocks), vocab),
     )
 

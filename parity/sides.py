@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
+from ..analysis.activations import Kernel
 from ..architectures import BY_MODEL_TYPE
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import plan_conversion
@@ -34,7 +35,6 @@ from ..converter.publish import Staging
 from ..converter.weights import Tree
 from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
-from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
 from .passes import ask, hooked, run_together, trim_heaps

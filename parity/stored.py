@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from ..converter.checkpoint import Checkpoint
@@ -26,8 +26,6 @@ from .passes import hooked
 from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
 from .rows import final_norm, head_rows
 from .tensor_diff import same_bytes
-
-_replace = msgspec.structs.replace
 
 _Rows = Mapping[str, np.ndarray]
 """Of each table the numbers of the rows that hold other bytes, or that one side alone has."""
@@ -239,7 +237,7 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
         )
 
     def embedded(taken: Tensor) -> Tensor:
-        few = partial(EmbeddingModule, _replace(spec.embedding, vocab_size=len(taken)))
+        few = partial(EmbeddingModule, replace(spec.embedding, vocab_size=len(taken)))
         found: Tensor = filled(few, partial(read, taken=taken), dtype, "embedding")(torch.arange(len(taken)))
         return found
 
@@ -248,7 +246,7 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
         if name == EMBEDDING:
             x = x + embedded(rows)
         if spec.positions is not None and spec.positions.shapes():
-            few = partial(PositionsModule, _replace(spec.positions, length=len(rows), offset=0))
+            few = partial(PositionsModule, replace(spec.positions, length=len(rows), offset=0))
             taken = rows if name == POSITIONS else first
             x = x + filled(few, partial(read, taken=taken), dtype, "positions")(every, dtype)
         logits = next(head_rows(checkpoint, dtype, [columns]))(final_norm(checkpoint, dtype)(x))

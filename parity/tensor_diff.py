@@ -7,20 +7,17 @@ figures are made of, and of a matrix a second one the rank of the change (`low_r
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..converter.dtypes import to_float64
+from ..converter.dtypes import FLOATS, Array, to_float64
 from ..converter.transfer import contiguous
 from .low_rank import EPS, LIMIT, Floor, Projection, Rank, Sketch, rank_of
 
-_Array = NDArray[Any]
 _Order = Literal["rows", "columns"]
 
 CHUNK = 1 << 18  # elements that are looked at at a time: 2 MB as fp64
-_GRIDS = ("BF16", "F16", "F32", "F64")  # what values may be rounded to, the coarsest first
 _SCALED = 1e-7
 """How far two tensors may be from multiples of each other, beyond rounding: what fp64 sums of squares can tell."""
 _TINY = 1e-270  # below it a sum of squares may be of numbers whose squares are too small for fp64, and tells nothing
@@ -88,13 +85,7 @@ class Figures:
 
 
 def compare_tensors(
-    a: _Array,
-    dtype_a: str,
-    b: _Array,
-    dtype_b: str,
-    *,
-    rank: bool = True,
-    pause: Callable[[int], None] = lambda _: None,
+    a: Array, dtype_a: str, b: Array, dtype_b: str, *, rank: bool = True, pause: Callable[[int], None] = lambda _: None
 ) -> Figures:
     """Hold B against A, arrays of one shape (or views of files) in their carrier dtypes, each with what its bytes are.
     `rank` looks for the rank of the change too; `pause` is called between chunks with the bytes read since, and may
@@ -109,7 +100,7 @@ def compare_tensors(
     return sums.finished()
 
 
-def same_bytes(x: _Array, y: _Array) -> bool:
+def same_bytes(x: Array, y: Array) -> bool:
     """Whether two contiguous arrays of one dtype and shape hold the same bytes."""
     flat, other = x.reshape(-1), y.reshape(-1)
     whole = flat.nbytes // 8 * 8 // max(flat.itemsize, 1)
@@ -120,7 +111,7 @@ def same_bytes(x: _Array, y: _Array) -> bool:
 class _Pair:
     """Two tensors as matrices, in an order in which both are read forwards where there is one."""
 
-    def __init__(self, a: _Array, dtype_a: str, b: _Array, dtype_b: str, pause: Callable[[int], None]) -> None:
+    def __init__(self, a: Array, dtype_a: str, b: Array, dtype_b: str, pause: Callable[[int], None]) -> None:
         assert a.shape == b.shape, f"{a.shape} and {b.shape}"
         self.dtypes, self.pause = (dtype_a, dtype_b), pause
         self.matrix, self.rows_all = a.ndim == 2, a.shape[0] if a.ndim else 1
@@ -132,7 +123,7 @@ class _Pair:
         self.a, self.b = (a.T, b.T) if self.turned else (a, b)
         self.shape = self.a.shape
 
-    def chunks(self) -> Iterator[tuple[slice, _Array, _Array]]:
+    def chunks(self) -> Iterator[tuple[slice, Array, Array]]:
         """Some rows of both, contiguous, in their carrier dtypes."""
         rows, columns = self.shape
         if not rows or not columns:
@@ -144,7 +135,7 @@ class _Pair:
             yield part, x, y
             self.pause(x.nbytes + y.nbytes)
 
-    def walk(self) -> Iterator[tuple[slice, _Array, _Array, bool]]:
+    def walk(self) -> Iterator[tuple[slice, Array, Array, bool]]:
         """Some rows of both in fp64, and whether their bytes are equal: then only A's are to be looked at."""
         for part, x, y in self.chunks():
             equal = self.dtypes[0] == self.dtypes[1] and same_bytes(x, y)
@@ -168,15 +159,15 @@ class _Sums:
         self.marks = np.zeros(pair.rows_all, bool)
         self.row_sums, self.column_sums = np.zeros(rows), np.zeros(columns)
         floats = [dtype if dtype in EPS else "F64" for dtype in pair.dtypes]  # integers: fp64 holds them
-        self.grids = tuple([*(g for g in _GRIDS if EPS[g] > EPS[stored]), stored] for stored in floats)
+        self.grids = tuple([*(g for g in FLOATS if EPS[g] > EPS[stored]), stored] for stored in floats)
         sides: tuple[Literal["a", "b"], ...] = ("a", "b")
-        self.roundings = [(grid, side) for grid in _GRIDS[:-1] for side in sides]
+        self.roundings = [(grid, side) for grid in FLOATS[:-1] for side in sides]
         # 24 bits are plenty for a change between values of 8 or 11.
         self.dtype = "float64" if {"F32", "F64"} & set(floats) else "float32"
         wanted = rank and pair.matrix and min(pair.shape) > 1
         self.sketch = Sketch(rows, columns, self.dtype) if wanted else None
 
-    def add(self, rows: slice, x: _Array, y: _Array, equal: bool) -> None:
+    def add(self, rows: slice, x: Array, y: Array, equal: bool) -> None:
         """Some rows of A and B; with `equal` Y is X."""
         with np.errstate(invalid="ignore", over="ignore"):
             if not equal:
@@ -200,7 +191,7 @@ class _Sums:
         if self.sketch is not None:
             self.sketch.add(change)
 
-    def _look(self, x: _Array, y: _Array) -> None:
+    def _look(self, x: Array, y: Array) -> None:
         """Which grids the values lie on, and whether one side is the other's rounding."""
         for values, grids in zip((x, y), self.grids, strict=True):
             while len(grids) > 1 and not _rounds(values, grids[0], values):
@@ -210,7 +201,7 @@ class _Sums:
             (grid, side) for grid, side in self.roundings if _rounds(pairs[side][0], grid, pairs[side][1])
         ]
 
-    def _finite(self, rows: slice, x: _Array, y: _Array) -> tuple[_Array, _Array]:
+    def _finite(self, rows: slice, x: Array, y: Array) -> tuple[Array, Array]:
         """Both with 0 where either is not finite; those are counted, and whether they changed."""
         if math.isfinite(float(x.sum()) + float(y.sum())):
             return x, y
@@ -222,7 +213,7 @@ class _Sums:
         self._mark(rows, other)
         return np.where(both, x, 0.0), np.where(both, y, 0.0)
 
-    def _mark(self, rows: slice, changed: _Array) -> None:
+    def _mark(self, rows: slice, changed: Array) -> None:
         here = slice(None) if self.pair.turned else rows
         self.marks[here] |= changed.any(axis=0 if self.pair.turned else 1)
 
@@ -234,7 +225,7 @@ class _Sums:
         figures.rows, figures.rows_changed = runs(self.marks), int(self.marks.sum())
         if figures.changed and self.roundings and not any(figures.not_finite):
             # The finest that explains it: what bf16 explains of values that fp16 has too, fp16 does as well.
-            figures.rounded = max(self.roundings, key=lambda each: _GRIDS.index(each[0]))
+            figures.rounded = max(self.roundings, key=lambda each: FLOATS.index(each[0]))
         figures.order = self._order()
         if figures.rounded is None and figures.order is None:
             figures.rank = self._rank()
@@ -251,7 +242,7 @@ class _Sums:
             return Rank(1, least, limit, 1.0, 1)
         self.sketch.finish()
         floor = Floor(self.row_sums, self.column_sums)
-        if self.sketch.surely_more(floor, min(grids, key=_GRIDS.index)):
+        if self.sketch.surely_more(floor, min(grids, key=FLOATS.index)):
             return Rank(limit, least, limit, None, None, more=True)
         spectrum = self.sketch.spectrum
         if spectrum is None:
@@ -288,12 +279,12 @@ class _Sums:
         return next((name for name, found in zip(names, same, strict=True) if found), None)
 
 
-def _dot(x: _Array, y: _Array) -> float:
+def _dot(x: Array, y: Array) -> float:
     """The sum of products, by rows first. Not by BLAS, whose threads and ours would wait for one another."""
     return float(np.einsum("ij,ij->i", x, y).sum())
 
 
-def _on(values: _Array, grid: str) -> _Array:
+def _on(values: Array, grid: str) -> Array:
     """fp64 values rounded to nearest even in `grid`, in fp64; what is beyond its range is infinite."""
     if grid == "F64":
         return values
@@ -308,14 +299,14 @@ def _on(values: _Array, grid: str) -> _Array:
     return np.where(np.isnan(narrow), narrow, rounded.view(np.float32)).astype(np.float64)
 
 
-def _rounds(values: _Array, grid: str, other: _Array) -> bool:
+def _rounds(values: Array, grid: str, other: Array) -> bool:
     """Whether `other` is the values rounded to `grid`, NaN being NaN; a few are asked first."""
     return all(
         np.array_equal(_on(x, grid), y, equal_nan=True) for x, y in ((values[:1, :64], other[:1, :64]), (values, other))
     )
 
 
-def runs(marks: _Array) -> tuple[tuple[int, int], ...]:
+def runs(marks: Array) -> tuple[tuple[int, int], ...]:
     """The first and last index of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return tuple((int(first), int(last) - 1) for first, last in edges.reshape(-1, 2))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
 from ..components import differences, without_rounding
@@ -32,13 +33,13 @@ from ..converter.threads import as_before, suit
 from ..converter.tokenizer import load_tokenizer
 from ..display import Shown
 from ..errors import GptkitError, InvalidInput, UsageError
-from ..modules.attention import Kernel
 from ..modules.load import torch_dtype
 from .bisect import Divergence
 from .compare import Difference, compare, gaps, largest_gap, mean_gap
-from .damage import SMALL, Damage, damage
+from .damage import Damage, damage
 from .probe import (
     AFFORDABLE,
+    SMALL,
     Batch,
     limited_to,
     limits,

@@ -12,6 +12,7 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from ..components.ranges import number_ranges, range_label
+from ..converter.dtypes import HF_NAMES
 from ..parity.changes import STATUSES, Group
 from ..version import __version__
 from .heatmap import Cell, heatmap
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 4  # runs of rows that are named; of more, how many rows there are
 _UNRELATED = 0.2  # a cosine below it says that two models were not trained from one another
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _HEADINGS: dict[Status, str] = {"reshaped": "Of another shape", "only_a": "Only in A", "only_b": "Only in B"}
 """Of tensors that cannot be compared."""
 _APART: dict[Status, str] = {"only_a": "A", "only_b": "B", "reshaped": "≠"}
@@ -41,7 +41,7 @@ def sides(diff: Diff) -> list[str]:
     """Which two were compared."""
     lines = []
     for name, side, total in zip("AB", (diff.a, diff.b), diff.parameters, strict=True):
-        dtypes = " and ".join(_DTYPES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
+        dtypes = " and ".join(HF_NAMES.get(dtype, dtype) for dtype in sorted(set(side.dtypes.values())))
         kind = f"{side.origin.family or 'no family'} ({side.format})"
         lines.append(f"{name}  {side.reference}: {kind}, {total:,} parameters in {dtypes}")
     return lines
@@ -61,7 +61,7 @@ def verdict(diff: Diff) -> str:
     rounded, changed, both = diff.rounded, len(diff.changed), number - sum(apart.values())
     if rounded is not None and not apart:
         one, other = ("B", "A") if rounded[1] == "b" else ("A", "B")
-        return f"Rounding alone: {one} is {other}, rounded to {_DTYPES[rounded[0]]}"
+        return f"Rounding alone: {one} is {other}, rounded to {HF_NAMES[rounded[0]]}"
     if not both:
         return "Different: no tensor of one has its like in the other"
     if not changed and not apart:
@@ -153,7 +153,7 @@ def _remarks(each: TensorDiff) -> list[str]:
         words += [] if figures.cosine is None else [f"cosine {figures.cosine:.5f}"]
     words += _rank_told(each)
     if figures.rounded is not None:
-        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {_DTYPES[figures.rounded[0]]} rounds")
+        words.append(f"{'B' if figures.rounded[1] == 'b' else 'A'} as {HF_NAMES[figures.rounded[0]]} rounds")
     words += [] if figures.scale is None else [f"B = {figures.scale:.6g} · A"]
     words += [] if figures.order is None else [f"the same {figures.order} in another order"]
     if 0 < figures.rows_changed < figures.rows_all and figures.order is None:
@@ -356,7 +356,7 @@ def _sections(diff: Diff) -> Iterator[Section]:
     if changed:
         rows = []
         for each in changed:
-            dtypes = [_DTYPES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
+            dtypes = [HF_NAMES.get(dtype or "", dtype or "–") for dtype in dict.fromkeys((each.dtype_a, each.dtype_b))]
             rows.append((each.name, figure(_relative(each)), " → ".join(dtypes), ", ".join(_remarks(each))))
         columns = (("tensor", False), ("relative", True), ("stored as", False), ("", False))
         caption = f"{counted(len(rows), 'tensor')} of other values, most changed first"

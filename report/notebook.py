@@ -15,7 +15,7 @@ from ..terminal import printable, status
 from .sheets import Row, Sheet, nbytes
 
 _WIDTH = 100  # characters of a line
-OFTEN = 0.1  # seconds between two changes of a line of progress, at least
+_OFTEN = 0.1  # seconds between two changes of a line of progress, at least
 _BLOCK = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; font-family: monospace">{code}</pre>'
 """What of rich's page is wanted: no colours but those of the notebook."""
 
@@ -94,7 +94,7 @@ def progress(what: str = "working") -> Iterator[Callable[..., None]]:
             nonlocal done, last
             if isinstance(now, int):
                 done += now
-            if time.monotonic() - last < OFTEN:
+            if time.monotonic() - last < _OFTEN:
                 return
             last = time.monotonic()
             words = now if isinstance(now, str) else f"{nbytes(done)}{f' of {nbytes(total)}' if total else ''}"

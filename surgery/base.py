@@ -17,21 +17,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint
-from ..converter.dtypes import cast, from_float64, to_float64, widest
+from ..converter.dtypes import Array, cast, from_float64, to_float64, widest
 from ..converter.tree import Origin
 from ..converter.weights import Tree
 from ..errors import GptkitError, InvalidInput
+from .facts import Weights
 
 Guarantee = Literal["exact", "approximate", "retrained"]
+ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the best first
 Wide = NDArray[np.float64]
-Array = NDArray[Any]
 _KEPT_BYTES = 64 * 2**20
 """Computed tensors that a step in the middle of a chain remembers: the next one reads most of them more than once."""
 
@@ -41,8 +42,7 @@ _T = TypeVar("_T")
 
 def weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
     """What a chain of swaps guarantees."""
-    order: tuple[Guarantee, ...] = ("exact", "approximate", "retrained")
-    return max(guarantees, key=order.index, default="exact")
+    return max(guarantees, key=ORDER.index, default="exact")
 
 
 # --- a tree with weights ----------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Stored:
         return values
 
 
-class Read:
+class Read(Weights):
     """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
 
     def __init__(self, model: Model) -> None:
@@ -99,9 +99,6 @@ class Read:
     def filled(self, value: float, *names: str) -> bool:
         there = [name for name in names if name in self._names]
         return self.ask(lambda model: all(bool((model.wide(name) == value).all()) for name in there), False, True)
-
-    def zero(self, *names: str) -> bool:
-        return self.filled(0.0, *names)
 
     def same(self, one: str, other: str) -> bool:
         return self.ask(lambda model: not any(differing(model, one, other)), False, True)
@@ -310,7 +307,7 @@ class Exactly:
 Index = NDArray[np.int64]  # for each new entry the old one that it takes, or -1 for zero
 
 
-def gather(array: NDArray[Any], index: Index, axis: int) -> NDArray[Any]:
+def gather(array: Array, index: Index, axis: int) -> Array:
     """The entries of `array` along `axis` that `index` names, zeros where it is -1."""
     found = np.take(array, np.maximum(index, 0), axis=axis)
     found[(slice(None),) * axis + (index < 0,)] = 0

@@ -9,6 +9,7 @@ from ..analysis.parameters import count
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import HF_NAMES
 from ..errors import GptkitError, InvalidInput, SwapRefused
+from ..parity.probe import SMALL
 from ..parity.verify import require_finite_weights, verify
 from .base import Exactly, Stored
 from .chain import Chain, chain
@@ -17,7 +18,6 @@ from .measure import Measurement, measure
 
 EXACT_FP64, EXACT_FP32 = 1e-12, 1e-5  # the largest relative error of logits that "exact" allows
 _REPORT = "Please report this checkpoint; --as local keeps it in gptkit's own format."
-SMALL = 50_000_000  # parameters of a model of which each step of a chain is measured without being asked to
 
 
 def hold_to_transformers(folder: Path) -> None:

@@ -28,6 +28,7 @@ from ..components.model import walk
 from ..errors import SwapRefused
 from .base import Guarantee, Index, Model, Wide
 
+Dense = FeedForward | GatedFeedForward
 _FEW = 4
 """Layers that a lossy change may be made in, as a share of all: one in so many, or one. A changed layer costs some
 hundredths of a nat, and its neighbours make up for little of it: beyond this the model is to be trained."""

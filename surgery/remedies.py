@@ -16,7 +16,8 @@ from ..architectures import Architecture
 from ..architectures.obstacles import Expression, Obstacle, Zero, by_layers, express
 from ..components import ModelSpec
 from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
-from .base import Exactly, Guarantee, Model, Swapped, SwappedModel, weakest
+from ..parity.probe import SMALL
+from .base import ORDER, Exactly, Guarantee, Model, Swapped, SwappedModel, weakest
 from .measure import measure
 from .registry import Step, all_swaps, apply, options
 from .shapes import swapped
@@ -26,11 +27,6 @@ _NEAR = 3  # families that are told of
 _FEW = 3  # obstacles of each, where more than one family is asked for
 _MOST = 10  # remedies one after the other
 _WIDTH = 76  # of a sentence, which the command line indents
-_SMALL = 50_000_000
-"""Parameters of a model whose weights are looked at to find a way, and whose damage is measured only to tell of it. A
-larger one's swaps are tried on its shapes, with guarantees such as trained weights have.
-"""
-ORDER: tuple[Guarantee, ...] = ("exact", "approximate", "retrained")
 _OWN_FORMAT = "gptkit's own format holds any tree: --as local"
 
 
@@ -62,8 +58,10 @@ _After = Callable[[_Remedy], _State | None]  # the tree after some steps; None w
 
 
 def ways_from(model: Model, zero: Zero) -> _After:
-    """What becomes of a tree by steps; see `_SMALL`. `zero` tells its biases that are zero."""
-    small = sum(parameter.count for parameter in model.spec.parameters()) <= _SMALL
+    """What becomes of a tree by steps; of more than `SMALL` parameters shapes alone are looked at, with guarantees
+    such as trained weights have. `zero` tells its biases that are zero.
+    """
+    small = sum(parameter.count for parameter in model.spec.parameters()) <= SMALL
     names = {parameter.name for parameter in model.spec.parameters()}
     made: dict[str, _State | None] = {"": _State(model.spec, zero, models=(model,))}
 

@@ -24,11 +24,12 @@ from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
 from ..parity.damage import Damage, damage
+from ..parity.probe import SMALL
 from ..version import __version__
 from .base import Guarantee, Model, Moved, Stored
 from .chain import Chain, chain, leaving
 from .fits.calibration import TOKENS, read_text
-from .guarantee import SMALL, each_alone, hold_to_transformers, measured_from_files, plain_form
+from .guarantee import each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
 from .recipe import Recipe, read_recipe
 from .registry import Step, steps_of

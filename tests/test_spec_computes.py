@@ -18,10 +18,10 @@ from helpers.trees import TREES, filled, random_weights
 from test_spec import at, paths
 
 import gptkit
+from gptkit.analysis.activations import Kernel
 from gptkit.components import KINDS, ModelSpec, from_json
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache
-from gptkit.modules.attention import Kernel
 
 Place = tuple[Any, ...]
 

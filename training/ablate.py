@@ -31,8 +31,7 @@ from ..surgery.recipe import told_as
 from ..surgery.swap import swap
 from .data import TOKENS, Progress, TokenFile, is_tokens, open_tokens
 from .heal import heal
-from .loop import Step
-from .optimiser import usual_rate
+from .loop import Step, usual_rate
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty
 from .train import CONTEXT, folder_of, longest, require_texts, require_trainable, size_of, tokenized, train, tree_of

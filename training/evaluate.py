@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..analysis.activations import Kernel
 from ..analysis.costs import stated_context
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.dtypes import Array
 from ..converter.threads import as_before, suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
 from ..errors import GptkitError, InvalidInput, UsageError
-from ..modules.attention import Kernel
 from ..modules.decoder import Decoder
 from ..modules.generate import outside_vocabulary
 from ..modules.load import load_checkpoint
@@ -38,7 +39,6 @@ from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
 from .data import Text, around, is_tokens, open_tokens
 
-_Array = np.ndarray[Any, Any]
 MOST = 2048
 """Tokens of a window where nobody says how many, at most: attention grows with the square."""
 _LOGITS = 2**22
@@ -149,8 +149,8 @@ class _Document:
     """A text as tokens: their ids, and in bytes of the text where each ends."""
 
     name: str
-    ids: _Array
-    ends: _Array
+    ids: Array
+    ends: Array
 
 
 def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) -> list[_Document]:
@@ -161,7 +161,7 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
         hint = "gptkit tokenize makes a folder of tokens, which --data takes."
         raise UsageError(f"{checkpoint.reference} has no tokenizer to read {path} with", hint)
     before, _ = around(tokenizer, ())
-    found, ids, ends = list[_Document](), list[int](), list[_Array]()
+    found, ids, ends = list[_Document](), list[int](), list[Array]()
     size = 0
     for text, last in Text(path).pieces():
         new, places = tokenizer.encode_with_ends(text)
@@ -247,37 +247,37 @@ class _Run:
     spec: ModelSpec
     documents: Sequence[_Document]
     windows: Sequence[_Window]
-    lost: _Array
-    rank: _Array
+    lost: Array
+    rank: Array
 
-    def _by_prediction(self, values: Callable[[_Window], _Array]) -> _Array:
+    def _by_prediction(self, values: Callable[[_Window], Array]) -> Array:
         return np.concatenate([values(window) for window in self.windows])
 
     @cached_property
-    def window(self) -> _Array:
+    def window(self) -> Array:
         """The number of each prediction's window."""
         return np.repeat(np.arange(len(self.windows)), [window.counted for window in self.windows])
 
     @cached_property
-    def position(self) -> _Array:
+    def position(self) -> Array:
         return self._by_prediction(lambda each: np.arange(each.given - each.counted, each.given))
 
-    def ends(self, token: int) -> _Array:
+    def ends(self, token: int) -> Array:
         """The byte of its document at which each predicted token (1), or the one before it (0), ends."""
 
-        def of(each: _Window) -> _Array:
+        def of(each: _Window) -> Array:
             last = each.first + each.given + token
             return self.documents[each.document].ends[last - each.counted : last]
 
         return self._by_prediction(of)
 
-    def estimate(self, values: _Array, sizes: _Array | None = None, here: _Array | slice = slice(None)) -> Estimate:
+    def estimate(self, values: Array, sizes: Array | None = None, here: Array | slice = slice(None)) -> Estimate:
         """The mean of values of the predictions `here`, each of the size given (one, where none is)."""
         weights = None if sizes is None else sizes[here]
         sums, totals = (np.bincount(self.window[here], each) for each in (values[here], weights))
         return ratio(sums, totals)
 
-    def top(self, ks: Sequence[int], here: _Array | slice = slice(None)) -> dict[int, Estimate]:
+    def top(self, ks: Sequence[int], here: Array | slice = slice(None)) -> dict[int, Estimate]:
         return {k: self.estimate(1.0 * (self.rank < k), here=here) for k in ks}
 
     def curve(self, edges: Sequence[int], width: int, ks: Sequence[int]) -> Curve:
@@ -305,7 +305,7 @@ class _Run:
         )
 
 
-def ratio(sums: _Array, sizes: _Array) -> Estimate:
+def ratio(sums: Array, sizes: Array) -> Estimate:
     """The mean of what windows of some sizes sum up to, and its standard error; see above."""
     sums, sizes = sums[sizes > 0], sizes[sizes > 0]
     count, total = len(sizes), sizes.sum()
@@ -387,8 +387,8 @@ def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Ten
 def _pair(a: _Run, b: _Run) -> Paired:
     """`a` less `b`, by `a`'s windows."""
     same = all(np.array_equal(x.ids, y.ids) for x, y in zip(a.documents, b.documents, strict=True))
-    ours: _Array
-    theirs: _Array
+    ours: Array
+    theirs: Array
     if same:
         ours, theirs, sizes = (np.bincount(a.window, each).astype(np.float64) for each in (a.lost, b.lost, None))
         unit = "nats a token"
@@ -401,7 +401,7 @@ def _pair(a: _Run, b: _Run) -> Paired:
     return Paired(ratio(ours - theirs, sizes), unit, len(sizes), better, worse)
 
 
-def _by_bytes(a: _Run, b: _Run) -> tuple[_Array, _Array, _Array]:
+def _by_bytes(a: _Run, b: _Run) -> tuple[Array, Array, Array]:
     """What both lose in nats in each of `a`'s windows, and its bytes: from where both have begun to predict."""
     both = list(zip(a.documents, b.documents, strict=True))
     firsts, sizes = (np.array([max([*x.ends[at], *y.ends[at]], default=0.0) for x, y in both]) for at in _ENDS)

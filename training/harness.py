@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ..analysis.activations import Kernel
 from ..analysis.costs import stated_context
 from ..converter.checkpoint import open_checkpoint
 from ..converter.tokenizer import StreamDecoder, load_tokenizer
 from ..errors import UsageError
-from ..modules.attention import Kernel
 from ..modules.generate import Sampling, generate
 from ..modules.load import load_checkpoint
 from .data import around

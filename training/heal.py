@@ -38,8 +38,7 @@ from ..modules.save import save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
 from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
-from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token
-from .optimiser import usual_rate
+from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
 from .state import Store, remove_empty
 from .train import (

@@ -34,8 +34,7 @@ from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
 from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, tokenize
-from .loop import Settings, Step, fit
-from .optimiser import usual_rate
+from .loop import Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, remove_empty
 

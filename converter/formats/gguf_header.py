@@ -37,7 +37,7 @@ _MAX_TEXT = 2**26  # bytes of all strings together: such a vocabulary takes a te
 _MAX_NAME = 2**16 - 1
 _SMALL = 2**16  # so many numbers of arrays are read at once, further ones when they are asked for
 
-PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
+_PART = 2**22  # elements that are dequantised at a time: the gguf package's numpy takes several times their memory
 
 _Buffer = bytes | mmap.mmap
 
@@ -323,7 +323,7 @@ def dequantised(data: np.ndarray, kind: Quant) -> np.ndarray:
 
     blocks = data.reshape(-1, kind.nbytes)
     values = np.empty((len(blocks), kind.block), np.float32)
-    step = max(1, PART // kind.block)
+    step = max(1, _PART // kind.block)
     for at in range(0, len(blocks), step):
         # As one row: the package takes rows by the dozen, in a loop.
         part = blocks[at : at + step].reshape(1, -1)

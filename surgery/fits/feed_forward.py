@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from ...components import Activation, FeedForward, GatedFeedForward
+from ...components import Activation
 from ...modules.feed_forward import MixtureOfExpertsModule
 from ...modules.layers import ACTIVATIONS
 from ..base import Model, Wide
+from ..layerwise import Dense
 from .calibration import Calibration, Layer
 from .regression import Moment, best_slope, ridge
 
-_Dense = FeedForward | GatedFeedForward
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
 SAMPLES = 100_000  # pre-activations of a layer that its slope is fitted on
 _STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one
 
 
 def slopes(
-    model: Model, calibration: Calibration, layers: Mapping[int, _Dense], new: Activation
+    model: Model, calibration: Calibration, layers: Mapping[int, Dense], new: Activation
 ) -> Iterator[Mapping[str, Wide]]:
     """The best slope of each layer, by its number."""
     for layer in calibration.walk(model, layers):
@@ -31,7 +31,7 @@ def slopes(
         yield {str(layer.index): np.array([best_slope(ACTIVATIONS[dense.activation], ACTIVATIONS[new], x)[0]])}
 
 
-def pre_activations(layer: Layer, dense: _Dense, down: torch.Tensor) -> torch.Tensor:
+def pre_activations(layer: Layer, dense: Dense, down: torch.Tensor) -> torch.Tensor:
     """What a layer's activation gets on the text, each value as often as its error matters in the layer's output:
     times the square of its other factor, times that of its column of `down`; `SAMPLES` of them.
     """

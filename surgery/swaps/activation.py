@@ -23,10 +23,10 @@ from ...components import Activation, GatedFeedForward, MixtureOfExperts, ModelS
 from ...errors import SwapRefused
 from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
-from ..layerwise import in_words, tensors_of, unnormed, with_blocks
+from ..layerwise import Dense, in_words, tensors_of, unnormed, with_blocks
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
-from .mlp import Dense, dense_of, paths, with_dense
+from .mlp import dense_of, paths, with_dense
 
 _Slope = Callable[[Model], float]  # a number that may be fitted to the model
 _QUICK = 1.702  # quick_gelu's slope (Hendrycks & Gimpel 1606.08415)

@@ -23,8 +23,9 @@ from msgspec.structs import replace
 
 from ...analysis.costs import work_of
 from ...components import Attention, LatentAttention, ModelSpec, Rotary, recast
+from ...converter.dtypes import Array
 from ...errors import SwapRefused
-from ..base import Array, Computed, Filled, Model, Moved, Swapped, Tensor, Wide
+from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..layerwise import attentions, tensors_of, with_mixers
 from ..options import ATTENTION, Option

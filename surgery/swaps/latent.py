@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from ...components import Block, DynamicScaling, LatentAttention, LongRopeScaling, ModelSpec, RMSNorm, Rotary
 from ...errors import SwapRefused
-from ..base import Computed, Filled, Moved, Swapped, Tensor
+from ..base import Computed, Filled, Index, Moved, Swapped, Tensor
 from ..layerwise import tensors_of, with_mixers
 from ..registry import Asked, Clears
 from .kv_heads import latent
-from .rotation import NEUTRAL, Elements, amplitude, frequencies, original_context, pair_elements, reordered
+from .rotation import NEUTRAL, amplitude, frequencies, original_context, pair_elements, reordered
 
 CONSTANT = 2.0**40  # of a latent's elements: the square of any other vanishes beside its own, in fp64 too
 SHARE = 64
@@ -63,7 +63,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
     return replace(rotary, dim=keys * rotary.dim, base=1.0, scaling=scaling)
 
 
-def _key_order(rotary: Rotary, keys: int) -> Elements:
+def _key_order(rotary: Rotary, keys: int) -> Index:
     """Where the elements of a wide key come from: those of several, one behind the other."""
     if rotary.pairs == "adjacent":
         return np.arange(keys * rotary.dim)

@@ -34,11 +34,9 @@ from ...components import Block, FeedForward, GatedFeedForward, MixtureOfExperts
 from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Model, Moved, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
-from ..layerwise import experts, guarantee_of, in_words, unnormed, with_blocks, with_mixers
+from ..layerwise import Dense, experts, guarantee_of, in_words, unnormed, with_blocks, with_mixers
 from ..options import FEED_FORWARD, Option
 from ..registry import Asked, Clears, Swap
-
-Dense = FeedForward | GatedFeedForward
 
 
 def dense_of(block: Block) -> Dense:

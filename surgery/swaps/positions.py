@@ -23,8 +23,9 @@ from msgspec.structs import replace
 
 from ...analysis.costs import usual_context
 from ...components import ALiBi, LatentAttention, LayerNorm, LearnedPositions, ModelSpec, Position, Rotary
+from ...converter.dtypes import Array
 from ...errors import SwapRefused, UsageError
-from ..base import Array, Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
+from ..base import Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import tables, unknown, with_mixers
 from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Swap

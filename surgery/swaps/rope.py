@@ -24,12 +24,11 @@ from ...components import (
     YarnScaling,
 )
 from ...errors import SwapRefused, UsageError
-from ..base import Computed, Guarantee, Model, Moved, Promise, Swapped, Tensor, Wide
+from ..base import Computed, Guarantee, Index, Model, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import Grouped, tensors_of, with_mixers
 from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Swap
 from .rotation import (
-    Elements,
     Pairs,
     amplitude,
     for_width,
@@ -176,7 +175,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
 # --- how pairs lie ----------------------------------------------------------------------------------------------------
 
 
-def _pair_order(dim: int, pairs: Pairs) -> Elements:
+def _pair_order(dim: int, pairs: Pairs) -> Index:
     """Where the elements of a head come from when their pairs are to lie as `pairs` says, from the other way."""
     if pairs == "adjacent":
         return np.stack(pair_elements(dim, "halves"), axis=1).ravel()
@@ -197,7 +196,7 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
     return Swapped(new, "exact", tensors, {"to": wanted, "layers": list(layers)})
 
 
-def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Elements]]:
+def _pair_orders(path: str, attention: Grouped, rotary: Rotary, wanted: Pairs) -> Iterator[tuple[str, Index]]:
     """Each tensor with rows that turn, and the order of its rows within a head."""
     order = _pair_order(rotary.dim, wanted)
     if isinstance(attention, Attention):
@@ -265,7 +264,7 @@ def _require_part(layer: int, rotary: Rotary, size: int) -> None:
         raise SwapRefused("dynamic scaling divides by the rotary dimension less 2", "Possible here: from 4.")
 
 
-def kept_pairs(dim: int, size: int, drop: str) -> Elements:
+def kept_pairs(dim: int, size: int, drop: str) -> Index:
     """The pairs that stay: the first are the fastest."""
     return np.arange(size // 2) if drop == "slowest" else np.arange((dim - size) // 2, dim // 2)
 
@@ -302,7 +301,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
     return replace(part, scaling=scaling)
 
 
-def _part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
+def _part_order(rotary: Rotary, kept: Index, head_dim: int) -> Index:
     """The elements of a head, those of the pairs that stay first, as pairs lie; then the others as they lay."""
     first, second = (elements[kept] for elements in pair_elements(rotary.dim, rotary.pairs))
     together = np.concatenate((first, second)) if rotary.pairs == "halves" else np.stack((first, second), 1).ravel()
@@ -310,7 +309,7 @@ def _part_order(rotary: Rotary, kept: Elements, head_dim: int) -> Elements:
     return np.concatenate((together, rest))
 
 
-def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Elements) -> bool:
+def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotary, kept: Index) -> bool:
     """Whether any score holds anything of the pairs that go: neither their queries nor their keys are zero."""
     first, second = pair_elements(rotary.dim, rotary.pairs)
 
@@ -336,7 +335,7 @@ def _dropped_matter(model: Model, path: str, attention: Attention, rotary: Rotar
 
 
 def _part_tensors(
-    path: str, attention: Attention, rotary: Rotary, kept: Elements, context: int | None
+    path: str, attention: Attention, rotary: Rotary, kept: Index, context: int | None
 ) -> dict[str, Tensor]:
     """The rows of q and k in their new order, those of the pairs that go turned by their mean on the side of q."""
     order = _part_order(rotary, kept, attention.head_dim)

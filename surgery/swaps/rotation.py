@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ...components import Attention, LinearScaling, LongRopeScaling, ModelSpec, ProportionalScaling, RopeScaling, Rotary
+from ...converter.dtypes import Array
 from ...errors import SwapRefused
-from ..base import Array, Model, Wide
+from ..base import Index, Model, Wide
 from ..layerwise import regained, tensors_of, unclipped, weighed, with_mixers
 from ..registry import Asked
 
-Elements = NDArray[np.int64]
 Pairs = Literal["halves", "adjacent"]
 NEUTRAL = LinearScaling(factor=1e30)
 """Positions divided by so much that nothing turns: cos is 1 in every dtype and sin at most 1e-21."""
@@ -86,7 +85,7 @@ def for_width(scaling: RopeScaling | None, dim: int) -> RopeScaling | None:
     return scaling
 
 
-def pair_elements(dim: int, pairs: Pairs) -> tuple[Elements, Elements]:
+def pair_elements(dim: int, pairs: Pairs) -> tuple[Index, Index]:
     """Of each pair its first and its second element, the fastest pair first."""
     each = np.arange(dim // 2)
     return (each, each + dim // 2) if pairs == "halves" else (2 * each, 2 * each + 1)
@@ -116,7 +115,7 @@ def turn_rows(rows: Wide, factors: Array, rotary: Rotary, head_dim: int) -> Wide
     return result.reshape(rows.shape)
 
 
-def reordered(array: Array, order: Elements) -> Array:
+def reordered(array: Array, order: Index) -> Array:
     """The elements of every head in another order; array (heads·len(order), …)."""
     return array.reshape(-1, len(order), *array.shape[1:])[:, order].reshape(array.shape)
 

@@ -22,11 +22,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...components import ModelSpec
+from ...converter.dtypes import Array
 from ...converter.names import CONFIG
 from ...converter.tokenizer import load_tokenizer
 from ...converter.vocabulary import Vocabulary, read_vocabulary
 from ...errors import InvalidInput, SwapRefused, UsageError
-from ..base import Array, Computed, Guarantee, Moved, Promise, Swapped, Tensor, differing
+from ..base import Computed, Guarantee, Moved, Promise, Swapped, Tensor, differing
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Swap
 

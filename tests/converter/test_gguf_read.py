@@ -181,7 +181,7 @@ def test_quantised_values_are_the_packages(kind: str, tmp_path: Path) -> None:
 # The package unpacks these, but does not pack them: blocks of random bytes hold any value there is.
 @pytest.mark.parametrize("kind", sorted(READABLE - {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}))
 def test_blocks_of_any_bytes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptkit.converter.formats.gguf_header.PART", 1000)
+    monkeypatch.setattr("gptkit.converter.formats.gguf_header._PART", 1000)
     model = randomised_reference(WIDE)
     block, nbytes = gguf.GGML_QUANT_SIZES[Q[kind]]
     raw = np.random.default_rng(0).integers(0, 256, (512, 256 // block * nbytes), dtype=np.uint8)

@@ -219,7 +219,7 @@ def test_an_interrupt_is_not_a_broken_file(folder: Path, monkeypatch: pytest.Mon
 
     tokenizer = loaded(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("gptkit.converter.confinement.receive", interrupted)
+        patch.setattr("gptkit.converter.confinement._receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_tokenizer(folder)
         with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gptkit.analysis.activations import Kernel
 from gptkit.components import (
     ALiBi,
     Attention,
@@ -19,7 +20,6 @@ from gptkit.components import (
     Rotary,
 )
 from gptkit.modules import Decoder
-from gptkit.modules.attention import Kernel
 from gptkit.parity.score import random_parameter
 from helpers.families import CONFIGS, spec_of
 

@@ -126,7 +126,7 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
     """A few positions of a few batches, and few repairs made in the whole."""
     monkeypatch.setattr(repair, "SMALL", 1)
-    monkeypatch.setattr(repair, "ROOM", 2**20)
+    monkeypatch.setattr(repair, "_ROOM", 2**20)
     sample, damage, place, cause = CASES[name]
     bad = damaged(sample, tmp_path / "bad", **damage)
     found = verify(f"sample:{sample}", bad, mutations=False, stream=True).divergence
@@ -208,7 +208,7 @@ def test_positions_are_chosen_by_how_much_they_differ():
     gaps[1][[3, 150]] = torch.tensor([5.0, 4.0])
     gaps[2][7] = 4.5
     gaps[3][1] = 3.0
-    found = where_they_differ(batches, gaps, repair.ROOM // 3)
+    found = where_they_differ(batches, gaps, repair._ROOM // 3)
     assert [(batch.name, batch.rows.tolist()) for batch in found] == [("200", [3, 150]), ("50", [7])]
     values = torch.arange(200.0).reshape(1, 200, 1)
     assert found[0].valid(values).flatten().tolist() == [3, 150]
@@ -217,10 +217,10 @@ def test_positions_are_chosen_by_how_much_they_differ():
 def test_one_batch_that_differs_is_enough_however_long():
     batches = [Batch("long", torch.zeros(1, 5000, dtype=torch.long)), Batch("one", torch.zeros(1, 1, dtype=torch.long))]
     gaps = [torch.ones(256), torch.zeros(1)]
-    found = where_they_differ(batches, gaps, repair.ROOM * 2)
+    found = where_they_differ(batches, gaps, repair._ROOM * 2)
     assert [batch.name for batch in found] == ["long"]
     assert len(found[0].rows) == 1
-    assert where_they_differ(batches, None, repair.ROOM // 2)
+    assert where_they_differ(batches, None, repair._ROOM // 2)
 
 
 def test_kept_tensors_come_back():

@@ -33,7 +33,7 @@ def gptkit(*words: object) -> Result:
 def short() -> Iterator[None]:
     """A text of few tokens, of which each takes a pass in fp64."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptkit.parity.damage.TEXT", 256)
+        patch.setattr("gptkit.parity.damage._TEXT", 256)
         yield
 
 

@@ -94,7 +94,7 @@ def test_progress_takes_what_functions_tell(
         lines.append(data["text/plain"])
         return Handle()
 
-    monkeypatch.setattr("gptkit.report.notebook.OFTEN", 0)
+    monkeypatch.setattr("gptkit.report.notebook._OFTEN", 0)
     monkeypatch.setitem(sys.modules, "IPython", type("IPython", (), {"get_ipython": Kernel}))
     monkeypatch.setitem(sys.modules, "IPython.display", type("Display", (), {"display": display}))
     with progress("working") as told:

@@ -386,7 +386,7 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
             names.append(name)
             return super().tensor(name)
 
-    monkeypatch.setattr(ways, "_SMALL", 10)
+    monkeypatch.setattr(ways, "SMALL", 10)
     found, _ = way("llama", Watched(gptkit.open_checkpoint(source("bloom", folder))))
     assert found.arrived and [str(step) for step in found.steps][-1] == "--drop head.bias"
     assert all(name.endswith(".bias") for name in names)
@@ -397,7 +397,7 @@ def test_little_is_read_of_a_large_model(folder: Path, monkeypatch: pytest.Monke
 def test_a_large_model_is_told_a_way_without_what_it_costs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "_SMALL", 10)
+    monkeypatch.setattr(ways, "SMALL", 10)
     _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
     assert "--norm rmsnorm    changes nothing" in hint
     assert "--drop head.bias  costs something: swap it and see" in hint

@@ -11,8 +11,7 @@ from gptkit.errors import UsageError
 from gptkit.modules.decoder import Decoder, positions_in
 from gptkit.modules.load import load
 from gptkit.training.data import NOWHERE, Windows
-from gptkit.training.loop import Settings, _Engine, next_token
-from gptkit.training.optimiser import FLOOR, adamw, decays, rate_at
+from gptkit.training.loop import FLOOR, Settings, _Engine, adamw, decays, next_token, rate_at
 from gptkit.training.parallel import Group
 
 ALONE = Group(0, 1, torch.device("cpu"))

@@ -29,7 +29,6 @@ from gptkit.errors import GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
 from gptkit.training import loop, state
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
-from gptkit.training.optimiser import adamw
 from gptkit.training.parallel import Group
 from gptkit.training.train import peak_flops
 
@@ -115,7 +114,7 @@ def test_every_family_takes_a_step(tmp_path: Path, name: str, dtype: str) -> Non
     store, found = state.Store(tmp_path, alone), []
     for seed in (0, 1):
         model = load_random(spec, "float32", seed=seed).train()
-        descent = adamw(model, spec.parameters(), 1e-3, 0.1)
+        descent = loop.adamw(model, spec.parameters(), 1e-3, 0.1)
         if seed:
             assert store.read(model, descent) == {"step": 1}
         engine = loop._Engine(model, loop.next_token, descent, loop.Settings(2, 16, steps=2, dtype=dtype), alone)
