@@ -89,17 +89,17 @@ def _in_transformers(kind: str) -> bool:
     """Whether transformers has a model of that type, which then is no typo: looked up in the text of its list of them,
     since to import it takes a second.
     """
-    return f'"{kind}"' in _transformers_list()
+    return f'"{kind}"' in transformers_lists(*_LISTS)
 
 
 @functools.cache
-def _transformers_list() -> str:
-    """The source of transformers' list of model types; "" where there is none."""
+def transformers_lists(*names: str) -> str:
+    """The source of these files of transformers' models/auto, as far as it has them; "" where there is none."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return ""
     folder = Path(found.origin).parent / "models" / "auto"
     try:
-        return "".join((folder / name).read_text("utf-8") for name in _LISTS if (folder / name).is_file())
+        return "".join((folder / name).read_text("utf-8") for name in names if (folder / name).is_file())
     except (OSError, ValueError):
         return ""

@@ -20,11 +20,11 @@ from .words import NOT_THERE, Words
 
 __all__ = ["Block", "BlockScale", "SubLayer"]
 
-NORMS = ("norm", "output_norm", "sum_norm")
+_NORMS = ("norm", "output_norm", "sum_norm")
 
-OWN = ("parallel", "residual", "scale", "altup", "sums")  # a block's fields beside its sub-layers
+_OWN = ("parallel", "residual", "scale", "altup", "sums")  # a block's fields beside its sub-layers
 
-PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
+_PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
 
 class SubLayer(Component, frozen=True):
@@ -36,7 +36,7 @@ class SubLayer(Component, frozen=True):
     "others" is added to all streams but the first, and is of the active one of the corrected streams.
     """
 
-    tells = ("mixer", *NORMS)
+    tells = ("mixer", *_NORMS)
     forgotten: ClassVar[dict[str, str]] = {
         "norm": "norms before sub-layers left out",
         "output_norm": "norms of sub-layers' outputs left out",
@@ -76,7 +76,7 @@ class SubLayer(Component, frozen=True):
 
     def places(self) -> list[str]:
         """Where it has norms."""
-        return [place for name, place in PLACES.items() if getattr(self, name) is not None]
+        return [place for name, place in _PLACES.items() if getattr(self, name) is not None]
 
 
 class BlockScale(Component, frozen=True):
@@ -173,11 +173,11 @@ class Block(Component, frozen=True):
         found: dict[str, Any] = {}
         for sublayer in self.sublayers:
             found |= sublayer.parts()
-        return found | {name: getattr(self, name) for name in OWN}
+        return found | {name: getattr(self, name) for name in _OWN}
 
     def replaced(self, **parts: Any) -> Block:
         """The block with other parts, by the names of `entries`, as attention or feed_forward_norm."""
-        own = {name: parts.pop(name) for name in OWN if name in parts}
+        own = {name: parts.pop(name) for name in _OWN if name in parts}
         sublayers = []
         for sublayer in self.sublayers:
             slot, fields = sublayer.mixer.slot, {}
@@ -371,7 +371,7 @@ class Block(Component, frozen=True):
         Raises:
             MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
         """
-        looked = (*NORMS[1:], "low_rank", *(("multiplier",) if self.residual == "normed" else ()))
+        looked = (*_NORMS[1:], "low_rank", *(("multiplier",) if self.residual == "normed" else ()))
         for index, sublayer in enumerate(self.sublayers):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:

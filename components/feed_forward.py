@@ -14,7 +14,7 @@ from .words import Words, plain_number
 
 __all__ = ["FeedForward", "GatedFeedForward", "LayerInput"]
 
-USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
+_USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
 
 
 class FeedForward(Mixer, Component, frozen=True):
@@ -24,7 +24,7 @@ class FeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic",)
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
-    usual: ClassVar[dict[str, Any]] = USUAL
+    usual: ClassVar[dict[str, Any]] = _USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
@@ -98,7 +98,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     slot = "feed_forward"
     rounds = ("arithmetic", "fused", "down_turned")
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
-    usual: ClassVar[dict[str, Any]] = USUAL
+    usual: ClassVar[dict[str, Any]] = _USUAL
     forgotten: ClassVar[dict[str, str]] = {
         "up_bias": "biases into the feed-forward dropped",
         "down_bias": "bias out of the feed-forward dropped",
@@ -199,7 +199,7 @@ class LayerInput(Mixer, Component, frozen=True):
     label = "layer inputs"
     slot = "layer_input"
     tells = ("width", "activation")
-    usual: ClassVar[dict[str, Any]] = USUAL
+    usual: ClassVar[dict[str, Any]] = _USUAL
 
     hidden_size: Size
     width: Size

@@ -126,10 +126,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         sizes = f"{len(self.blocks):,} layers, hidden size {self.hidden_size:,}, {total:,} parameters"
         lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
         lines += [f"  {_told(self.positions)}"] if self.positions is not None else []
-        for first, last, block in runs[:MOST_RUNS]:
+        for first, last, block in runs[:_MOST_RUNS]:
             where = f"{first}" if first == last else f"{first}–{last}"
             lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
-        lines += [f"  … {len(runs) - MOST_RUNS:,} more runs of layers"] if len(runs) > MOST_RUNS else []
+        lines += [f"  … {len(runs) - _MOST_RUNS:,} more runs of layers"] if len(runs) > _MOST_RUNS else []
         lines += [f"  {_told(self.final_norm)}"] if self.final_norm is not None else []
         return "\n".join([*lines, f"  {_told(self.head)}"])
 
@@ -215,7 +215,7 @@ def _program(block: Block, width: int) -> Program:
     return block.operations("", "x", ("B", "T", width))
 
 
-MOST_RUNS = 8  # runs of layers alike that a tree's repr lists
+_MOST_RUNS = 8  # runs of layers alike that a tree's repr lists
 
 
 def walk(node: Component, path: str) -> Iterator[tuple[str, Component]]:

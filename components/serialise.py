@@ -76,9 +76,9 @@ def _with_sublayers(block: dict[str, Any]) -> dict[str, Any]:
         kind = KINDS.get(str(mixer.get("type"))) if isinstance(mixer, dict) else None
         if kind is not None and issubclass(kind, Mixer) and kind.slot == slot:
             names = {name: name.removeprefix(f"{slot}_") for name in rest if name.startswith(f"{slot}_")}
-            parts = {short: rest.pop(name) for name, short in names.items() if short in PARTS}
+            parts = {short: rest.pop(name) for name, short in names.items() if short in _PARTS}
             sublayers.append({"type": "SubLayer", "mixer": rest.pop(slot), **parts})
     return {**rest, "sublayers": sublayers}
 
 
-PARTS = set(SubLayer.__struct_fields__) - {"mixer"}
+_PARTS = set(SubLayer.__struct_fields__) - {"mixer"}

@@ -17,7 +17,7 @@ from .words import Words
 __all__ = ["MOST_STREAMS", "AlternatingUpdates", "LowRankResidual", "Streams"]
 
 MOST_STREAMS = 8
-Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
+_Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
@@ -29,7 +29,7 @@ class Streams(Component, frozen=True):
     given = ("hidden_size",)
 
     hidden_size: Size
-    count: Count
+    count: _Count
 
     def weights(self) -> dict[str, Weight]:
         square = Weight((self.hidden_size, self.hidden_size), "inner")
@@ -72,7 +72,7 @@ class AlternatingUpdates(Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {"active": "the first stream computed, not the active one"}
 
     hidden_size: Size
-    count: Count
+    count: _Count
     norm: Norm
     active: Annotated[int, Meta(ge=0, lt=MOST_STREAMS)] = 0
 

@@ -15,7 +15,7 @@ CACHE_LINE = 64
 products then sum in another order than over transformers' concatenation."""
 
 
-class Tokens:
+class _Tokens:
     """A tensor (B, KV, S, head_dim) that grows at S: new tokens are written behind the others while there is room.
 
     It is made anew instead where gradients are wanted, in another mode than it was made in (inference tensors are not
@@ -53,7 +53,7 @@ class LayerCache:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self.keys, self.values = Tokens(), Tokens()
+        self.keys, self.values = _Tokens(), _Tokens()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Everything the new tokens may look at: kept and new. Keeps window - 1 of them for the next call."""

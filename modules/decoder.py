@@ -58,7 +58,7 @@ class EmbeddingModule(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-class LayerEmbeddingModule(nn.Module):
+class _LayerEmbeddingModule(nn.Module):
     """Token ids (B, T) and their embeddings (B, T, hidden) -> (B, T, layers, width)."""
 
     def __init__(self, spec: LayerEmbedding) -> None:
@@ -110,7 +110,7 @@ class Front(nn.Module):
         super().__init__()
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = None if spec.positions is None else PositionsModule(spec.positions)
-        self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
+        self.layer_inputs = None if spec.layer_inputs is None else _LayerEmbeddingModule(spec.layer_inputs)
         self.streams = None if spec.streams is None else build_module(spec.streams)
 
     def forward(
@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         self.source: Outline | None = None
         self.embedding = EmbeddingModule(spec.embedding)
         self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
-        self.layer_inputs = None if spec.layer_inputs is None else LayerEmbeddingModule(spec.layer_inputs)
+        self.layer_inputs = None if spec.layer_inputs is None else _LayerEmbeddingModule(spec.layer_inputs)
         self.streams = None if spec.streams is None else build_module(spec.streams)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.joined = None if spec.joined is None else build_module(spec.joined)

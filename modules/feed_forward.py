@@ -59,7 +59,7 @@ class _GatedFeedForwardModule(nn.Module):
                 torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if self.fused is None else self.raised(x)
             )
         elif self.fused is None:
-            gate = self.activation(sparse(self.gate_proj(x), self.sparsity))
+            gate = self.activation(_sparse(self.gate_proj(x), self.sparsity))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
             inner = self.gated(self.raised(x))
@@ -78,13 +78,13 @@ class _GatedFeedForwardModule(nn.Module):
     def gated(self, raised: Tensor) -> Tensor:
         """activation(gate) · up of what `raised` gives."""
         gate, up = raised.chunk(2, dim=-1)
-        gate = sparse(gate, self.sparsity)
+        gate = _sparse(gate, self.sparsity)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.activation(gate) * (up + self.up_shift if self.up_shift else up)
 
 
-def sparse(x: Tensor, share: float | None) -> Tensor:
+def _sparse(x: Tensor, share: float | None) -> Tensor:
     """What of x is above the number below which that share of a row lie where it is normal; x without a share."""
     if share is None:
         return x
@@ -109,7 +109,7 @@ class _LayerInputModule(nn.Module):
         return out
 
 
-class Choice(nn.Module):
+class _Choice(nn.Module):
     """What is added to scores (N, experts) where experts are chosen."""
 
     def __init__(self, spec: MixtureOfExperts) -> None:
@@ -120,7 +120,7 @@ class Choice(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         return scores + self.bias
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Choice:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Choice:
         super()._apply(kept_wide(fn) if self.wide else fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -167,7 +167,7 @@ class MixtureOfExpertsModule(nn.Module):
         self.spec = spec
         router = WideLinear if spec.wide_router else Linear
         self.router = router(spec.hidden_size, spec.experts, spec.router_bias)
-        self.choice = Choice(spec) if spec.choice_bias else None
+        self.choice = _Choice(spec) if spec.choice_bias else None
         self.experts = nn.ModuleList(build_module(spec.expert) for _ in range(spec.experts))
         self.shared = None if spec.shared is None else build_module(spec.shared)
         each = spec.expert

@@ -64,7 +64,7 @@ def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
     return found
 
 
-def available_memory() -> int | None:
+def _available_memory() -> int | None:
     """Bytes that this process may still take, by the kernel and by its control group; None where neither tells."""
     found = []
     for line in _lines(Path("/proc/meminfo")):
@@ -94,7 +94,7 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
         GptkitError: they do not; the message says how much they take, and how much there is.
     """
     parameters = count(spec).total
-    needed, free = parameters * DTYPES[dtype].itemsize, available_memory()
+    needed, free = parameters * DTYPES[dtype].itemsize, _available_memory()
     if free is not None and needed > free:
         narrow = 2 * parameters < min(needed, free)  # else nothing is won by it
         half = f"--dtype bfloat16 takes {_size(2 * parameters)}; " if narrow else ""
@@ -120,7 +120,7 @@ def finite_logits(model: Decoder) -> bool:
 
 
 @dataclass(frozen=True)
-class Written:
+class _Written:
     """A folder with random weights. nbytes: of its weight files."""
 
     folder: Path
@@ -146,7 +146,7 @@ def write_random(
     dtype: str = "float32",
     force: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> Written:
+) -> _Written:
     """Write a tree with random weights in gptkit's own format, one tensor at a time, whatever its size; `progress` is
     called with the bytes of each.
 
@@ -162,4 +162,4 @@ def write_random(
     with Staging(Path(out), force) as staging:
         files = execute(plan, initialised(spec, seed, stored), staging, progress)
         staging.commit({"gptkit": __version__, "format": "local", "random": record}, files=files)
-    return Written(Path(out), sum(output.nbytes for shard in plan.shards for output in shard.outputs))
+    return _Written(Path(out), sum(output.nbytes for shard in plan.shards for output in shard.outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -279,82 +280,77 @@ def clipped(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else x.clamp(-limit, limit)
 
 
-def gelu_new(x: Tensor) -> Tensor:
+def _gelu_new(x: Tensor) -> Tensor:
     """The tanh approximation as transformers' NewGELUActivation writes it; F.gelu rounds otherwise."""
     # In place as far as a gradient allows: the same roundings, with four tensors fewer.
     return 0.5 * x * (1.0 + torch.pow(x, 3.0).mul_(0.044715).add_(x).mul_(math.sqrt(2.0 / math.pi)).tanh_())
 
 
-def gelu_bloom(x: Tensor) -> Tensor:
+def _gelu_bloom(x: Tensor) -> Tensor:
     """The tanh approximation as transformers' bloom_gelu_forward writes it."""
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation in one kernel."""
-    return F.gelu(x, approximate="tanh")
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """x·σ(1.702 x)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_python(x: Tensor) -> Tensor:
+def _gelu_python(x: Tensor) -> Tensor:
     """x·Φ(x) as transformers' GELUActivation writes it out for its old checkpoints."""
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
 
-def gelu_fast(x: Tensor) -> Tensor:
+def _gelu_fast(x: Tensor) -> Tensor:
     """The tanh approximation as transformers' FastGELUActivation writes it."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
-def gelu_10(x: Tensor) -> Tensor:
-    """x·Φ(x), no further than 10 from 0 (2004.09602)."""
-    return F.gelu(x).clip(-10, 10)
-
-
-def laplace(x: Tensor) -> Tensor:
+def _laplace(x: Tensor) -> Tensor:
     """The normal distribution's Φ((x - μ) / σ), with which MEGA (2209.10655) comes near to the square of ReLU."""
     return 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0))))
 
 
-def relu2(x: Tensor) -> Tensor:
+def _quick_gelu(x: Tensor) -> Tensor:
+    """x·σ(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gelu_10(x: Tensor) -> Tensor:
+    """x·Φ(x), no further than 10 from 0 (2004.09602)."""
+    return F.gelu(x).clip(-10, 10)
+
+
+def _relu2(x: Tensor) -> Tensor:
     """max(0, x)² (Primer, 2109.08668)."""
     return F.relu(x).square()
 
 
-def sqrtsoftplus(x: Tensor) -> Tensor:
+def _sqrtsoftplus(x: Tensor) -> Tensor:
     """√log(1 + eˣ)."""
     return F.softplus(x).sqrt()
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_python": gelu_python,
-    "gelu_new": gelu_new,
-    "gelu_tanh": gelu_tanh,
-    "gelu_bloom": gelu_bloom,
-    "gelu_fast": gelu_fast,
-    "gelu_10": gelu_10,
-    "quick_gelu": quick_gelu,
+    "gelu_python": _gelu_python,
+    "gelu_new": _gelu_new,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_bloom": _gelu_bloom,
+    "gelu_fast": _gelu_fast,
+    "gelu_10": _gelu_10,
+    "quick_gelu": _quick_gelu,
     "silu": F.silu,
     "mish": F.mish,
     "hardswish": F.hardswish,
     "relu": F.relu,
-    "relu2": relu2,
+    "relu2": _relu2,
     "relu6": F.relu6,
     "leaky_relu": F.leaky_relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "laplace": laplace,
-    "sqrtsoftplus": sqrtsoftplus,
+    "laplace": _laplace,
+    "sqrtsoftplus": _sqrtsoftplus,
     "linear": torch.clone,  # a tensor of its own, since what comes after may write into it
 }
 
 
-class Xielu(nn.Module):
+class _Xielu(nn.Module):
     """x² · softplus(α) + βx above 0 and (eˣ - 1 - x) · (β + softplus(α')) + βx below it (2411.13010). Two of its
     numbers are not trained.
     """
@@ -373,4 +369,4 @@ class Xielu(nn.Module):
 
 def activation_of(name: Activation) -> Callable[[Tensor], Tensor]:
     """What computes an activation: a function, or a module with the parameters that it has."""
-    return Xielu() if name == "xielu" else ACTIVATIONS[name]
+    return _Xielu() if name == "xielu" else ACTIVATIONS[name]

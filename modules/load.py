@@ -20,7 +20,7 @@ from ..converter.weights import Tree
 from ..errors import UsageError
 from .decoder import Decoder
 
-M = TypeVar("M", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def torch_dtype(dtype: torch.dtype | str | None, default: str = "F32") -> torch.dtype:
@@ -129,7 +129,7 @@ def build(
     return _fill(model, values())
 
 
-def filled(make: Callable[[], M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> M:
+def filled(make: Callable[[], _M], read: Callable[[str], Tensor], dtype: torch.dtype, path: str = "") -> _M:
     """A part of a tree as a module in eval mode, made on the meta device, with its parameters in `dtype`, which `read`
     has by shared name. `path` is its own name in the tree ("blocks.0"), where its parameters' names are within that.
     """
@@ -137,14 +137,14 @@ def filled(make: Callable[[], M], read: Callable[[str], Tensor], dtype: torch.dt
     return _fill(module, ((name, read(prefix + name)) for name, _ in module.named_parameters()))
 
 
-def _empty(make: Callable[[], M], dtype: torch.dtype, device: str | torch.device) -> M:
+def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.device) -> _M:
     """A module with memory for its parameters, which hold nothing yet."""
     with torch.device("meta"):
         module = make().to(dtype)
     return module.to_empty(device=device)
 
 
-def _fill(module: M, tensors: Iterable[tuple[str, Tensor]]) -> M:
+def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
     """Give a module all of its parameters by name, one after the other, rounded to their dtype."""
     parameters = dict(module.named_parameters())
     with torch.no_grad():

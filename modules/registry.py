@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from ..components import Component
 from ..errors import MissingComponent
 
-MODULES: dict[type[Component], type[Any]] = {}
-Made = TypeVar("Made", bound=type[Any])
+_MODULES: dict[type[Component], type[Any]] = {}
+_Made = TypeVar("_Made", bound=type[Any])
 
 
-def computes(kind: type[Component]) -> Callable[[Made], Made]:
+def computes(kind: type[Component]) -> Callable[[_Made], _Made]:
     """Register the decorated class as what computes components of a kind.
 
     A norm's and a mixer's is a module, which is made of the record: a norm of it alone, for x; a mixer of it and a
@@ -21,8 +21,8 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
     which gives (B, heads, 1, S).
     """
 
-    def registered(module: Made) -> Made:
-        MODULES[kind] = module
+    def registered(module: _Made) -> _Made:
+        _MODULES[kind] = module
         return module
 
     return registered
@@ -30,9 +30,9 @@ def computes(kind: type[Component]) -> Callable[[Made], Made]:
 
 def module_of(node: Component) -> Any:
     """The class that computes a component; raises MissingComponent where there is none for its kind."""
-    if type(node) not in MODULES and node.computed_in:
+    if type(node) not in _MODULES and node.computed_in:
         import_module(node.computed_in)
-    found = MODULES.get(type(node))
+    found = _MODULES.get(type(node))
     if found is None:
         raise MissingComponent(f"there is no module that computes a {type(node).__name__}")
     return found

@@ -25,8 +25,8 @@ from ..version import __version__
 from .decoder import Decoder
 from .load import as_array
 
-TOLD = "from memory: its weights as a program left them, trained or edited"
-SHOWN = 4
+_TOLD = "from memory: its weights as a program left them, trained or edited"
+_SHOWN = 4
 
 
 def save(
@@ -101,9 +101,9 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
     ]
     wrong += [f"{name} has no values" for name, each in parameters.items() if each.is_meta]
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InvalidInput(
-            f"the model's parameters are not those of its tree: {'; '.join(wrong[:SHOWN])}{more}",
+            f"the model's parameters are not those of its tree: {'; '.join(wrong[:_SHOWN])}{more}",
             "Merge adapters and take off what was added before saving.",
         )
     stored = {}
@@ -113,7 +113,7 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
     weights = Weights(stored)
     compute = widest([each.dtype for each in stored.values()])
     source = model.source or Outline(model.spec, Origin())
-    record = {**(about or {"saved": TOLD}), "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
+    record = {**(about or {"saved": _TOLD}), "dtype": dtype or HF_NAMES[compute], "gptkit": __version__}
     return Checkpoint(
         reference=source.origin.reference or "the model in memory",
         path=Path(),

@@ -7,7 +7,7 @@ from ..components import AlternatingUpdates, LowRankResidual, Streams
 from .layers import Linear
 from .registry import build_module, computes
 
-LEAST = 1e-5
+_LEAST = 1e-5
 """A stream's mean square counts as no less where it is made as long as another."""
 
 
@@ -23,7 +23,7 @@ class Scaling(nn.Module):
 
 
 @computes(Streams)
-class StreamsModule(nn.ModuleList):
+class _StreamsModule(nn.ModuleList):
     """One stream (B, T, hidden) -> all, (streams, B, T, hidden), or back."""
 
     def __init__(self, spec: Streams) -> None:
@@ -43,12 +43,12 @@ class StreamsModule(nn.ModuleList):
 def _as_long(x: Tensor, others: list[Tensor]) -> list[Tensor]:
     """x and the others, each as long as x."""
     target = torch.mean(x**2, dim=-1, keepdim=True) ** 0.5
-    lengths = [torch.sqrt(torch.mean(each**2, dim=-1, keepdim=True).clamp(min=LEAST)) for each in others]
+    lengths = [torch.sqrt(torch.mean(each**2, dim=-1, keepdim=True).clamp(min=_LEAST)) for each in others]
     return [x, *(each * target / length for each, length in zip(others, lengths, strict=True))]
 
 
 @computes(AlternatingUpdates)
-class AlternatingUpdatesModule(nn.Module):
+class _AlternatingUpdatesModule(nn.Module):
     """What a layer does with all streams before and behind its sub-layers; see `components.AlternatingUpdates`."""
 
     def __init__(self, spec: AlternatingUpdates) -> None:

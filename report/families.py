@@ -1,15 +1,13 @@
 """The lists of families and of presets, for the terminal and for programs."""
 
 import ast
-import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderResult
 
 from ..analysis.parameters import count
-from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of
+from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, transformers_lists
 from ..architectures.presets import Preset, presets
 from .sheets import GAP, Layout, drawing, plain_table
 
@@ -43,7 +41,7 @@ UNCOUNTED = frozenset({
 """Model types of which transformers makes no model from the sizes that its own config class begins with."""
 
 
-def reason(kind: str) -> str:
+def _reason(kind: str) -> str:
     """Why a model type is not read."""
     return next((why for why, kinds in _WHY.items() if kind in kinds.split()), "other components")
 
@@ -53,14 +51,7 @@ def causal_types() -> dict[str, str]:
 
     Read from the text of models/auto/modeling_auto.py, since to import it takes a second; empty where there is none.
     """
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
-        return {}
-    try:
-        text = (Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text("utf-8")
-    except OSError:
-        return {}
-    for node in ast.parse(text).body:
+    for node in ast.parse(transformers_lists("modeling_auto.py")).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _MAPPING for t in node.targets):
             assert isinstance(node.value, ast.Call)
             pairs: Sequence[tuple[str, str | tuple[str, ...]]] = ast.literal_eval(node.value.args[0])
@@ -100,7 +91,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
             "counted": len(kinds.keys() - UNCOUNTED),
         },
         "others": [
-            {"model_type": kind, "transformers": name, "why": reason(kind), "counted": kind not in UNCOUNTED}
+            {"model_type": kind, "transformers": name, "why": _reason(kind), "counted": kind not in UNCOUNTED}
             for kind, name in kinds.items()
             if everything and kind not in BY_MODEL_TYPE and wanted(kind)
         ],

@@ -158,13 +158,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch: pyte
 def test_available_memory_is_the_least_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"/proc/meminfo": ["MemTotal: 9 kB", "MemAvailable:     2000 kB"]}
     monkeypatch.setattr(initialise, "_lines", lambda path: told.get(str(path), []))
-    assert initialise.available_memory() == 2_048_000
+    assert initialise._available_memory() == 2_048_000
     told["/sys/fs/cgroup/memory.max"], told["/sys/fs/cgroup/memory.current"] = ["1000000"], ["900000"]
-    assert initialise.available_memory() == 100_000
+    assert initialise._available_memory() == 100_000
     told["/sys/fs/cgroup/memory.max"] = ["max"]
-    assert initialise.available_memory() == 2_048_000
+    assert initialise._available_memory() == 2_048_000
     told.clear()
-    assert initialise.available_memory() is None
+    assert initialise._available_memory() is None
     initialise.require_memory(spec_of(CONFIGS["gpt2"]), "F32")
 
 
@@ -185,7 +185,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.exit_code == 2 and "exists" in there.stderr
     seed = run("load", "sample:gpt2", "--seed", "3")
     assert seed.exit_code == 2 and "--seed is for random weights" in seed.stderr
-    monkeypatch.setattr(initialise, "available_memory", lambda: 1000)
+    monkeypatch.setattr(initialise, "_available_memory", lambda: 1000)
     large = run("load", "--random", "sample:gpt2")
     assert large.exit_code == 1 and "694,176 parameters take 2.8 MB as float32, and 0.0 MB" in large.stderr
     # Writing needs no more than a tensor, and the forward pass is left out.
