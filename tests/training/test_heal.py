@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
+from helpers.covering import exhaustive
 from helpers.processes import python
 
 import gptkit
@@ -83,6 +84,7 @@ def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path
         assert {each.rank.rank for each in figures if each and each.rank} <= {0, 1, 2}
 
 
+@exhaustive
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(changed: Path, tmp_path: Path) -> None:
     options = {**BUDGET, "every": 2, "tokens": 4 * 256}
     heal(changed, TEACHER, [PLAY], tmp_path / "whole", **options)
