@@ -297,8 +297,8 @@ def test_verify_against_the_familys_own_code(here, folder) -> None:
     lines += ["        return super().forward(input_ids, attention_mask).logits"]
     lines += ["def build():", "    model = Port({})"]
     lines += [f"    model.load_state_dict(safetensors.torch.load_file({str(folder / 'model.safetensors')!r}))"]
-    (here / "my_port.py").write_text("\n".join([*lines, "    return model.eval()", ""]))
-    assert "identical" in run(here, "verify", folder, "--against", "my_port:build")
+    (here / "tidal_port.py").write_text("\n".join([*lines, "    return model.eval()", ""]))
+    assert "identical" in run(here, "verify", folder, "--against", "tidal_port:build")
 
 
 def test_verify_names_the_first_component_that_parts(here, folder, tmp_path) -> None:
