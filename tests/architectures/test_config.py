@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 from helpers.processes import at_most
 from hypothesis import HealthCheck, given, settings
@@ -224,6 +224,7 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
         tracemalloc.stop()
 
 
+@few(10)
 @families
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = {key: value for key, value in REPRESENTATIVES[family].config.items() if key != "attention_types"}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.covering import few
 from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 
 from gptkit.architectures import ARCHITECTURES
@@ -98,6 +99,7 @@ def moves(family: str, config: dict[str, Any], name: str) -> bool:
     return False
 
 
+@few(12)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_field_that_is_read_moves_some_tree_of_the_family(family: str) -> None:
     configs = [each.config for each in VARIANTS if each.family == family and "text_config" not in each.config]

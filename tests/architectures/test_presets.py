@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.covering import covered, few, preset_facts
+from helpers.covering import few
 from helpers.processes import imported
 
 from gptkit.analysis.parameters import count
@@ -89,7 +89,7 @@ def test_every_field_is_known(preset: Preset) -> None:
     assert set(unknown) <= UNKNOWN_FIELDS
 
 
-@covered("preset", by=lambda preset: preset_facts(preset.name))
+@few(40)
 @every_preset
 def test_the_tree_goes_back_into_a_config(preset: Preset) -> None:
     architecture = architecture_of(preset.config)

@@ -6,6 +6,7 @@ draws without it.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from gptkit.converter.dtypes import from_float64
 from gptkit.converter.publish import Staging
 from gptkit.converter.tree import Origin
 from gptkit.converter.write import execute
-from gptkit.errors import SwapRefused, UsageError
+from gptkit.errors import ConfigError, SwapRefused, UsageError
 from gptkit.surgery.base import Model, Stored, Swapped, SwappedModel
 from gptkit.surgery.listing import values_of
 from gptkit.surgery.registry import Step, Swap, all_swaps, apply, swap_for
@@ -99,10 +100,19 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     return {**found, "vocab_size": choose((41, 64, 97))}
 
 
+def drawn_config(name: str, choose: Choose) -> dict[str, Any]:
+    """A config in sizes that go together in its family."""
+    while True:
+        found = resized(CONFIGS[name], choose)
+        with suppress(ConfigError):
+            spec_of(found)
+            return found
+
+
 def drawn_spec(choose: Choose) -> ModelSpec:
     """The tree of a family's config in random sizes, or one that no family has."""
     name = choose((*CONFIGS, *TREES))
-    return TREES[name] if name in TREES else spec_of(resized(CONFIGS[name], choose))
+    return TREES[name] if name in TREES else spec_of(drawn_config(name, choose))
 
 
 def prepared(model: Weights, choose: Choose) -> Weights:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers.covering import covered, few
+from helpers.covering import covered, exhaustive, few
 from helpers.families import REPRESENTATIVES, save_hf
 
 from gptkit.converter.checkpoint import open_checkpoint
@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@exhaustive
 @few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
@@ -135,6 +136,7 @@ def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch
     assert cause in [each.repair for each in found.causes]
 
 
+@exhaustive
 def test_the_first_of_two_mistakes_is_a_cause_though_another_is_behind_it(tmp_path):
     def both(tensors):
         exchange(B0 + "feed_forward.gate_proj.weight", B0 + "feed_forward.up_proj.weight")(tensors)

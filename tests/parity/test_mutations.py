@@ -1,7 +1,7 @@
 """Every mistake, made by hand in a converted checkpoint: verify fails, names the component, and finds the repair."""
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from helpers.families import (
     CONFIGS,
     DISTINCT,
     REPRESENTATIVES,
-    Variant,
     decoder_from,
     randomised_reference,
     save_hf,
@@ -394,13 +393,7 @@ def test_a_repair_undoes_the_mistake(name):
             assert a == pytest.approx(b, rel=1e-12)  # a number, times ten and divided by it
 
 
-def mistakable(variant: Variant) -> set[Hashable]:
-    """The kinds of component in a tree, and which of their fields may be forgotten."""
-    nodes = {node for _, node in spec_of(variant.config).nodes()}
-    return {(type(node), name) for node in nodes for name in ("", *node.forgotten) if not name or getattr(node, name)}
-
-
-@covered("variant", by=mistakable)
+@few(8)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_the_probe_catches_every_mistake_on_random_weights(variant):
     decoder = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
@@ -203,6 +203,7 @@ def test_a_wrong_port_is_told_where(port, mistake):
     assert result.causes[0].left <= result.allowed
 
 
+@exhaustive
 def test_of_two_mistakes_the_first_is_told_by_what_it_computes_there(port):
     changes = WRONG["queries"][0] | WRONG["activation"][0]
     result = verify_port("sample:llama", port("port_with_two", **changes))

@@ -11,7 +11,7 @@ from helpers.command import call
 from helpers.covering import few
 from helpers.edited import Tensors, exit_code
 from helpers.families import CONFIGS, edited, save_hf
-from helpers.random_trees import resized
+from helpers.random_trees import drawn_config
 
 import gptkit
 from gptkit.parity import probe as probes
@@ -37,7 +37,7 @@ QUERIES = ("q_proj", "c_attn", "query_key_value")
 def drawn(seed: int, folder: Path) -> Path:
     """A random legal model: any variant, sizes, and how large its embeddings and its queries are."""
     choose = random.Random(seed).choice
-    config = resized(CONFIGS[choose(sorted(CONFIGS))], choose)
+    config = drawn_config(choose(sorted(CONFIGS)), choose)
     save_hf(config, folder, choose((torch.float32, torch.bfloat16)), seed=seed)
     stream, queries = choose((1.0, 1.0, 0.02, 100.0)), choose((1.0, 1.0, 20.0))
     for parts, factor in ((EMBEDDINGS, stream), (QUERIES, queries)):

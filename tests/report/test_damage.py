@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.browser import SCREENS, opened
 from helpers.command import call
+from helpers.covering import exhaustive
 from helpers.held import Held
 from helpers.trees import TREES, random_weights
 from typer.testing import Result
@@ -284,6 +285,7 @@ def test_fields_are_what_the_docs_say() -> None:
     assert set(sample_damage().as_json()) == names | {"first", "most"}
 
 
+@exhaustive
 def test_the_page_of_several_steps_has_what_each_costs_by_itself(tmp_path: Path) -> None:
     done = swap("sample:llama", tmp_path / "out", attention="mha", quantize="int4")
     columns, rows, _ = steps_cells(done)

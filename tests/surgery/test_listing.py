@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import covering
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.exactness import saved
 from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
 from helpers.weights import error
@@ -148,6 +148,7 @@ def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> N
         assert found["float64"] <= EXACT_FP64 and found["float32"] <= EXACT_FP32, entry.asked
 
 
+@exhaustive
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
 def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None:
     found = hold(STORIES)

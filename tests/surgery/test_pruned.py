@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.covering import exhaustive
 from helpers.edited import damaged
 from helpers.exactness import exactly
 from helpers.families import CONFIGS, save_hf, spec_of
@@ -59,6 +60,7 @@ def calibration(source: str | Path) -> tuple[Stored, Calibration]:
     return Stored(opened), Calibration(read_text(opened, None, 1024), opened.spec)
 
 
+@exhaustive
 def test_what_is_all_but_silent_goes(gpt2: Path, tmp_path: Path) -> None:
     heads = gptkit.swap(gpt2, tmp_path / "heads", heads="3:active")
     record = heads.chain.swapped[0].summary

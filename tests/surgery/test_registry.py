@@ -195,7 +195,13 @@ LARGE = {
     "gpt2": {**CONFIGS["gpt2"], "n_embd": 2048, "n_head": 16, "n_layer": 2, "vocab_size": 4096},
     "llama": {**CONFIGS["llama-2"], **SIZES, "num_key_value_heads": 4, "intermediate_size": 5504},
     "falcon": {**CONFIGS["falcon-rw"], **SIZES},
-    "mixtral": {**CONFIGS["mixtral"], **SIZES, "num_key_value_heads": 4, "intermediate_size": 2752},
+    "mixtral": {
+        **CONFIGS["mixtral"],
+        **SIZES,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2752,
+        "num_local_experts": 2,
+    },
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers.covering import few
 from helpers.families import edited
 
 import gptkit
@@ -62,6 +63,7 @@ def plainly(
     return tuple(torch.cat(each).numpy() for each in (lost, ranks, positions))  # type: ignore[return-value]
 
 
+@few(3)
 @samples
 @pytest.mark.parametrize("stride", [None, 24])
 def test_numbers_are_those_of_transformers_and_cross_entropy(sample: str, stride: int | None, play: Path) -> None:

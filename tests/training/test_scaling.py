@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.command import call
+from helpers.covering import exhaustive
 
 from gptkit.errors import UsageError
 from gptkit.training.scaling import NAMES, Law, Point, fit_scaling
@@ -32,6 +33,7 @@ def test_a_law_without_noise_comes_back() -> None:
     assert found.parameters == (10**7, 10**9) and found.tokens == (2 * 10**8, 2 * 10**10) and not found.intervals
 
 
+@exhaustive
 def test_a_law_with_noise_is_within_its_intervals() -> None:
     found = fit_scaling(points(0.003, seed=1), flops=[1e20], drawn=30)
     for name in NAMES:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.families import CONFIGS, spec_of
 from helpers.processes import python
 from helpers.training import BUDGET, made, trained
@@ -48,13 +48,13 @@ def bigram(tokens: np.ndarray, vocabulary: int, held: int) -> float:
 def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     made(tmp_path)
     lines: list[loop.Step] = []
-    done = trained(tmp_path, tokens=200_000, every=100, rate=5e-3, tell=lines.append, sample="abc")
+    done = trained(tmp_path, tokens=160_000, every=100, rate=5e-3, tell=lines.append, sample="abc")
     found = open_tokens(tmp_path / "out.training/data")
     bound = bigram(found.read(0, found.tokens), found.vocabulary, found.tokens // 20)
     assert done.held_out < 0.6 * bound, (done.held_out, bound)
-    assert done.steps == len(lines) == math.ceil(200_000 / 512) and done.loss == lines[-1].loss
+    assert done.steps == len(lines) == math.ceil(160_000 / 512) and done.loss == lines[-1].loss
     told = [each.step for each in lines if each.held_out]
-    assert told == [100, 200, 300, 391] == [each["step"] for each in done.curve]
+    assert told == [100, 200, 300, 313] == [each["step"] for each in done.curve]
     assert all((each.sample or "").startswith("abc") for each in lines if each.held_out)
     # What is written is what was measured.
     assert check_manifest(tmp_path / "out") == [] and done.to == "hf:llama"
@@ -170,6 +170,7 @@ def kill(folder: Path, kills: int) -> Counter[str]:
     return counts
 
 
+@exhaustive
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     kill(tmp_path, 3)
 
