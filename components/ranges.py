@@ -1,10 +1,10 @@
-"""Numbers of layers or rows, neighbours folded: "0–3, 8"."""
+"""Lists in words: numbers of layers or rows, neighbours folded ("0–3, 8"); the first of many names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-__all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label"]
+__all__ = ["layer_ranges", "number_ranges", "number_runs", "range_label", "some_of"]
 
 
 def layer_ranges(values: Iterable[Any]) -> list[tuple[int, int, Any]]:
@@ -32,3 +32,8 @@ def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 def number_ranges(numbers: Iterable[int]) -> str:
     """The same in words: "0–3, 8"."""
     return ", ".join(range_label(*run) for run in number_runs(numbers))
+
+
+def some_of(names: Sequence[object], most: int, more: str = " and {} more") -> str:
+    """The first `most` of some names, and behind them `more`, in which {} is how many more there are."""
+    return ", ".join(map(str, names[:most])) + (more.format(len(names) - most) if len(names) > most else "")

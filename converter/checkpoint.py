@@ -13,6 +13,7 @@ from typing import Any
 
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
+from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
 from .dtypes import F8, FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
@@ -26,6 +27,8 @@ from .weights import Checkpoint as Checkpoint
 from .weights import TensorFiles as TensorFiles
 from .weights import Weights, own_leaves
 from .weights import identity_leaves as identity_leaves
+
+_some = functools.partial(some_of, most=8, more=", … ({} more)")
 
 
 def open_checkpoint(
@@ -314,11 +317,6 @@ def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
     if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
         return weights.info[stored] == (dtype, shape)
     return weights.same(stored, name)
-
-
-def _some(names: list[str]) -> str:
-    """At most eight of them."""
-    return ", ".join(names[:8]) + (f", … ({len(names) - 8} more)" if len(names) > 8 else "")
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UntrustedInput
 from .names import (
     ADAPTER_WEIGHTS,
@@ -234,6 +235,5 @@ def assembled(folder: Path, weight_map: dict[str, str], headers: dict[str, Heade
 
 def _listed(names: Sequence[str]) -> str:
     """At most 10 names, and how many more there are."""
-    more = f", and {len(names) - 10} more" if len(names) > 10 else ""
     # Names are someone else's text: control characters must not reach the terminal.
-    return ", ".join(name if name.isprintable() else repr(name) for name in names[:10]) + more
+    return some_of([name if name.isprintable() else repr(name) for name in names], 10, ", and {} more")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from huggingface_hub import hf_hub_url
 
 from ..components import ModelSpec
+from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, Offline
 from .formats.gguf import describe, describe_header
 from .formats.gguf_header import Incomplete
@@ -139,7 +140,7 @@ def only_gguf(repo: str, revision: str | None, why: InvalidInput) -> str:
         raise why
     if len(found) > 1:
         at = f"@{revision}" if revision is not None else ""
-        some = ", ".join(found[:6]) + (f", … ({len(found) - 6} more)" if len(found) > 6 else "")
+        some = some_of(found, 6, ", … ({} more)")
         hint = f"Name one: hf://{repo}{at}/{found[0]}"
         raise InvalidInput(f"{repo} has no config.json and {len(found)} GGUF files: {some}", hint)
     return found[0]

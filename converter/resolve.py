@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from ..architectures.config import quantisation
 from ..architectures.presets import Preset, find, nearest, repo_of
 from ..components import ModelSpec
+from ..components.ranges import some_of
 from ..errors import InvalidInput, Offline
 from .formats import Format, format_named
 from .names import CONFIG, LOCAL_CONFIG, listing
@@ -223,7 +224,7 @@ def _refuse_path(name: str, error: Offline) -> None:
     first, slash, _ = name.partition("/")
     if slash and Path(first).is_dir():
         inside = sorted(entry.name for entry in Path(first).iterdir() if entry.name.isprintable())
-        some = ", ".join(inside[:4]) + (", …" if len(inside) > 4 else "") if inside else "nothing"
+        some = some_of(inside, 4, ", …") or "nothing"
         hint = f"The folder {first} is here, and in it {some}. As a repository of the hub: {error.message}."
         raise InvalidInput(f"no such file or folder: {name}", hint) from error
 

@@ -21,6 +21,7 @@ from ..architectures import Architecture, BoundLeaf, named
 from ..architectures.base import CARRIED
 from ..architectures.layout import IDENTITY
 from ..components import ModelSpec, Shape
+from ..components.ranges import some_of
 from ..display import Shown
 from ..errors import CheckpointError
 from .dtypes import F8, FLOATS, INTEGERS, parse_dtype
@@ -280,7 +281,7 @@ class Checkpoint(TensorFiles, Shown):
         lines = []
         for group, leaves in self.carried.items():
             number = sum(math.prod(leaf.shape) for leaf in leaves)
-            names = ", ".join(leaf.checkpoint for leaf in leaves[:3]) + (", …" if len(leaves) > 3 else "")
+            names = some_of([leaf.checkpoint for leaf in leaves], 3, ", …")
             lines.append(f"{number:,} parameters beside these {CARRIED[group]} and are not computed ({group}): {names}")
         return lines
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..components import DynamicScaling, LongRopeScaling, Rotary
+from ..components.ranges import some_of
 from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
@@ -155,9 +156,7 @@ def _integers(ids: Sequence[int]) -> list[int]:
 
 def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageError:
     """The error for ids that the model has no row for, to be raised by the caller."""
-    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
-    listed = ", ".join(map(str, ids[:5]))
-    return UsageError(f"token ids outside the vocabulary of {vocab_size}: {listed}{more}", hint)
+    return UsageError(f"token ids outside the vocabulary of {vocab_size}: {some_of(ids, 5)}", hint)
 
 
 def _stream(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..components import ModelSpec, differences
+from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..modules.context import Context
@@ -312,5 +313,4 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
         target.release()
     if wrong:
         kinds = dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in wrong)
-        words = ", ".join(list(kinds)[:4]) + (", …" if len(kinds) > 4 else "")
-        yield Repair(f"the reference's values of {words}", values=frozenset(wrong))
+        yield Repair(f"the reference's values of {some_of(list(kinds), 4, ', …')}", values=frozenset(wrong))

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from ..analysis.activations import Kernel
 from ..analysis.parameters import count
 from ..architectures.obstacles import by_layers, short
 from ..components import differences, without_rounding
+from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.dtypes import not_finite
 from ..converter.threads import as_before, suit
@@ -60,7 +62,7 @@ _PROMPTS = (
     "Once upon a time, there was a little girl",
     "def main():\n    return 0\n",
 )
-_SHOWN = 5  # names in a message, of however many
+_some = partial(some_of, most=5, more=", … ({} more)")  # of the names in a message
 IMPRECISE = 4.0
 """Times the reference's mean error that a candidate's may be. Exact swaps and other orders of summing have 0.9 to 1.3,
 on the tiny models of the tests and on the samples, in fp32 and in bf16; computing in the next narrower dtype has
@@ -369,11 +371,6 @@ def _batches(
     if apart:
         notes.append(f"the trees differ: {_some([f'{path} {short(a)} -> {short(b)}' for path, a, b, _ in apart])}")
     return batches, notes
-
-
-def _some(words: Sequence[str]) -> str:
-    more = f", … ({len(words) - _SHOWN} more)" if len(words) > _SHOWN else ""
-    return f"{', '.join(words[:_SHOWN])}{more}"
 
 
 def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:

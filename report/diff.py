@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderResult
 from rich.text import Text
 
-from ..components.ranges import number_ranges, range_label
+from ..components.ranges import number_ranges, range_label, some_of
 from ..converter.dtypes import HF_NAMES
 from ..parity.changes import STATUSES, Group
 from ..version import __version__
@@ -228,7 +228,7 @@ def _files_told(diff: Diff, most: int | None = None) -> list[str]:
 def some(names: Sequence[str], most: int = 4) -> str:
     """As in a, b and c; of many the first ones and how many more."""
     if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most} more"
+        return some_of(names, most)
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ..components import Block, ModelSpec, Shape
 from ..components import operations as ops
 from ..components.operations import AnyOperation, Sizes
-from ..components.ranges import range_label
+from ..components.ranges import range_label, some_of
 from ..components.words import NOT_THERE
 from ..display import Record
 
@@ -142,8 +142,7 @@ def layers_label(graph: Structure, kind: Kind) -> str:
         return f"layer {layers[0]}"
     if layers[-1] - layers[0] + 1 == len(layers):
         return f"layers {range_label(layers[0], layers[-1])}"
-    named = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
-    return f"{len(layers)} layers: {named}"
+    return f"{len(layers)} layers: {some_of(layers, 4, ', …')}"
 
 
 def shape_words(node: Node) -> str:

@@ -11,7 +11,7 @@ from ..analysis.aspects import describe
 from ..analysis.named import Named
 from ..components import ModelSpec, Parameter, Shape
 from ..components.operations import Norm
-from ..components.ranges import range_label
+from ..components.ranges import range_label, some_of
 from ..display import Record
 from .pages import Table
 from .placement import folded
@@ -110,7 +110,7 @@ def _numbered(numbers: Sequence[int]) -> str:
     """Rising numbers in short: 0–35; 5; 0, 2, 4, …"""
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return range_label(numbers[0], numbers[-1])
-    return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
+    return some_of(numbers, 3, ", …")
 
 
 def _row(node: Node, depth: int = 0, name: str = "") -> _Row:

@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ..components.ranges import some_of
 from .damage import damage_lines, damage_sections
 from .heatmap import Cell, heatmap
 from .pages import Code, Figure, Lines, Page, Section, Table, counted, noted
@@ -42,7 +43,7 @@ _RELATIVE = "Relative: the largest difference over the reference's largest value
 def _some(names: Sequence[str]) -> str:
     """Tensors by name, at most so many, those of all layers together."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
-    return ", ".join(names[:_SHOWN]) + (f", … ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else "")
+    return some_of(names, _SHOWN, ", … ({} more)")
 
 
 # --- in the terminal -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 from ..architectures import Architecture
 from ..architectures.obstacles import Expression, Obstacle, Zero, by_layers, express
 from ..components import ModelSpec
+from ..components.ranges import some_of
 from ..errors import CannotExpress, InvalidInput, SwapRefused, UsageError
 from ..parity.probe import SMALL
 from .base import ORDER, Exactly, Guarantee, Model, Swapped, SwappedModel, weakest
@@ -211,5 +212,4 @@ def _told_left(ways: Sequence[Way]) -> list[str]:
 def _some(expression: Expression, most: int) -> str:
     """The paths of what is in the way, or the first of them and how many more there are."""
     paths = [each.path for each in by_layers(expression.standing, len(expression.spec.blocks))]
-    more = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + more
+    return some_of(paths, most)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures import BoundLeaf, named
 from ...components import ModelSpec
+from ...components.ranges import some_of
 from ...errors import CheckpointError, InvalidInput
 from ..names import CONFIG, INDEX, LOCAL_CONFIG, SINGLE, untrusted
 from ..tree import Origin
@@ -80,8 +81,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     prefix = _prefix(path, tensors, leaves)
     kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if beside := [*others, *(name for name in tensors if not name.startswith(prefix))]:
-        some = ", ".join(beside[:3]) + (", …" if len(beside) > 3 else "")
-        notes.append(f"{len(beside)} entries beside the model's weights left out: {some}")
+        notes.append(f"{len(beside)} entries beside the model's weights left out: {some_of(beside, 3, ', …')}")
     if pickled.is_file():
         kept = located(kept)
     files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}

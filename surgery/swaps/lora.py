@@ -27,15 +27,16 @@ from numpy.typing import NDArray
 from ...architectures import Architecture, BoundLeaf, named
 from ...architectures.layout import IDENTITY, parse
 from ...components import ModelSpec
+from ...components.ranges import some_of
 from ...converter.tree import Origin
 from ...errors import CannotExpress, SwapRefused
 from ..base import Computed, Model, Moved, Swapped, Tensor, Wide
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
 from .adapter import Adapter, read_adapter
-from .vocabulary import TOLD, some_of
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
+_TOLD = 4  # modules or tensors that a message names
 _SAME = 1e-14
 """How far apart, relative to the largest, two matrices are that are one but for the order in which they were summed."""
 
@@ -245,8 +246,8 @@ def _changes(
     for module in adapter.rows:
         note(f"{module}.weight", module, rows=module)
     if unknown:
-        reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: {some_of(unknown)}"
-        raise SwapRefused(reason, _hint(adapter))
+        reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: "
+        raise SwapRefused(reason + some_of(unknown, _TOLD), _hint(adapter))
     if not found:
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
     tied = architecture.head if spec.head.tied else ""
@@ -280,8 +281,8 @@ def _require_fitting(adapter: Adapter, changes: Mapping[str, _Change], layers: i
                 wrong.append(f"{tensor} is {list(adapter.shape(tensor))}, {name} needs {list(shape)}")
     if wrong:
         raise SwapRefused(
-            f"{adapter.reference} was trained on another model: {'; '.join(wrong[:TOLD])}"
-            + (f"; {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""),
+            f"{adapter.reference} was trained on another model: {'; '.join(wrong[:_TOLD])}"
+            + (f"; {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""),
             _hint(adapter, changes),
         )
     targets = adapter.config.get("target_modules")

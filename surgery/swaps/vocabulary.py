@@ -22,6 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...components import ModelSpec
+from ...components.ranges import some_of
 from ...converter.dtypes import Array
 from ...converter.names import CONFIG
 from ...converter.tokenizer import load_tokenizer
@@ -31,7 +32,7 @@ from ..base import Computed, Guarantee, Moved, Promise, Swapped, Tensor, differi
 from ..options import VOCABULARY, Option
 from ..registry import Asked, Clears, Swap
 
-TOLD = 4  # tokens that a message names
+_TOLD = 4  # tokens that a message names
 
 
 def _tables(spec: ModelSpec) -> list[str]:
@@ -107,13 +108,13 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     hint = "--vocab prune:FILE keeps chosen tokens and what they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
-        some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)])
+        some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)], _TOLD)
         least = max(needed) + 1
         reason = f"the first {size:,} tokens are not enough: the tokenizer needs {some}"
         raise SwapRefused(reason, hint if least >= now else f"Possible from {least:,} on. {hint}")
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
-        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:TOLD])
+        some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:_TOLD])
         told = f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}"
         raise SwapRefused(told, hint)
 
@@ -135,7 +136,7 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
         ids.add(token_id)
     if unknown:
         hint = "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text."
-        raise InvalidInput(f"{asked.argument} names what is neither a token nor an id: {some_of(unknown)}", hint)
+        raise InvalidInput(f"{asked.argument} names what is neither a token nor an id: {some_of(unknown, _TOLD)}", hint)
     if not lines:
         raise InvalidInput(f"{asked.argument} names no token")
     return _prune(spec, vocabulary, ids)
@@ -178,11 +179,6 @@ def _read_plain(name: str) -> str:
         raise InvalidInput(f"cannot read {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{name} is not plain text (UTF-8): byte {error.start:,}") from error
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
 
 
 @overload
