@@ -20,31 +20,27 @@ def windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mappi
     """Each layer's: from `layer_types`, or from `max_window_layers` on where `use_sliding_window` is set."""
     switched_on = config.boolean("use_sliding_window", False)
     stated = config.optional_integer("sliding_window", 4096)
-    window = stated if switched_on else None
-    first = config.raw("max_window_layers", 28)
+    return _windows(config, layers, stated if switched_on else None, 28, "since use_sliding_window is off")
+
+
+def windows_from(default: int) -> Layers:
+    """As `windows`, where no switch is; `default`: of `max_window_layers`."""
+    return lambda config, layers, _: _windows(
+        config, layers, config.optional_integer("sliding_window", 4096), default, "since there is no window"
+    )
+
+
+def _windows(
+    config: ConfigReader, layers: int, window: int | None, default: int, why: str
+) -> Sequence[Mapping[str, Any]]:
+    first = config.raw("max_window_layers", default)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise config.fail("max_window_layers", first, "an integer from 0")
     usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
     types = config.layer_types(usual)
     if window is None and "sliding_attention" in types:
-        raise config.fail("layer_types", list(types), "full_attention everywhere, since use_sliding_window is off")
+        raise config.fail("layer_types", list(types), f"full_attention everywhere, {why}")
     return [{"window": window if kind == "sliding_attention" else None} for kind in types]
-
-
-def windows_from(default: int) -> Layers:
-    """As `windows`, where no switch is; `default`: of `max_window_layers`."""
-
-    def found(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
-        window, first = config.optional_integer("sliding_window", 4096), config.raw("max_window_layers", default)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise config.fail("max_window_layers", first, "an integer from 0")
-        usual = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
-        types = config.layer_types(usual)
-        if window is None and "sliding_attention" in types:
-            raise config.fail("layer_types", list(types), "full_attention everywhere, since there is no window")
-        return [{"window": window if kind == "sliding_attention" else None} for kind in types]
-
-    return found
 
 
 def write_windows(spec: ModelSpec) -> dict[str, Any]:
