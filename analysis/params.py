@@ -5,6 +5,7 @@ kilobytes.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import read_config_file
 from ..components import ModelSpec, Parameter
-from ..converter.names import is_weights
 from ..converter.outline import Outline, outline
 from ..converter.resolve import Reference, identify, resolve
 from ..converter.tree import Quantised
@@ -28,6 +28,8 @@ from .sizes import check_sizes
 
 if TYPE_CHECKING:
     from ..converter.index import WeightFiles
+
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth)\Z")  # what the names of Hugging Face's weight files end in
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
     assert here.path is not None and here.source is not None
     config = read_config_file(here.source)[0] if here.source.is_file() else {}
     kind, files = config.get("model_type", ""), None
-    if here.repository is not None or any(map(is_weights, here.names or [here.path.name])):
+    if here.repository is not None or any(map(_WEIGHTS.search, here.names or [here.path.name])):
         files = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
         parameters = by_names((name, each.shape) for name, each in files.tensors.items())
         source = "the headers of its weight files"

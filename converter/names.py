@@ -28,11 +28,6 @@ def is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & set("/\\:")
 
 
-def is_weights(name: str) -> bool:
-    """Whether a file of that name holds weights in a form that Hugging Face's checkpoints have."""
-    return name.endswith((".safetensors", ".bin", ".pt", ".pth"))
-
-
 def listing(path: Path) -> frozenset[str] | None:
     """The names of a folder's files, found with one call; None for a file. Raises OSError, InvalidInput for a pipe."""
     try:

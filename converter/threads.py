@@ -17,7 +17,7 @@ from pathlib import Path
 from ..components import ModelSpec
 
 _PARAMETERS = 16_000_000  # of a model, a thread: smaller matrices are computed before other threads have woken up
-SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Environment variables by which a person decides."""
 
 
@@ -70,7 +70,7 @@ def _load() -> float:
 def suit(spec: ModelSpec) -> None:
     """Set the threads of torch and BLAS for a model, unless a person has: by environment or `torch.set_num_threads`."""
     torch = sys.modules.get("torch")  # where somebody has imported it
-    if any(os.environ.get(name) for name in SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
+    if any(os.environ.get(name) for name in _SETTINGS) or (torch and torch.get_num_threads() not in _by_itself()):
         return
     free = free_cores(available_cores(), quota(), os.cpu_count() or 1, _load())
     count = worth(sum(parameter.count for parameter in spec.parameters()), free)

@@ -14,6 +14,8 @@ from gptkit.converter.outline import outline
 from gptkit.converter.threads import as_before, free_cores, quota, suit, worth
 from gptkit.surgery import base
 
+SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # by which a person decides
+
 
 @pytest.mark.parametrize(
     ("available", "limit", "cores", "load", "free"),
@@ -69,7 +71,7 @@ def blas() -> int | None:
 @pytest.fixture
 def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of eight cores that nobody else uses, and eight threads by default."""
-    for name in module.SETTINGS:
+    for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "available_cores", lambda: 8)
     monkeypatch.setattr(module, "quota", lambda: None)
@@ -91,7 +93,7 @@ def test_threads_are_set_for_a_model_and_are_as_before_in_the_end() -> None:
 
 
 @pytest.mark.usefixtures("eight")
-@pytest.mark.parametrize("name", ["torch", *module.SETTINGS])
+@pytest.mark.parametrize("name", ["torch", *SETTINGS])
 def test_what_a_person_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with as_before():
         torch.set_num_threads(5 if name == "torch" else 8)
