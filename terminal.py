@@ -80,7 +80,7 @@ def console(markup: bool = False) -> Console:
 
     class StandardOutput(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would exit with 1; see `guarded`
+            raise BrokenPipeError  # rich would exit with 1; see `commands.base`
 
         def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
             for text, style, control in super().render(*args, **kwargs):

@@ -158,7 +158,7 @@ def sliding(every: int, window: int | None = 4096, pattern: str = "", first: int
     Args:
         every: one layer of so many sees all tokens, and with 0 none does, where `layer_types` does not say which.
         window: of the config class.
-        pattern: the field that says another `_every`.
+        pattern: the field that says another `every`.
         first: a layer that sees all tokens.
     """
 

@@ -27,7 +27,7 @@ def worth(parameters: int, free: int) -> int:
 
 
 def free_cores(available: int, quota: float | None, cores: int, load: float) -> int:
-    """The cores of those `available`, within the group's `quota`, that the machine's `_load` leaves; 1 at least."""
+    """The cores of those `available`, within the group's `quota`, that the machine's `load` leaves; 1 at least."""
     found = min(available, cores - load, available if quota is None else quota)
     return max(1, int(found))
 
