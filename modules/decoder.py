@@ -30,7 +30,7 @@ from ..components import (
 )
 from ..converter.outline import Outline
 from ..errors import UsageError
-from . import feed_forward, layers, positions  # noqa: F401 - their modules register themselves
+from . import attention, feed_forward, layers, positions  # noqa: F401 - their modules register themselves
 from .cache import Cache
 from .context import Context
 from .layers import Linear, capped
