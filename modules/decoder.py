@@ -30,7 +30,8 @@ from ..components import (
 )
 from ..converter.outline import Outline
 from ..errors import UsageError
-from . import attention, feed_forward, layers, positions  # noqa: F401 - their modules register themselves
+from . import attention as attentions  # noqa: F401 - modules register themselves where they are imported
+from . import feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context
 from .layers import Linear, capped
