@@ -118,7 +118,7 @@ def _limit(name: str, soft: int) -> None:
         resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1] if soft else 0))
 
 
-def main() -> None:
+def _main() -> None:
     """Confine this process, and be the worker that the command line names, which answers every question on stdin."""
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
@@ -140,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -108,6 +108,12 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
     return shares
 
 
+def not_met(error: Exception) -> GptkitError:
+    """The error of processes that do not find one another, to be raised by the caller."""
+    message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
+    return GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.")
+
+
 def _meet() -> tuple[Any, int, int]:
     """Meet the others: their group, this process's rank in it, its size. Raises GptkitError where they stay away."""
     import torch.distributed as dist
@@ -124,8 +130,7 @@ def _meet() -> tuple[Any, int, int]:
             store = c10d.PrefixStore(f"gptkit/{_joined}", store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_FOREVER)
     except (RuntimeError, ValueError, OSError) as error:
-        message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
-        raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
+        raise not_met(error) from error
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 

@@ -23,8 +23,6 @@ INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32")
 F8 = ("F8_E4M3", "F8_E5M2")
 """Types that weights have whose scales lie beside them."""
 
-VALUES = (*FLOATS, *INTEGERS, *F8)  # types whose every value `to_float64` tells
-
 Array = NDArray[Any]
 
 

@@ -31,7 +31,7 @@ from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, is_plain
 from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
-library: Any = utils  # its documented names, which its stubs leave out
+_library: Any = utils  # its documented names, which its stubs leave out
 
 _log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ def _counting(repository: Repository, name: str) -> Any:
     kind = next((most for ending, most in _MOST.items() if name.endswith(ending)), None)
     most = min((each for each in (repository.size(name), kind) if each is not None), default=None)
 
-    class Counting(library.tqdm):  # type: ignore[misc]
+    class Counting(_library.tqdm):  # type: ignore[misc]
         taken = 0
 
         def update(self, n: float | None = 1) -> Any:
@@ -314,7 +314,7 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
         if response.status_code >= 400 and long and response.request.method != "HEAD":
             raise _refused(repository, response.status_code)
 
-    hooks = library.get_session().event_hooks["response"]
+    hooks = _library.get_session().event_hooks["response"]
     hooks.append(refuse)
     try:
         yield
@@ -325,11 +325,11 @@ def _short_refusals(repository: Repository) -> Iterator[None]:
 @contextmanager
 def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
     """The answer to a GET, of which nothing is read yet and nothing is compressed. Raises as `typed_errors` turns."""
-    with library.http_stream_backoff(
+    with _library.http_stream_backoff(
         "GET",
         url,
         # Nobody else says how large it is when it is unpacked.
-        headers={**library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
+        headers={**_library.build_hf_headers(), "Accept-Encoding": "identity", **headers},
         timeout=10.0,
         max_retries=2,
         base_wait_time=0.5,
@@ -340,7 +340,7 @@ def streamed(repository: Repository, url: str, headers: Mapping[str, str]) -> It
             length = stated_length(response)
             if response.status_code >= 400 and (length is None or length >= _MAX_REFUSAL):
                 raise _refused(repository, response.status_code)  # the library would read it all
-            library.hf_raise_for_status(response)
+            _library.hf_raise_for_status(response)
         yield response
 
 

@@ -103,7 +103,7 @@ def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
 # --- the pickle ------------------------------------------------------------------------------------------------------
 
 
-class Known(NamedTuple):
+class _Known(NamedTuple):
     """What stands for a name that a pickle may ask for; `element` is that of a storage or a dtype."""
 
     name: str
@@ -115,9 +115,9 @@ class Known(NamedTuple):
         if self.name in ("Size", "set"):
             return list(args[0]) if args else []
         if self.name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
-            return tensor(*args[:4])
+            return _tensor(*args[:4])
         if self.name == "_rebuild_tensor_v3":
-            return tensor(args[0], args[1], args[2], args[3], args[6])
+            return _tensor(args[0], args[1], args[2], args[3], args[6])
         if self.name in _PARAMETERS:
             return args[0]
         if self.name in (*_NOT_PLAIN, "device", "_get_layout"):
@@ -148,7 +148,7 @@ class _Storage:
         self.element, self.start, self.nbytes = element, start, nbytes
 
 
-class Tensor(NamedTuple):
+class _Tensor(NamedTuple):
     """A view of a storage, all in elements but for the storage itself."""
 
     storage: _Storage
@@ -161,20 +161,20 @@ class Tensor(NamedTuple):
         pass
 
 
-def tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> Tensor:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = None) -> _Tensor:
     """torch._utils._rebuild_tensor: what it claims is held against the file by the process that asked."""
     shape, strides = list(shape), list(strides)
     if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
         raise _RefusedError("a tensor is not made as torch makes one")
     if any(type(value) is not int or not 0 <= value < _MAX_INTEGER for value in (offset, *shape, *strides)):
         raise _RefusedError("a tensor's sizes are no sizes")
-    if element is not None and not (isinstance(element, Known) and element.element):
+    if element is not None and not (isinstance(element, _Known) and element.element):
         raise _RefusedError("a tensor has no element type")
-    return Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
+    return _Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
 
 
-KNOWN: dict[tuple[str, str], Known] = {
-    (module, name): Known(name)
+_KNOWN: dict[tuple[str, str], _Known] = {
+    (module, name): _Known(name)
     for module, names in (
         ("collections", ("OrderedDict",)),
         ("builtins", ("set",)),
@@ -186,9 +186,9 @@ KNOWN: dict[tuple[str, str], Known] = {
     for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
-KNOWN["torch.storage", "UntypedStorage"] = Known("storage", _STORAGES["Untyped"])
-KNOWN |= {("torch", f"{name}Storage"): Known("storage", element) for name, element in _STORAGES.items()}
-KNOWN |= {("torch", name): Known("dtype", element) for name, element in _ELEMENTS.items()}
+_KNOWN["torch.storage", "UntypedStorage"] = _Known("storage", _STORAGES["Untyped"])
+_KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, element in _STORAGES.items()}
+_KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEMENTS.items()}
 
 
 class _Part:
@@ -228,7 +228,7 @@ class _Reader(pickle.Unpickler):
         names: Mapping[tuple[str, str], Any] | None = None,
     ) -> None:
         super().__init__(file)
-        self._prefix, self._places, self._names = prefix, places, KNOWN if names is None else names
+        self._prefix, self._places, self._names = prefix, places, _KNOWN if names is None else names
         self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -242,7 +242,7 @@ class _Reader(pickle.Unpickler):
         kind, key, _, count = pid[1:5] if known else (None,) * 4
         # litgpt numbers its storages with integers, torch with strings.
         name = str(key) if type(key) is int and 0 <= key < _MAX_INTEGER and self._places is not None else key
-        if not isinstance(kind, Known) or not kind.element or type(count) is not int:
+        if not isinstance(kind, _Known) or not kind.element or type(count) is not int:
             raise _RefusedError("it holds a storage in a way that is not known")
         nbytes = count * _bytes_of(kind.element)
         if self._places is None:
@@ -344,9 +344,9 @@ class _Plain:
             return value if abs(value) < _MAX_INTEGER else {"other": "int"}
         if isinstance(value, dict):
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
-        if isinstance(value, Known | _Other):
+        if isinstance(value, _Known | _Other):
             return {"other": value.name}
-        if isinstance(value, Tensor):
+        if isinstance(value, _Tensor):
             self._values -= 2 * len(value.shape)
             at = (value.offset, value.storage.start, value.storage.nbytes)
             return {"tensor": [value.element, value.shape, value.strides, *at]}
@@ -419,7 +419,7 @@ _CLASSES = {
     "pathlib": ("PosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }  # fmt: skip
-NAMES = {**KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in _CLASSES.items() for name in names}}
+_NAMES = {**_KNOWN, **{(path, name): type(name, (_Stand,), {}) for path, names in _CLASSES.items() for name in names}}
 """Every name that may stand in .metadata, and what stands for it here."""
 
 
@@ -432,7 +432,7 @@ def _metadata(path: str) -> list[list[Any]]:
         if size > _MAX_METADATA:
             raise _RefusedError(f"has more than {_MAX_METADATA:,} bytes")
         allow(size, _METADATA_COSTS)
-        content = _load(_Reader(io.BytesIO(file.read(size)), names=NAMES))
+        content = _load(_Reader(io.BytesIO(file.read(size)), names=_NAMES))
     try:
         return _entries(content)
     except _RefusedError as error:
@@ -469,7 +469,7 @@ def _entries(_metadata: Any) -> list[list[Any]]:
         properties, boxes = entry.get("properties"), entry.get("chunks")
         state = properties.state if _is(properties, "TensorProperties") else None
         kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else 0
-        if not isinstance(kind, Known) or not kind.element or not isinstance(boxes, list):
+        if not isinstance(kind, _Known) or not kind.element or not isinstance(boxes, list):
             raise _RefusedError(f"{name!r:.80} has no dtype or no chunks")
         chunks = [_chunk(name, box, at) for box in boxes]
         tensors.append([name, kind.element, _sizes(entry.get("size")), chunks])

@@ -23,7 +23,7 @@ from ..architectures.layout import IDENTITY
 from ..components import ModelSpec, Shape
 from ..display import Shown
 from ..errors import CheckpointError
-from .dtypes import FLOATS, VALUES, parse_dtype
+from .dtypes import F8, FLOATS, INTEGERS, parse_dtype
 from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
@@ -66,7 +66,7 @@ class Weights:
 
     def numeric(self) -> Weights:
         """The same, every tensor of numbers that fp64 holds: one of any other type is the bytes that it has."""
-        apart = {name: each for name, each in self._tensors.items() if each.dtype not in VALUES}
+        apart = {name: each for name, each in self._tensors.items() if each.dtype not in (*FLOATS, *INTEGERS, *F8)}
         as_bytes = {
             name: replace(each, dtype="U8", shape=(each.nbytes,), kind=each.dtype) for name, each in apart.items()
         }

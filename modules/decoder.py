@@ -30,7 +30,7 @@ from ..components import (
 )
 from ..converter.outline import Outline
 from ..errors import UsageError
-from . import attention as attentions  # noqa: F401 - modules register themselves where they are imported
+from . import attention as _attention  # noqa: F401 - its modules register themselves, as those of the next do
 from . import feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context

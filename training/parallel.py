@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..converter.distributed import several
-from ..errors import Elsewhere, GptkitError, UsageError
+from ..converter.distributed import not_met, several
+from ..errors import Elsewhere, UsageError
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def group(device: str | None = None) -> Iterator[Group]:
     try:
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     except (RuntimeError, ValueError, OSError) as error:
-        message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
-        raise GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.") from error
+        raise not_met(error) from error
     try:
         yield Group(dist.get_rank(), dist.get_world_size(), where)
     finally:

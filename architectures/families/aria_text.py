@@ -12,13 +12,13 @@ from .gpt_oss import EXPERT, MLP, both
 from .llama import ATTENTION, BIAS, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS, B, T
 from .qwen2_moe import shared
 
-SILU = {"silu": "silu", "swish": "silu"}
+_SILU = {"silu": "silu", "swish": "silu"}
 """Routed experts have it whatever is said, and those that all tokens go through have what is."""
 
-DECODER = Decoder(
+_DECODER = Decoder(
     {
         **with_defaults(USUAL, intermediate_size=4096),
-        "hidden_act": Field("activation", "silu", lambda config, name, default: config.choice(name, default, SILU)),
+        "hidden_act": Field("activation", "silu", lambda config, name, default: config.choice(name, default, _SILU)),
         "attention_bias": BIAS,
         "moe_num_experts": Field("mixture.experts", 8),
         "moe_topk": Field("mixture.top_k", 2),
@@ -29,7 +29,7 @@ DECODER = Decoder(
     whole_heads=True,
 )
 
-LEAVES = (
+_LEAVES = (
     *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
     Leaf(
         MLP + "fc1.weight",
@@ -50,10 +50,10 @@ LEAVES = (
     *leaves_of({**shared("shared_experts"), **NORMS, **ENDS}),
 )
 
-ARIA_TEXT = DECODER.architecture(
+ARIA_TEXT = _DECODER.architecture(
     "aria_text",
     "AriaTextForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2024-10",
     model_types=("aria_text", "aria"),
     token_ids={"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},

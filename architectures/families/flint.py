@@ -16,7 +16,7 @@ from . import qwen3_moe
 from .llama import LEAVES, LLAMA_DROPPED, B, T
 from .qwen2_moe import OF_ROUTERS, ROUTED, STACKED, mixed_leaves, shared, sparse, written
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     {name: each for name, each in qwen3_moe.DECODER.fields.items() if name != "sliding_window"},
     vocab_size=150144,
     num_hidden_layers=49,
@@ -27,11 +27,11 @@ FIELDS = with_defaults(
     num_experts_per_tok=6,
     norm_topk_prob=True,
 )
-SINKS = T + "self_attn.softmax_offset"  # in files
-DENSE = (0, 1)  # layers that are, where nothing else is said
+_SINKS = T + "self_attn.softmax_offset"  # in files
+_DENSE = (0, 1)  # layers that are, where nothing else is said
 
 
-def windows(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
+def _windows(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[str, Any]]:
     """One layer of four sees all tokens, and so do the first and the last."""
     whole = [layer < 2 or layer % 4 == 1 or layer == count - 1 for layer in range(count)]
     types = config.layer_types(["full_attention" if each else "sliding_attention" for each in whole])
@@ -39,8 +39,8 @@ def windows(config: ConfigReader, count: int, _head_dim: int) -> list[Mapping[st
     return [{"window": width if kind == "sliding_attention" else None} for kind in types]
 
 
-DECODER = Decoder(
-    {**FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
+_DECODER = Decoder(
+    {**_FIELDS, "shared_expert_intermediate_size": Field("shared_size", 1024)},
     head_norms="same",
     fixed={
         "norm.cast": "after_weight",
@@ -51,19 +51,19 @@ DECODER = Decoder(
         "mixture.routed_in": "float32",
         "mixture.wide_router": True,
     },
-    layers=turned_in_windows(windows),
-    mixtures=Mixtures(partial(sparse, usual=DENSE), written),
+    layers=turned_in_windows(_windows),
+    mixtures=Mixtures(partial(sparse, usual=_DENSE), written),
     written=write_sliding,
 )
 
-FLINT = DECODER.architecture(
+FLINT = _DECODER.architecture(
     "flint",
     "FlintForCausalLM",
-    mixed_leaves({**ROUTED, **shared("shared_expert")}, (*LEAVES, Leaf(SINKS, B + "attention.sinks"))),
+    mixed_leaves({**ROUTED, **shared("shared_expert")}, (*LEAVES, Leaf(_SINKS, B + "attention.sinks"))),
     released="2026",
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
-    stacked=(*STACKED, Stacked(T + "self_attn.sinks", (SINKS,))),
+    stacked=(*STACKED, Stacked(T + "self_attn.sinks", (_SINKS,))),
     irrelevant=OF_ROUTERS,
     reference=lambda _: ("eager",),
     reference_quirk="no fused kernel has sinks, and transformers has none for flint",

@@ -43,9 +43,9 @@ def _first_activation(config: ConfigReader, name: str, default: str) -> Any:
     return config.choice(name, default, {**ACTIVATIONS, "gelu": "gelu_tanh"})
 
 
-DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=_first_activation)}, fixed=FIXED)
+_DECODER = Decoder({**FIELDS, "hidden_act": FIELDS["hidden_act"]._replace(read=_first_activation)}, fixed=FIXED)
 
-GEMMA = DECODER.architecture(
+GEMMA = _DECODER.architecture(
     "gemma",
     "GemmaForCausalLM",
     LEAVES,

@@ -12,22 +12,22 @@ from .gemma import BIDIRECTIONAL, FIXED, GEMMA_IDS
 from .gemma2 import NORMS, SANDWICH_LEAVES
 from .llama import LLAMA_DROPPED
 
-FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
+_FIELDS = with_defaults(gemma2.FIELDS, vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None)
 KINDS = {"full_attention": RotaryKind(1e6), "sliding_attention": RotaryKind(1e4, "rope_local_base_freq", scaled=False)}
 
 
-DECODER = Decoder(
-    FIELDS,
+_DECODER = Decoder(
+    _FIELDS,
     norms=NORMS,
     fixed=FIXED,
     rotary=None,
     head_norms="same",
-    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS, FIELDS["max_position_embeddings"]),
+    layers=turned_by_kind(sliding(6, pattern="sliding_window_pattern"), KINDS, _FIELDS["max_position_embeddings"]),
     written=write_by_kind(KINDS),
     whole_heads=True,
 )
 
-GEMMA3 = DECODER.architecture(
+GEMMA3 = _DECODER.architecture(
     "gemma3_text",
     "Gemma3ForCausalLM",
     SANDWICH_LEAVES,

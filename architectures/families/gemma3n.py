@@ -44,7 +44,7 @@ def _read_width(config: ConfigReader, name: str, default: int) -> int:
     return config.integer(name, default) if not isinstance(said, list) else 1
 
 
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
     vocab_size=262400,
     hidden_size=2048,
@@ -53,25 +53,25 @@ FIELDS = with_defaults(
     num_key_value_heads=2,
     max_position_embeddings=32768,
 )
-FIELDS["intermediate_size"] = FIELDS["intermediate_size"]._replace(read=_read_width)
-FIELDS["final_logit_softcapping"] = FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
-WINDOWS = turned_by_kind(sliding(5, 512), KINDS, FIELDS["max_position_embeddings"])
+_FIELDS["intermediate_size"] = _FIELDS["intermediate_size"]._replace(read=_read_width)
+_FIELDS["final_logit_softcapping"] = _FIELDS["final_logit_softcapping"]._replace(read=ConfigReader.number)
+_WINDOWS = turned_by_kind(sliding(5, 512), KINDS, _FIELDS["max_position_embeddings"])
 SPARSE, SPARSITY = 10, 0.95  # so many layers have so few active units where nothing else is said
 
 
-def layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
+def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, positions, and where its keys and values come from."""
-    found = WINDOWS(config, count, head_dim)
+    found = _WINDOWS(config, count, head_dim)
     shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
     if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
         raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
-    norm = RMSNorm(size=head_dim, eps=FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
+    norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}
     return [{**each, **norms, **(LATE if layer >= count - shared else {})} for layer, each in enumerate(found)]
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `layers` and `read` read."""
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `_layers` and `_read` read."""
     first, inputs = spec.blocks[0], of_kind(spec.layer_inputs, LayerEmbedding)
     inners = [of_kind(block.feed_forward, GatedFeedForward) for block in spec.blocks]
     return {
@@ -87,8 +87,8 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-DECODER = Decoder(
-    FIELDS,
+_DECODER = Decoder(
+    _FIELDS,
     norms=NORMS,
     fixed={
         "norm.cast": "after_weight",
@@ -97,15 +97,15 @@ DECODER = Decoder(
         "embedding.scaling": "rounded",
     },
     rotary=None,
-    layers=layers,
-    written=written,
+    layers=_layers,
+    written=_written,
     whole_heads=True,
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    spec = DECODER.read(config)
+    spec = _DECODER.read(config)
     hidden, count, norm = spec.hidden_size, len(spec.blocks), of_kind(spec.final_norm, RMSNorm)
     if hidden % of_kind(spec.blocks[0].attention, Attention).heads:
         raise config.fail("hidden_size", hidden, "a multiple of num_attention_heads")
@@ -140,7 +140,7 @@ def read(config: ConfigReader) -> ModelSpec:
 
 def _units(config: ConfigReader, count: int) -> list[int]:
     """Of each layer's feed-forward."""
-    said = config.raw("intermediate_size", FIELDS["intermediate_size"].default)
+    said = config.raw("intermediate_size", _FIELDS["intermediate_size"].default)
     if not isinstance(said, list):
         return [said] * count
     if len(said) != count or any(type(each) is not int or not 1 <= each < 2**31 for each in said):
@@ -159,7 +159,7 @@ def _shares(config: ConfigReader, count: int) -> list[float]:
     return list(map(float, said))
 
 
-UPDATES = {
+_UPDATES = {
     **{
         f"{T}altup.{theirs}": f"{B}altup.{ours}"
         for theirs, ours in (
@@ -173,32 +173,32 @@ UPDATES = {
     T + "laurel.linear_right": B + "attention_low_rank.right_proj",
     T + "laurel.post_laurel_norm": B + "attention_low_rank.norm",
 }
-STREAMS = {
+_STREAMS = {
     f"model.altup_{theirs}.{i}": f"{ours}.{i}"
     for theirs, ours in (("projections", "streams"), ("unembed_projections", "joined"))
     for i in range(MOST_STREAMS - 1)
 }
-HEAD = "lm_head"
-MADE = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
-LEAVES = (
+_HEAD = "lm_head"
+_MADE = ("q_proj", "q_norm", "k_proj", "v_proj", "k_norm", "o_proj")
+_LEAVES = (
     *leaves_of(EMBEDDING),
-    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MADE}),
     *leaves_of({**FEED_FORWARD, **SANDWICH}),
     Leaf(T + "altup.correct_output_scale", B + "altup.scale.weight"),
-    *leaves_of({**UPDATES, **INPUTS}),
-    *leaves_of({name: each for name, each in BEHIND.items() if name != HEAD}),
-    *leaves_of({**STREAMS, HEAD: BEHIND[HEAD]}),
+    *leaves_of({**_UPDATES, **INPUTS}),
+    *leaves_of({name: each for name, each in BEHIND.items() if name != _HEAD}),
+    *leaves_of({**_STREAMS, _HEAD: BEHIND[_HEAD]}),
 )
 
-GEMMA3N = DECODER.architecture(
+GEMMA3N = _DECODER.architecture(
     "gemma3n_text",
     "Gemma3nForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2025-06",
     model_types=("gemma3n_text", "gemma3n"),
     hf_config="Gemma3nTextConfig",
-    kinds=DECODER.kinds | {*ROTARY, AlternatingUpdates, LayerEmbedding, LayerInput, LowRankResidual, Streams},
-    read=read,
+    kinds=_DECODER.kinds | {*ROTARY, AlternatingUpdates, LayerEmbedding, LayerInput, LowRankResidual, Streams},
+    read=_read,
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),

@@ -37,53 +37,53 @@ from .gemma2 import NORMS, SANDWICH
 from .llama import EMBEDDING, FEED_FORWARD, LLAMA_DROPPED, B, T
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FIELDS = with_defaults(
+_FIELDS = with_defaults(
     {name: each for name, each in gemma2.FIELDS.items() if name != "query_pre_attn_scalar"},
     vocab_size=262144,
     num_hidden_layers=30,
     max_position_embeddings=131072,
     final_logit_softcapping=None,
 )
-KINDS = {
+_KINDS = {
     FULL: RotaryKind(
         1e6, "", usual={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, scaled=False
     ),
     SLIDING: RotaryKind(1e4, "", scaled=False),
 }
 LATE = {"k_norm": None, "v_norm": None, "kv_from": "earlier"}  # layers on keys and values of earlier ones
-EVERY = 6  # one layer of so many sees all tokens
-HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+_EVERY = 6  # one layer of so many sees all tokens
+_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What may be otherwise in layers that see all tokens, and the field that says so where `per_layer_config` does not."""
 
 
 def _types(config: ConfigReader, count: int) -> list[str]:
     """The kind of each layer; the last one sees all tokens, whatever is said."""
-    usual = [FULL if (layer + 1) % EVERY == 0 else SLIDING for layer in range(count)]
+    usual = [FULL if (layer + 1) % _EVERY == 0 else SLIDING for layer in range(count)]
     return [*config.layer_types(usual)[:-1], FULL]
 
 
 def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, int]]:
-    """The fields of `HEADS` for each kind of layer, where they are not those of all."""
+    """The fields of `_HEADS` for each kind of layer, where they are not those of all."""
     said = config.raw("per_layer_config")
     if said is None:
         full = {"head_dim": config.integer("global_head_dim", 512)}
         kv_heads = config.optional_integer("num_global_key_value_heads")
         shared = config.boolean("attention_k_eq_v", False)
         return {FULL: full | ({"num_key_value_heads": kv_heads} if shared and kv_heads else {})}
-    for name in HEADS.values():
+    for name in _HEADS.values():
         config.raw(name)  # transformers looks at none of them then
     numbers = {int(key): key for key in said if key.isdecimal() and len(key) < 9} if isinstance(said, dict) else {}
     if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
         raise config.fail("per_layer_config", said, f"an object by the number of a layer, of {len(types)}")
     if not all(isinstance(own, dict) for own in said.values()):
         raise config.fail("per_layer_config", said, "objects")
-    whole = {name: FIELDS[name].value(config, name) for name in HEADS}
+    whole = {name: _FIELDS[name].value(config, name) for name in _HEADS}
     each = [whole | said.get(numbers.get(layer, ""), {}) for layer in range(len(types))]
     wrong = [
-        own for own in each if own.keys() != HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
+        own for own in each if own.keys() != _HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
     ]
     if wrong:
-        raise config.fail("per_layer_config", wrong[0], f"positive integers for {' and '.join(HEADS)} alone")
+        raise config.fail("per_layer_config", wrong[0], f"positive integers for {' and '.join(_HEADS)} alone")
     found = dict(zip(types, each, strict=True))
     if [found[kind] for kind in types] != each:
         raise config.fail("per_layer_config", said, "the same for all layers of a kind")
@@ -92,9 +92,9 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
 
 def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, by default of that width, positions, heads, and where its keys and values come from."""
-    types, eps = _types(config, count), FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
-    window, context = config.integer("sliding_window", width), FIELDS["max_position_embeddings"]
-    kv_heads = FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
+    types, eps = _types(config, count), _FIELDS["rms_norm_eps"].value(config, "rms_norm_eps")
+    window, context = config.integer("sliding_window", width), _FIELDS["max_position_embeddings"]
+    kv_heads = _FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
     shared, own = none_or_more(config, "num_kv_shared_layers", 0), _by_kind(config, types)
     if shared and (shared >= count or {*types[: count - shared]} != {*types}):
         raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
@@ -107,7 +107,7 @@ def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) ->
             "window": None if kind == FULL else window,
             "head_dim": width,
             "kv_heads": own.get(kind, {}).get("num_key_value_heads", kv_heads),
-            "position": read_rotaries(config, width, length, {kind: KINDS[kind]})[kind],
+            "position": read_rotaries(config, width, length, {kind: _KINDS[kind]})[kind],
             "q_norm": norm,
             "k_norm": norm,
             "v_norm": replace(norm, gain="none"),
@@ -117,7 +117,7 @@ def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) ->
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `layers` and `read` read."""
+    """The config fields that `layers` and `_read` read."""
     attentions = [of_kind(block.attention, Attention) for block in spec.blocks]
     fields = write_sliding(spec)
     first: dict[str, Any] = {}
@@ -145,9 +145,9 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-WIDTH = ("hidden_size_per_layer_input", 256)
+_WIDTH = ("hidden_size_per_layer_input", 256)
 DECODER = Decoder(
-    {**FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
+    {**_FIELDS, "num_key_value_heads": Field("kv_heads", 4)},
     norms=NORMS,
     fixed={
         "norm.cast": "after_weight",
@@ -161,16 +161,16 @@ DECODER = Decoder(
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
     spec = scaled(config, DECODER.read(config))
     hidden, count = spec.hidden_size, len(spec.blocks)
     activation = of_kind(spec.blocks[0].feed_forward, GatedFeedForward).activation
-    width, rows = none_or_more(config, *WIDTH), config.integer("vocab_size_per_layer_input", 262144)
+    width, rows = none_or_more(config, *_WIDTH), config.integer("vocab_size_per_layer_input", 262144)
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
     if spec.shared and not width:
-        raise config.fail(WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
+        raise config.fail(_WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward
@@ -232,7 +232,7 @@ def _mixture(config: ConfigReader, spec: ModelSpec) -> MixtureOfExperts | None:
     )
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec) -> dict[str, Any]:
     """Tree -> the config.json fields that describe it."""
     inners: list[Any] = [block.mixer("feed_forward") for block in spec.blocks]
     if not any(isinstance(each, DenseBesideExperts) for each in inners):
@@ -261,36 +261,36 @@ BEHIND = {
     "model.per_layer_projection_norm": "layer_inputs.norm",
     "lm_head": "head",
 }
-MIXTURE = B + "feed_forward.mixture."
-EXPERT = MIXTURE + "experts.{expert}."
-DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-NORMED = [*SANDWICH.items()]
-BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
+_MIXTURE = B + "feed_forward.mixture."
+_EXPERT = _MIXTURE + "experts.{expert}."
+_DENSE = {f"{T}mlp.{name}": f"{B}feed_forward.dense.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+_NORMED = [*SANDWICH.items()]
+_BEFORE = {T + "pre_feedforward_layernorm": B + "feed_forward.dense_norm"}
 """Where experts stand beside it, the feed-forward has the names that it has alone."""
-EXPERTS = (
-    Leaf(T + "router.scale", MIXTURE + "router_norm.weight"),
-    Leaf(T + "router.per_expert_scale", MIXTURE + "expert_scale.weight"),
-    Leaf(T + "router.proj.weight", MIXTURE + "router.weight"),
+_EXPERTS = (
+    Leaf(T + "router.scale", _MIXTURE + "router_norm.weight"),
+    Leaf(T + "router.per_expert_scale", _MIXTURE + "expert_scale.weight"),
+    Leaf(T + "router.proj.weight", _MIXTURE + "router.weight"),
     Leaf(
         T + "experts.gate_up_proj",
-        (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
+        (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
         Layout("experts (part intermediate) hidden", split="part", parts=("1", "1"), each="experts"),
     ),
-    Leaf(T + "experts.down_proj", EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
+    Leaf(T + "experts.down_proj", _EXPERT + "down_proj.weight", Layout("experts hidden intermediate", each="experts")),
     Leaf(T + "post_feedforward_layernorm_1.weight", B + "feed_forward.dense_output_norm.weight"),
     Leaf(T + "post_feedforward_layernorm_2.weight", B + "feed_forward.mixture_output_norm.weight"),
-    Leaf(T + "pre_feedforward_layernorm_2.weight", MIXTURE + "expert_norm.weight"),
+    Leaf(T + "pre_feedforward_layernorm_2.weight", _MIXTURE + "expert_norm.weight"),
 )
-MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
+_MADE = ("q_proj", "q_norm", "k_norm", "k_proj", "v_proj", "o_proj")  # the modules of attention in transformers' order
 LEAVES = (
     *leaves_of(EMBEDDING),
     Leaf(T + "layer_scalar", B + "scale.weight", buffer=True),
-    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in MADE}),
+    *leaves_of({f"{T}self_attn.{name}": f"{B}attention.{name}" for name in _MADE}),
     *leaves_of(FEED_FORWARD),
-    *leaves_of({**DENSE, **dict(NORMED[:3])}),
-    *leaves_of(BEFORE),
-    *leaves_of({**dict(NORMED[3:]), **INPUTS}),
-    *EXPERTS,
+    *leaves_of({**_DENSE, **dict(_NORMED[:3])}),
+    *leaves_of(_BEFORE),
+    *leaves_of({**dict(_NORMED[3:]), **INPUTS}),
+    *_EXPERTS,
     *leaves_of(BEHIND),
 )
 TOWERS = {
@@ -325,8 +325,8 @@ GEMMA4 = DECODER.architecture(
     model_types=("gemma4_text", "gemma4"),
     hf_config="Gemma4TextConfig",
     kinds=DECODER.kinds | {*ROTARY, BlockScale, DenseBesideExperts, LayerEmbedding, LayerInput, MixtureOfExperts},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),

@@ -19,36 +19,36 @@ from .gemma import GEMMA_IDS
 from .gemma4 import CAUSAL, LEAVES, OF_TOWERS, UNUSED
 from .llama import LLAMA_DROPPED
 
-OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+_OF_INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
 
-def written(spec: ModelSpec) -> dict[str, Any]:
-    """The config fields that `read` reads."""
-    return {name: value for name, value in gemma4.written(spec).items() if name not in OF_INPUTS}
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `_read` reads."""
+    return {name: value for name, value in gemma4.written(spec).items() if name not in _OF_INPUTS}
 
 
-DECODER = replace(
+_DECODER = replace(
     gemma4.DECODER,
     fields=with_defaults(gemma4.DECODER.fields, max_position_embeddings=262144),
     layers=partial(gemma4.layers, width=1024),
-    written=written,
+    written=_written,
 )
 
 
-def read(config: ConfigReader) -> ModelSpec:
+def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    return gemma4.scaled(config, DECODER.read(config))
+    return gemma4.scaled(config, _DECODER.read(config))
 
 
-GEMMA4_UNIFIED = DECODER.architecture(
+GEMMA4_UNIFIED = _DECODER.architecture(
     "gemma4_unified_text",
     "Gemma4UnifiedForCausalLM",
     LEAVES,
     released="2026-04",
     model_types=("gemma4_unified_text", "gemma4_unified"),
     hf_config="Gemma4UnifiedTextConfig",
-    kinds=DECODER.kinds | {*ROTARY, BlockScale},
-    read=read,
+    kinds=_DECODER.kinds | {*ROTARY, BlockScale},
+    read=_read,
     token_ids=GEMMA_IDS,
     part="text_config",
     renamed=(("model.language_model.", "model."),),

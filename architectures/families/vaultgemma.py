@@ -9,15 +9,15 @@ from . import gemma2
 from .gemma import FIXED, GEMMA_IDS
 from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, B, T
 
-DECODER = Decoder(
+_DECODER = Decoder(
     gemma2.DECODER.fields, norms=PRE, fixed=FIXED, layers=sliding(2), written=write_sliding, whole_heads=True
 )
-NORMS = {T + "input_layernorm": B + "attention_norm", T + "pre_feedforward_layernorm": B + "feed_forward_norm"}
+_NORMS = {T + "input_layernorm": B + "attention_norm", T + "pre_feedforward_layernorm": B + "feed_forward_norm"}
 
-VAULTGEMMA = DECODER.architecture(
+VAULTGEMMA = _DECODER.architecture(
     "vaultgemma",
     "VaultGemmaForCausalLM",
-    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **NORMS, **ENDS}),
+    leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_NORMS, **ENDS}),
     released="2025-09",
     token_ids=GEMMA_IDS,
     dropped=LLAMA_DROPPED,

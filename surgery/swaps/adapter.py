@@ -19,12 +19,13 @@ from ...architectures.config import read_config_file
 from ...converter.dtypes import to_float64
 from ...converter.files import sha256_file
 from ...converter.index import single
+from ...converter.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ...converter.safetensors import read_header
 from ...converter.weights import Weights
 from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
 from ..base import Wide
 
-CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_PICKLE = "adapter_model.bin"
 _REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
@@ -96,7 +97,7 @@ class Adapter:
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
         found = self.shape(self.lora[module].a)[0]
         if rank != found:
-            raise SwapRefused(f"{self.reference}: {module} has rank {found}, its {CONFIG} says {rank}")
+            raise SwapRefused(f"{self.reference}: {module} has rank {found}, its {ADAPTER_CONFIG} says {rank}")
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def indices(self, module: str) -> list[int]:
@@ -117,7 +118,7 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         except re.error as error:
-            raise InvalidInput(f"{CONFIG}: {pattern!r:.60} is no regular expression: {error}") from error
+            raise InvalidInput(f"{ADAPTER_CONFIG}: {pattern!r:.60} is no regular expression: {error}") from error
     return default
 
 
@@ -192,14 +193,14 @@ def _files(reference: str, offline: bool) -> tuple[Path, Path]:
             return folder / name if (folder / name).is_file() else None
         return hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)
 
-    config, weights = path_of(CONFIG), path_of(WEIGHTS)
+    config, weights = path_of(ADAPTER_CONFIG), path_of(ADAPTER_WEIGHTS)
     if config is None and hub is not None and not hub.commit:
         raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
     if config is None:
-        raise InvalidInput(f"{reference} is no adapter: there is no {CONFIG} in it")
+        raise InvalidInput(f"{reference} is no adapter: there is no {ADAPTER_CONFIG} in it")
     if weights is not None:
         return config, weights
     if path_of(_PICKLE) is not None:
-        hint = f"peft writes {WEIGHTS} where it loads and saves it again."
+        hint = f"peft writes {ADAPTER_WEIGHTS} where it loads and saves it again."
         raise UntrustedInput(f"{reference} has its weights as {_PICKLE}, a pickle, which can run code", hint)
-    raise InvalidInput(f"{reference} has no {WEIGHTS}")
+    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}")

@@ -166,7 +166,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What can be dropped, and what it is called in its component; "biases" are all of them."""
 
 
-def biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
+def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None) -> list[str]:
     """The bias tensors that a name of `NAMES` stands for, in some layers or in all of the model."""
     own = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
     if what == "head.bias":
@@ -198,13 +198,13 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
         near = nearest("drop", what)
         hint = f"{f'did you mean {near}? ' if near else ''}known: {', '.join(NAMES)}"
         raise UsageError(f"--drop {what!r} is unknown", hint)
-    gone = biases_of(spec, what, asked.layers)
+    gone = _biases_of(spec, what, asked.layers)
     if not gone:
-        has = [name for name in NAMES if biases_of(spec, name, asked.layers)]
+        has = [name for name in NAMES if _biases_of(spec, name, asked.layers)]
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
         raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
     missed = [name for name in gone if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
-    zero = {name for name in biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
+    zero = {name for name in _biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
     new = without_biases(spec, {*gone, *zero})
     # Zero biases of other kinds stay where they are, unless the same flag is theirs: q, k and v have one.
     left = {parameter.name for parameter in new.parameters()}
@@ -264,7 +264,7 @@ SWAPS = (
         needs="biases that are zero, or of keys that no positions are turned into",
         source="TransformerLens; adding a constant to all scores of a softmax",
         reshape=_drop,
-        examples=lambda spec: [name for name in NAMES if name != "biases" and biases_of(spec, name)],
+        examples=lambda spec: [name for name in NAMES if name != "biases" and _biases_of(spec, name)],
         by_layer=True,
         clears=(
             *(Clears(f"*.{part}_bias", f"drop={part}.bias") for part in ("output", "up", "down")),

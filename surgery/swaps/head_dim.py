@@ -235,20 +235,22 @@ def _norm_factors(old: Attention, new: Attention) -> Iterator[tuple[str, float]]
         yield "k_norm", ratio
 
 
-def widths(spec: ModelSpec) -> set[int | None]:
+def _widths(spec: ModelSpec) -> set[int | None]:
     """How wide heads are; None for those that are made of a latent."""
     return {getattr(block.attention, "head_dim", None) for block in spec.blocks}
 
 
 def _examples(spec: ModelSpec) -> list[str]:
     """Widths worth trying."""
-    found = widths(spec)
+    found = _widths(spec)
     widest = max((each for each in found if each), default=0)
     return [] if None in found else [str(widest + 8), f"partial:{widest + 4}"]
 
 
 ORDER = 110
-OPTIONS = (Option("head_dim", ATTENTION, 3, "The width of a head.", "N", parts={"": ("dimensions of a head", widths)}),)
+OPTIONS = (
+    Option("head_dim", ATTENTION, 3, "The width of a head.", "N", parts={"": ("dimensions of a head", _widths)}),
+)
 SWAPS = (
     Swap(
         option="head_dim",

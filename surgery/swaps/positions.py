@@ -31,7 +31,7 @@ from ..options import POSITIONS, Option, Parts
 from ..registry import Asked, Clears, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
-BASE = 10_000.0  # RoPE's base (2104.09864)
+_BASE = 10_000.0  # RoPE's base (2104.09864)
 _TABLE = "positions.weight"
 
 
@@ -88,7 +88,7 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
                 f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
                 f"First --head-dim {attention.head_dim + 1}.",
             )
-        return Rotary(dim=attention.head_dim, base=base or BASE, scaling=NEUTRAL if neutral else None)
+        return Rotary(dim=attention.head_dim, base=base or _BASE, scaling=NEUTRAL if neutral else None)
 
     chosen = {layer: position(layer) for layer in asked.chosen(spec)}
     hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."

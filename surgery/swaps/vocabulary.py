@@ -34,7 +34,7 @@ from ..registry import Asked, Clears, Swap
 TOLD = 4  # tokens that a message names
 
 
-def tables(spec: ModelSpec) -> list[str]:
+def _tables(spec: ModelSpec) -> list[str]:
     """The tensors that have a row, or an element, for every token."""
     return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes() if "." not in name)]
 
@@ -46,7 +46,7 @@ def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
 
 def _moved(spec: ModelSpec, move: Callable[[Array], Array]) -> Mapping[str, Tensor]:
     """Every table with the same done to its rows."""
-    return {name: Moved(name, move) for name in tables(spec)}
+    return {name: Moved(name, move) for name in _tables(spec)}
 
 
 def _sized(

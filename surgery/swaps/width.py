@@ -28,7 +28,7 @@ from ..registry import Asked, Clears, Swap
 from .mlp import dense_of, with_dense
 
 
-def widths(spec: ModelSpec) -> set[int | None]:
+def _widths(spec: ModelSpec) -> set[int | None]:
     """How wide feed-forwards are."""
     return {block.feed_forward.intermediate_size for block in spec.blocks}
 
@@ -141,7 +141,7 @@ OPTIONS = (
         3,
         "The width of the feed-forward.",
         "N | N:active",
-        parts={"": ("dimensions", widths)},
+        parts={"": ("dimensions", _widths)},
     ),
 )
 _entry = partial(

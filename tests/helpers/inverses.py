@@ -6,7 +6,7 @@ from typing import Any
 
 from gptkit.components import LatentAttention, ModelSpec, Rotary
 from gptkit.surgery.registry import Asked, Step, layers_in, swap_for
-from gptkit.surgery.swaps import activation, head_dim, layers, mlp, positions, rotation, width
+from gptkit.surgery.swaps import activation, layers, mlp, rotation
 
 Inverse = Callable[[ModelSpec, Asked], Step | None]
 
@@ -111,7 +111,7 @@ def _neutral(before: ModelSpec, asked: Asked) -> Step | None:
     for attention in (before.blocks[layer].attention for layer in asked.chosen(before)):
         if isinstance(attention, LatentAttention) or before.positions is not None:
             return None
-        if attention.position != Rotary(dim=attention.head_dim, base=positions.BASE, scaling=rotation.NEUTRAL):
+        if attention.position != Rotary(dim=attention.head_dim, base=10_000.0, scaling=rotation.NEUTRAL):
             return None
     return again(asked, "position", "rope:neutral")
 
@@ -145,10 +145,14 @@ INVERSES: dict[tuple[str, str], Inverse] = {
     ("block", "serial"): _block,
     ("context", "N"): _context,
     ("fold", "scale"): _scale,
-    ("head_dim", "N"): smaller("head_dim", head_dim.widths),
+    ("head_dim", "N"): smaller(
+        "head_dim", lambda before: {getattr(block.attention, "head_dim", None) for block in before.blocks}
+    ),
     ("heads", "N"): smaller("heads", lambda before: (block.attention.heads for block in before.blocks)),
     ("hidden", "N"): smaller("hidden", lambda before: [before.hidden_size]),
-    ("intermediate", "N"): smaller("intermediate", width.widths),
+    ("intermediate", "N"): smaller(
+        "intermediate", lambda before: [block.feed_forward.intermediate_size for block in before.blocks]
+    ),
     ("layers", "+N"): _more_layers,
     ("mlp", "gated"): _gated,
     ("mlp", "moe:ExK"): _experts,

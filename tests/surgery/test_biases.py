@@ -47,8 +47,9 @@ def test_with_rotary_it_is(name: str, tmp_path: Path) -> None:
 def test_zero_biases_leave_without_a_trace(name: str, what: str, endings: tuple[str, ...], tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")
     zeroed(tmp_path / "hf", *endings)
-    done = exactly(tmp_path / "hf", tmp_path / "out", drop=what)
-    assert not module.biases_of(done.spec, what)
+    exactly(tmp_path / "hf", tmp_path / "out", drop=what)
+    with pytest.raises(SwapRefused, match="no bias of this kind"):
+        gptkit.swap(tmp_path / "out", tmp_path / "again", drop=what)
 
 
 def test_one_flag_for_three_biases(tmp_path: Path) -> None:

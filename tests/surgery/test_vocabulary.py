@@ -58,7 +58,7 @@ def test_rows_are_moved_and_zeros_added(name: str, size: int, stored: torch.dtyp
         for tensor, (old, dtype) in before.items():
             new, same = after[tensor]
             assert dtype == same
-            if tensor in module.tables(result.spec):
+            if tensor in ("embedding.weight", "head.weight"):
                 assert new[:kept].tobytes() == old[:kept].tobytes()
                 assert not new[kept:].any() and len(new) == size
             else:
