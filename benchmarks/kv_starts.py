@@ -26,7 +26,7 @@ from gptkit.components import Attention, Rotary
 from gptkit.modules import Decoder
 from gptkit.surgery.base import Stored
 from gptkit.surgery.fits.calibration import Calibration, read_text
-from gptkit.surgery.fits.regression import Moment, augment, fit_keys, fit_values
+from gptkit.surgery.fits.regression import Moment, augment, balanced, fit_keys, fit_values
 from gptkit.training.heal import heal
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
@@ -66,7 +66,8 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rotary: int, covaria
     """The best products on inputs of a covariance."""
     queries, key = fit_keys(q, k, covariance, rotary)
     value, outputs = fit_values(v, o, covariance)
-    return queries, key, value, outputs
+    value, wide = balanced(value, outputs.flatten(0, 1))
+    return queries, key, value, wide.unflatten(0, outputs.shape[:2])
 
 
 def by_mean(q: Tensor, k: Tensor, v: Tensor, o: Tensor, _: int) -> Four:

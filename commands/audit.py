@@ -21,7 +21,9 @@ def audit(
     ),
     *,
     source: str | None = option("--source OLD", "Hold it against the checkpoint that it was made from."),
-    loader: str | None = option("--for PROGRAM", "Tell what this program would make of it: transformers, llama.cpp."),
+    loader: str | None = option(
+        "--for PROGRAM", "Tell what it would be to this program: transformers, llama.cpp, vllm."
+    ),
     values: bool = flag("--values", "Read the weights too, not their headers alone."),
     everything: bool = flag("--all", "List every tensor of every finding."),
     fix: Path | None = option("--fix OUT", "Write it again with what can be mended without loss, and audit that."),

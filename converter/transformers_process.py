@@ -4,21 +4,23 @@ A config.json that we did not write may ask for any number of layers, and a clas
 meta device, where no parameter takes memory, and in this process, whose time and memory are limited.
 """
 
+import json
 import os
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 from .confinement import allow
 
-_LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
+LIBRARIES = (2**34, 0, 120.0, 0.0)  # address space, which torch takes much of and uses little
 _BUILDING = (2**33, 0, 12.0, 0.0)  # DeepSeek-V3 with twice its layers takes 2 seconds
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The name of the class, and its parameters in order, each with its shape, a shared one once."""
-    allow(0, _LIBRARIES)
+    """The name of the class, and its parameters in order, each with its shape, a shared one once; or all `fields`."""
+    allow(0, LIBRARIES)
     sys.path += question["libraries"]
     tempfile.tempdir = os.sep  # which torch asks for, and to look for one is to write a file: this process writes none
     import torch
@@ -27,6 +29,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
     decoded = getattr(transformers.PreTrainedConfig, "_decode_special_floats", dict)  # infinity, as its files have it
     config = decoded(question["config"])
+    if question.get("fields"):
+        return {"fields": _fields(transformers.AutoConfig.for_model(**config))}
     name = _class_name(modeling_auto, config)
     kind: Any = getattr(transformers, name, None)
     if kind is None:
@@ -38,6 +42,16 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     tensors = question.get("tensors")
     loading = {} if tensors is None else {"loading": _loading(model, {name: tuple(shape) for name, shape in tensors})}
     return {"class": name, "parameters": parameters, **loading}
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """A config's attributes as JSON has them: defaults, other names, what is computed, and those of configs within."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    for name in {*dir(config), *config.attribute_map} - {*fields}:
+        with suppress(Exception):  # whatever a config's own code says
+            value = None if name.startswith("_") else getattr(config, name)
+            fields |= {name: value} if isinstance(value, (bool, int, float, str)) else {}
+    return fields | {name: _fields(each) for name, each in vars(config).items() if hasattr(each, "attribute_map")}
 
 
 def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:

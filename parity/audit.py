@@ -177,9 +177,6 @@ def audit(
     """
     if loader is not None and loader not in LOADERS:
         raise UsageError(f"there is no rule for {loader!r:.40}", f"known: {', '.join(LOADERS)}")
-    if loader == "vllm":
-        why = "what vLLM does with a tensor is code of each of its models, which says it nowhere but in a run"
-        raise UsageError(why, "--for transformers tells what most of its classes take: those of the same names.")
     opening = {"offline": offline, "allow_pickle": allow_pickle}
     found = scan(new, **opening)
     other = None if source is None else scan(source, **opening)
@@ -259,7 +256,7 @@ class _Subject:
             words.append("config.json" if known else "config.json as far as names tell")
         words += ["its values"] if self.values else []
         words += [] if self.source is None else [self.source.reference]
-        told = {"transformers": "the class in transformers", "llama.cpp": "llama.cpp's tables"}
+        told = {"transformers": "the class in transformers", "llama.cpp": "llama.cpp's tables", "vllm": "vLLM's source"}
         return words + ([told[self.loader]] if self.loader else [])
 
 
@@ -732,10 +729,12 @@ def _parts_of(name: str, shape: tuple[int, ...], left: Mapping[str, tuple[int, .
 
 
 def _loader(subject: _Subject) -> Iterator[Finding]:
-    """What the program does with these names: transformers' own class tells it, without weights; llama.cpp's tables."""
+    """What the program does with these names: transformers' own class tells it, without weights; llama.cpp's tables;
+    vLLM's source.
+    """
     files = subject.files
-    if subject.loader == "llama.cpp":
-        yield from _for_llama_cpp(subject)
+    if subject.loader in ("llama.cpp", "vllm"):
+        yield from (_for_vllm if subject.loader == "vllm" else _for_llama_cpp)(subject)
     if subject.loader != "transformers":
         return
     if files.config is None:
@@ -805,6 +804,82 @@ def _for_llama_cpp(subject: _Subject) -> Iterator[Finding]:
         remedy = "Where convert_hf_to_gguf.py renames them before it asks, they are right."
         yield Finding("loader-unmapped", "warning", message, left, remedy)
     yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
+
+
+def _for_vllm(subject: _Subject) -> Iterator[Finding]:
+    """What vLLM's source, which is read and not run, says of these names."""
+    folder = _installed("vllm")
+    if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
+        why = "what vLLM does is told by its source, which is not installed"
+        raise UsageError(why, "pip install --no-deps vllm: its source is read, and it need not run.")
+    files, config = subject.files, subject.files.config
+    if config is None:
+        raise InvalidInput(f"{files.reference} has no {CONFIG}, by which vLLM finds a model's class")
+    named = config.get("architectures")
+    name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
+    if name is None:
+        yield Finding("loader-refuses", "error", f"{CONFIG} names no architecture, which vLLM asks for")
+        return
+    asked = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries(), "fields": True})
+    fields = (asked or {}).get("answer", {}).get("fields")
+    tensors = [[tensor, list(info.shape)] for tensor, info in files.tensors.items()]
+    question = {"source": folder, "architecture": name, "tensors": tensors, "quantised": subject.quantised}
+    question |= {"config": fields or dict(config), "complete": fields is not None}
+    reply = Confined("vllm_process").ask(question)
+    if reply is None or "error" in reply:
+        why = "it takes more time or memory than a model does" if reply is None else reply["error"]
+        raise UnknownFamily(f"vLLM's source is not read for {name:.60}: {why:.300}")
+    told = reply["answer"]
+    yield from _vllm_knows(subject, name, told)
+    loading = told["loading"]
+    if loading is None:
+        return
+    kind = f"vLLM's {loading['kind']}"
+    for why, names in loading["ignored"].items():
+        yield Finding("loader-ignores", "warning", f"{kind} {why}", tuple(names))
+    if loading["unexpected"]:
+        message = f"{kind} has no place for these, and does not load a checkpoint that has them"
+        yield Finding("loader-ignores", "error", message, tuple(loading["unexpected"]), "Correct the names.")
+    for silent in (True, False):
+        missing = [each for each, checked in loading["missing"].items() if checked != silent]
+        missing += loading["halves"] if silent else []
+        how = "computes with whatever lies in memory" if silent else "does not load the checkpoint"
+        if missing:
+            message = f"{kind} finds nothing for these, and {how}"
+            yield Finding("loader-draws", "error", message, tuple(missing), "Export them again.")
+    for why, names in loading["unread"].items():
+        yield Finding("loader-unread", "note", f"not held against vLLM: {why}", tuple(names))
+
+
+def _installed(package: str) -> str | None:
+    """The folder of a package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return next(iter(spec.submodule_search_locations or []), None) if spec is not None else None
+
+
+def _vllm_knows(subject: _Subject, name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether vLLM has a class for an architecture, and loads weights that are quantised like these."""
+    config = subject.files.config or {}
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method is not None and told["quantisations"] and method not in told["quantisations"]:
+        yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {method!r:.40}")
+    if told["registered"] == "transformers":
+        message = f"vLLM has no class of its own for {name}, and runs transformers'"
+        yield Finding("loader-architecture", "note", message, (), "--for transformers tells what that takes.")
+    elif told["registered"] is None:
+        until = f": version {told['previous']} was the last that did" if told["previous"] else ""
+        folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
+        code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
+        if any(f"class {name}(" in file.read_text() for file in code):
+            message = (
+                f"vLLM has no class for {name}{until}; it runs transformers' if that lets others compute attention"
+            )
+            yield Finding("loader-architecture", "warning", message, (), "--for transformers tells what that takes.")
+        else:
+            yield Finding("loader-refuses", "error", f"vLLM has no class for {name}, nor has transformers{until}")
+    elif told["loading"] is None:
+        yield Finding("loader-unread", "note", f"vLLM's class for {name} is not in its source, and not read")
 
 
 RULES: tuple[Callable[[_Subject], Iterable[Finding]], ...] = (

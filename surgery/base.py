@@ -28,7 +28,6 @@ from ..converter.dtypes import Array, cast, from_float64, to_float64, widest
 from ..converter.tree import Origin
 from ..converter.weights import Tree
 from ..errors import GptkitError, InvalidInput
-from .facts import Weights
 
 Guarantee = Literal["exact", "approximate", "retrained"]
 ORDER: tuple[Guarantee, ...] = get_args(Guarantee)  # the best first
@@ -86,7 +85,7 @@ class Stored:
         return values
 
 
-class Read(Weights):
+class Read:
     """The facts about a tree whose weights are at hand: `facts.Weights`, by reading them."""
 
     def __init__(self, model: Model) -> None:
@@ -102,6 +101,9 @@ class Read(Weights):
 
     def same(self, one: str, other: str) -> bool:
         return self.ask(lambda model: not any(differing(model, one, other)), False, True)
+
+    def zero(self, *names: str) -> bool:
+        return self.filled(0.0, *names)
 
     def ask(self, question: Callable[[Model], _T], trained: _T, zeros: _T) -> _T:  # noqa: ARG002
         try:

@@ -1,18 +1,21 @@
 """swap, and heal where the recipe says so: what the swaps gave is trained to answer as the model it was made from."""
 
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..converter.files import locked
 from ..converter.publish import Staging
 from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
 from .heal import Healed, heal
+from .state import remove_empty
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,16 @@ def swap(
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
-    with TemporaryDirectory(prefix=f".{target.name}.changed-", dir=target.parent) as folder:
-        done = run(out=Path(folder) / "changed", steps=steps, to="local")
+    beside = target.with_name(f"{target.name}.healing")
+    changed = beside / "changed"
+    with ExitStack() as stack:
+        beside.mkdir(exist_ok=True)
+        stack.callback(remove_empty, beside)
+        stack.enter_context(locked(beside / "recipe"))  # heal locks the folder itself
+        stack.callback(shutil.rmtree, changed, ignore_errors=True)
+        done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(
-            done.target, model, [told.heal.value], target, **healing, **opening, force=force,
+            changed, model, [told.heal.value], target, **healing, **opening, force=force,
             to="hf:auto" if to == "auto" else to,
         )  # fmt: skip
     recipe_done = None if done.recipe is None else replace(done.recipe, heal=told.heal, to=to)

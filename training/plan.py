@@ -34,7 +34,7 @@ from ..architectures import architecture_of
 from ..components import ModelSpec, from_json, to_json
 from ..converter.files import read_small
 from ..errors import InvalidInput, UsageError
-from ..surgery.recipe import MOST_BYTES, told_as
+from ..surgery.recipe import MOST_BYTES, read_recipe, told_as
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
 from .train import HELD_OUT, WINDOWS, longest, settings_of, size_of, tree_of
@@ -210,6 +210,9 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
         for other in each.include:
             included = changed(Arm("", "", spec, start, steps), asked[other])
             spec, start, steps = included.spec, included.start, included.steps
+        if each.recipe and read_recipe(each.recipe).heal is not None:
+            hint = 'Leave that step out; how = "heal" heals every variant.'
+            raise InvalidInput(f"{each.recipe} ends with heal, and all variants have the plan's own budget", hint)
         if each.swap or each.recipe:
             own = [*steps_from((), each.recipe or None), *(step for text in each.swap for step in steps_from([text]))]
             spec, steps = swapped(spec, own, reference=each.name, offline=offline).spec, (*steps, *own)

@@ -10,6 +10,9 @@ layer, for every group of old heads that becomes one:
    apart by,
 5. the feed-forward's down projection likewise, to the original's stream after the layer.
 
+What stands between two matrices is then shared out anew (`regression.balanced`): what is computed stays, and what comes
+out can be trained.
+
 Of a latent, rotary keys become one as in 1 and 2. Its directions are the leading ones of what attention makes of the
 input, the values' part [O_h V_h] Σ^½ stacked over the query heads and, of keys without rotary positions,
 [(E q qᵀ)^½ K_h] Σ^½, each counted as much as the other; then come 4 and 5.
@@ -41,6 +44,7 @@ from .regression import (
     Groups,
     Moment,
     augment,
+    balanced,
     contiguous_groups,
     fit_keys,
     fit_values,
@@ -162,11 +166,13 @@ class _Heads:
         # Each part as much as the other, whatever the sizes of values and scores.
         total = torch.stack([gram / gram.trace().clamp_min(1e-300) for gram in grams]).sum(dim=0)
         basis = leading(total, new.kv_rank)  # (e, rank)
-        found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": basis.T @ inverse}
+        ups = [(each @ root @ basis).flatten(0, 1) for each in (plain_k, values)]
+        down, up = balanced(basis.T @ inverse, torch.cat(ups))
+        found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": down}
         tensors = self.projections(found | ({"k_rope_proj": key} if dim else {}))
-        if plain_k.shape[1]:
-            tensors["k_up_proj.weight"] = (plain_k @ root @ basis).flatten(0, 1)
-        tensors["v_up_proj.weight"] = (values @ root @ basis).flatten(0, 1)
+        k_up, tensors["v_up_proj.weight"] = torch.split(up, [len(each) for each in ups])
+        if len(k_up):
+            tensors["k_up_proj.weight"] = k_up
         return tensors | {"o_proj.weight": self.attention.o_proj.weight.detach().double()}
 
 
@@ -214,10 +220,14 @@ class _LayerFit:
             fitted.append((q, k, value, outputs))
             mixed.append(seen @ value.to(seen).T)
         q = torch.cat([each[0] for each in fitted]).flatten(0, 1).double()  # (H·d, e), in the new order
-        k, v = (torch.cat([each[which] for each in fitted]).double() for which in (1, 2))
+        k = torch.cat([each[1] for each in fitted]).double()
         o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
-        found = heads.projections({"q_proj": q, "k_proj": k, "v_proj": v})
-        return found | {"o_proj.weight": self._refit_output(o, torch.cat(mixed, dim=1))}
+        o = self._refit_output(o, torch.cat(mixed, dim=1))
+        columns = torch.unflatten(o, 1, (new.kv_heads, -1, spec.head_dim)).unbind(1)  # (hidden, n, d) a group
+        pairs = [balanced(each[2].double(), own.flatten(0, 1)) for each, own in zip(fitted, columns, strict=True)]
+        v = torch.cat([value for value, _ in pairs])
+        o = torch.cat([own.reshape(len(o), -1) for _, own in pairs], dim=1)
+        return heads.projections({"q_proj": q, "k_proj": k, "v_proj": v}) | {"o_proj.weight": o}
 
     def latent(self, new: Any) -> dict[str, Tensor]:
         """All tensors of a latent attention, by their names in it."""
@@ -250,8 +260,12 @@ class _LayerFit:
         theirs = self.pattern[:, list(readers)], self.scores[:, list(readers)]
         given = (queries.to(inputs), key.to(inputs), inputs, *theirs, scale, angles)
         found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
-        back = torch.argsort(rows)
-        return found.queries[:, back], found.key[back]
+        (q, k), back = (found.queries, found.key), torch.argsort(rows)
+        if dim < spec.head_dim:
+            plain, asking = balanced(k[dim:].double(), q[:, dim:].double().transpose(1, 2).flatten(0, 1))
+            k = torch.cat((k[:dim], plain.to(k)))
+            q = torch.cat((q[:, :dim], torch.unflatten(asking, 0, (len(q), -1)).transpose(1, 2).to(q)), dim=1)
+        return q[:, back], k[back]
 
     def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
         """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""

@@ -85,6 +85,23 @@ def fit_values(values: Tensor, outputs: Tensor, covariance: Tensor, floor: float
     return basis.T @ inverse, products @ basis
 
 
+def balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices (r, e) and (n, r) of the same product outer @ inner, by its singular values: as much of each falls
+    to one as to the other, and their elements are of one size.
+
+    What a closed form leaves may be wide here and tiny there. Adam's steps are alike for all elements, and would
+    destroy the tiny ones before the wide ones had moved. A product of less than r rows or columns stays as it is.
+    """
+    rank = len(inner)
+    if min(inner.shape[1], len(outer)) < rank:
+        return inner, outer
+    (q, before), (p, behind) = torch.linalg.qr(inner.T), torch.linalg.qr(outer)
+    u, s, vh = torch.linalg.svd(behind @ before.T)
+    size = (outer.shape[0] / inner.shape[1]) ** 0.25  # the two have as large a norm, and so many elements
+    root = s.sqrt()
+    return (root[:, None] / size * vh) @ q.T, p @ (u * root * size)
+
+
 def mix_inputs(probabilities: Tensor, inputs: Tensor) -> Tensor:
     """What each query head sees of the layer's inputs, Σ_j p_ij x_j: (B, n, T, S), (B, S, e) -> (B, n, T, e)."""
     return probabilities @ inputs[:, None]

@@ -395,8 +395,6 @@ def test_what_llama_cpp_makes_of_a_checkpoint_is_told_by_its_tables(tmp_path: Pa
     edit(tmp_path / "next" / "config.json", lambda data: data.update(model_type="opera"))
     with pytest.raises(UnknownFamily, match="'opera'"):
         audit(tmp_path / "next", loader="llama.cpp")
-    with pytest.raises(UsageError, match="what vLLM does with a tensor"):
-        audit("sample:gpt2", loader="vllm")
 
 
 def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gptkit.modules.positions import apply_rotary, inverse_frequencies, rotary_t
 from gptkit.surgery.fits.regression import (
     Moment,
     augment,
+    balanced,
     best_slope,
     block_influence,
     contiguous_groups,
@@ -64,6 +65,26 @@ def test_one_head_is_fitted_without_loss(rotary_dim):
     assert torch.allclose(new_q.mT[..., rotary_dim:] @ new_k[rotary_dim:], q.mT[..., rotary_dim:] @ k[0, rotary_dim:])
     new_v, new_o = fit_values(v, o, covariance)
     assert torch.allclose(new_o @ new_v, o @ v, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rank", [HEAD, 3])
+def test_a_product_is_shared_out_evenly(rank):
+    """Also one of lower rank; the elements that the closed form leaves differ a thousandfold."""
+    _, _, v, o, covariance = group(3)
+    value, outputs = fit_values(v, o, covariance * 1e-6)
+    value[rank:] = 0
+    new, more = balanced(value, outputs.flatten(0, 1))
+    assert torch.allclose(more @ new, outputs.flatten(0, 1) @ value, rtol=0, atol=1e-10)
+    assert value.std() > 100 * outputs.std()
+    assert torch.isclose(new.square().mean(), more.square().mean())
+    size = new.norm(dim=1) / more.norm(dim=0)
+    assert torch.allclose(size[:rank], size[0].expand(rank))
+
+
+def test_a_product_of_fewer_columns_than_stand_between_stays():
+    new = normal(4)
+    value, outputs = new(HEAD, 5), new(30, HEAD)
+    assert balanced(value, outputs) == (value, outputs)
 
 
 def test_a_floor_far_below_the_smallest_eigenvalue_changes_nothing_and_zero_is_refused():

@@ -132,6 +132,12 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
     assert changed.costs.cache_bytes() * 4 == base.costs.cache_bytes()
     with pytest.raises(InvalidInput, match=r"how is heal, and .*tree\.json has no weights"):
         ran(tmp_path, plan(tmp_path, text, how='"heal"'), "no")
+    recipe = tmp_path / "mqa.toml"
+    recipe.write_text(f"[[step]]\nattention = 'mqa'\n[[step]]\nheal = '{play}'\nsettings = {{ tokens = 256 }}\n")
+    healed = f'[[variant]]\nname = "MQA"\nrecipe = "{recipe}"\n'
+    for how in ("heal", "train"):
+        with pytest.raises(InvalidInput, match=r"variant 'MQA': .*mqa\.toml ends with heal"):
+            ran(tmp_path, plan(tmp_path, healed, how=f'"{how}"', base='"sample:gpt2"'), "none")
 
 
 @pytest.mark.parametrize("name", shipped())

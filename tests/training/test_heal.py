@@ -18,7 +18,7 @@ from helpers.processes import python
 
 import gptkit
 from gptkit.converter.manifest import check_manifest, manifest_of
-from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.modules.load import load
 from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
@@ -203,6 +203,9 @@ def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
     settings = "tokens = 1024, train = 'changed', context = 64, batch = 256, beside = false"
     text = "as = 'auto'\n[[step]]\nattention = 'mqa'\napproximate = true\n"
     recipe.write_text(f"{text}[[step]]\nheal = '{PLAY}'\nsettings = {{ {settings} }}\n")
+    changed = tmp_path / "out.healing" / "changed"  # as a run leaves it that was killed
+    changed.parent.mkdir()
+    gptkit.convert("sample:gpt2", changed, to="local")
     told = call("swap", "sample:llama", tmp_path / "out", "--recipe", recipe, "--no-measure")
     assert told.exit_code == 0, told.output
     assert "of the gap in KL is gone" in told.stdout and "healing " in told.stdout
@@ -219,7 +222,15 @@ def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
     again = call("swap", "sample:llama", tmp_path / "again", "--recipe", tmp_path / "out", "--no-measure", "-q")
     assert again.exit_code == 0, again.output
     assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
-    assert not list(tmp_path.glob(".*changed*"))
+    assert changed.parent.is_dir() and not list(tmp_path.rglob("*changed*"))
+
+
+def test_a_recipe_whose_swap_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f"[[step]]\nattention = 'gqa:7'\n[[step]]\nheal = '{PLAY}'\nsettings = {{ tokens = 512 }}\n")
+    with pytest.raises(SwapRefused):
+        gptkit.swap("sample:llama", tmp_path / "out", recipe=recipe)
+    assert list(tmp_path.iterdir()) == [recipe]
 
 
 @pytest.mark.parametrize(
