@@ -40,7 +40,7 @@ from ..errors import CannotExpress, InvalidInput, UnknownFamily, UsageError
 from .surroundings import MOST_BYTES
 
 Severity = Literal["error", "warning", "note"]
-LOADERS = ("transformers", "llama.cpp", "vllm")
+_LOADERS = ("transformers", "llama.cpp", "vllm")
 """What `loader` may name: programs whose own code tells here what they would do."""
 _SUFFIXES = (".weight", ".bias")
 _FP16 = 65504.0
@@ -164,7 +164,7 @@ def audit(
     Args:
         new: the checkpoint, as everywhere.
         source: another one that it was made from: what it lacks, and what is different in it, is told.
-        loader: a program of `LOADERS` that is to load it: what it would ignore, rename or draw at random.
+        loader: a program of `_LOADERS` that is to load it: what it would ignore, rename or draw at random.
         values: read the weights: NaN, infinities, zeros, repetitions, and with a source every difference.
         offline: look in local files and the hub's cache alone.
         allow_pickle: read pickles too (weights only).
@@ -175,8 +175,8 @@ def audit(
         UsageError: an unknown loader; values of a repository, which are not here.
         Offline: one is not here and there is no network.
     """
-    if loader is not None and loader not in LOADERS:
-        raise UsageError(f"there is no rule for {loader!r:.40}", f"known: {', '.join(LOADERS)}")
+    if loader is not None and loader not in _LOADERS:
+        raise UsageError(f"there is no rule for {loader!r:.40}", f"known: {', '.join(_LOADERS)}")
     opening = {"offline": offline, "allow_pickle": allow_pickle}
     found = scan(new, **opening)
     other = None if source is None else scan(source, **opening)
@@ -352,7 +352,7 @@ def _tree(subject: _Subject) -> Iterator[Finding]:
     shapes = {name: leaf.shape for name, leaf in pairs.declared.items() if name not in pairs.found}
     # Layouts were tried when the names were bound: what is left may have another name.
     ours = {name: files.tensors[name].shape for name in pairs.extra}
-    other = {name: theirs[0] for name, (theirs, how) in matched(ours, shapes, lambda *_: True).items() if not how}
+    other = {name: theirs[0] for name, (theirs, how) in _matched(ours, shapes, lambda *_: True).items() if not how}
     subject.names |= other
     if other:
         shown = "; ".join(_folded(f"{name} is {known}" for name, known in other.items())[:3])
@@ -595,7 +595,7 @@ def _source(subject: _Subject) -> Iterator[Finding]:
         return not subject.values or _same(subject, name, other)
 
     shapes = [{name: info.shape for name, info in side.items()} for side in (ours, theirs)]
-    moved = matched(shapes[0], shapes[1], same)
+    moved = _matched(shapes[0], shapes[1], same)
     whole = [name for names, _ in moved.values() for name in names]
     missing = [name for name in theirs if name not in ours and name not in whole]
     extra = [name for name in ours if name not in theirs and name not in moved]
@@ -668,10 +668,10 @@ def _same(subject: _Subject, name: str, other: str) -> bool:
     return equal
 
 
-Names = Mapping[str, tuple[int, ...]]  # tensors' names, each with its shape
+_Names = Mapping[str, tuple[int, ...]]  # tensors' names, each with its shape
 
 
-def matched(ours: Names, theirs: Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
+def _matched(ours: _Names, theirs: _Names, same: Callable[[str, str], bool]) -> dict[str, tuple[tuple[str, ...], str]]:
     """Tensors that are there under another name: ours -> theirs, and how several of theirs lie in one.
 
     By the end of the name and the shape, where only one fits and `same` allows it; else experts stacked, and
