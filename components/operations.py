@@ -237,6 +237,12 @@ class Scan(Operation, frozen=True, kw_only=True):
     state: its shape for one sequence, all that is carried from token to token. title, formula: what its component says
     it is. saved: how many tensors of the result's size the steps keep for the backward pass beside the inputs.
     products: how many multiplications a token are matrix products (of keys with values, say), not element by element.
+    wide: it is computed, and its state kept, in fp32 at least. theirs: numbers that transformers' cache holds of it;
+    None where none of its families has such a state.
+
+    chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
+    takes `chunk_products` multiplications, and `alive` numbers a token of it at the worst moment beside inputs and
+    result. Chunks are made again for the backward pass, which keeps none of their steps.
     """
 
     state: Shape
@@ -244,19 +250,26 @@ class Scan(Operation, frozen=True, kw_only=True):
     formula: str
     saved: int = 1
     products: int = 0
+    wide: bool = False
+    theirs: int | None = None
+    chunk: int = 1
+    chunk_products: int = 0
+    alive: int = 0
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
-    """A causal convolution over `width` tokens, a kernel a channel; the last width - 1 of them are carried."""
+    """A causal convolution over `width` tokens, a kernel a channel; the last width - 1 of them are carried, and are put
+    before the tokens, in a tensor of both.
+    """
 
     width: int
 
 
 class Activation(Operation, frozen=True, kw_only=True):
-    """A function of each element. wide: in fp32 at least."""
+    """A function of each element. wide: in fp32 at least, and "rounded" behind it, or "kept" so."""
 
     function: Function
-    wide: bool = False
+    wide: Literal["", "rounded", "kept"] = ""
 
 
 class Sparse(Operation, frozen=True, kw_only=True):
