@@ -215,8 +215,10 @@ class AttentionModule(nn.Module):
         mixed = self.mix(parts["q"], k, v, context, self.sinks)
         mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
         if self.gate_proj is not None:
-            gate = self.gate_proj(x) if gate is None else gate
-            mixed = mixed * torch.sigmoid(gate.reshape(mixed.shape))
+            gate = self.gate_proj(x) if gate is None else gate.reshape(mixed.shape)
+            # Of rows with room between them torch rounds the last elements otherwise; a single head's have room.
+            gate = gate if spec.heads == 1 else gate.contiguous()
+            mixed = mixed * torch.sigmoid(gate)
         out: Tensor = self.o_proj(mixed)
         return out
 

@@ -45,21 +45,31 @@ class _GatedDeltaNetModule(nn.Module):
         return State()
 
     def _projected(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys, values, gates, β and decays, each (B, T, rows)."""
+        """Queries, keys, values, gates, β and decays, each (B, T, rows); gates perhaps (B, T, key heads, rows)."""
         qkv = [getattr(self, f"{name}_proj") for name in "qkv"]
         if self.numbers is not None:
             found = [*self.fused((*qkv, self.gate_proj), x), *self.numbers((self.beta_proj, self.decay_proj), x)]
+            found[3:] = map(self._as_taken, found[3:])
         else:
             found = [*self.fused(qkv, x), *(each(x) for each in (self.gate_proj, self.beta_proj, self.decay_proj))]
-        return [each.flatten(2) for each in found]
+        q, k, v, gate, *numbers = found
+        return [*(each.flatten(2) for each in (q, k, v)), gate, *(each.flatten(2) for each in numbers)]
+
+    def _as_taken(self, part: Tensor) -> Tensor:
+        """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where that
+        is possible a view of rows with room between them, whose last elements torch rounds otherwise in a function.
+        """
+        by_head = part if part.dim() == 4 else torch.unflatten(part, -1, (self.spec.key_heads, -1))
+        if self.spec.key_heads > 1 and self.spec.group > 1:
+            return by_head.contiguous()
+        return by_head if part.dim() == 4 else F.pad(by_head, (0, 1))[..., :-1]
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
         q, k, v, gate, beta, decay = self._projected(real(x, context))
         kernels = torch.cat([getattr(self, f"{name}_conv").weight for name in "qkv"])
-        mixed = convolved(torch.cat((q, k, v), dim=-1).transpose(1, 2), kernels, None, cache)
-        mixed = self.activation(mixed).transpose(1, 2)
-        q, k, v = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=-1)
+        mixed = convolved(torch.cat((q, k, v), dim=-1).transpose(1, 2), kernels, None, cache, self.activation)
+        q, k, v = torch.split(mixed.transpose(1, 2), [spec.keys, spec.keys, spec.values], dim=-1)
         q, k = (torch.unflatten(each, -1, (-1, spec.key_dim)) for each in (q, k))
         v = torch.unflatten(v, -1, (-1, spec.value_dim))
         before = None if cache is None else cache.state
@@ -67,10 +77,10 @@ class _GatedDeltaNetModule(nn.Module):
         y, state = made_again(read, q, k, v, beta, decay, self.A_log, self.dt_bias, before)
         if cache is not None:
             cache.state = state
-        y = self.norm(y)
+        y = self.norm(y.reshape(-1, spec.value_dim))
         wide = torch.promote_types(y.dtype, torch.float32)
-        y = (y * F.silu(torch.unflatten(gate, -1, (-1, spec.value_dim)).to(wide))).to(y.dtype)
-        out: Tensor = self.o_proj(y.flatten(2))
+        gated = (y * F.silu(gate.reshape(y.shape).to(wide))).to(y.dtype)
+        out: Tensor = self.o_proj(gated.reshape(*x.shape[:2], -1))
         return out
 
 
@@ -128,10 +138,10 @@ def _chunks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     q = q * g.exp()[..., None]
     k = k * (g[..., -1:] - g).exp()[..., None]
     left = g[..., -1].exp()[..., None, None]
-    found = []
+    y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
     for chunk in range(values.shape[2]):
         new = values[:, :, chunk] - keys[:, :, chunk] @ state
-        found.append(q[:, :, chunk] @ state + within[:, :, chunk] @ new)
+        y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
         state = state * left[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
-    y = torch.cat(found, dim=2)[:, :, :steps].transpose(1, 2)
+    y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)
     return y.to(given[0].dtype, memory_format=torch.contiguous_format), state

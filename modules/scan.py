@@ -12,7 +12,7 @@ from .context import Context
 
 
 class State:
-    """What a recurrence carries from token to token. inputs: the last ones of its convolution, (B, channels, kernel - 1);
+    """What a recurrence carries from token to token. inputs: the last ones of its convolution, (B, channels, kernel);
     state: its own. None before the first token.
     """
 
@@ -34,15 +34,31 @@ def real(x: Tensor, context: Context) -> Tensor:
     return (x * context.attention_mask[:, -x.shape[1] :, None]).to(x.dtype)
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, cache: State | None) -> Tensor:
-    """The causal convolution of x (B, channels, T), a kernel (channels, kernel) a channel, behind what a cache holds."""
-    before = weight.shape[-1] - 1
+def convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: State | None,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The causal convolution of x (B, channels, T), a kernel (channels, kernel) a channel, behind what a cache holds,
+    and an activation of it.
+
+    As transformers' fallback of causal_conv1d: an activation is of rows as long as there, in a tensor with room between
+    them, since torch rounds the last elements of a row otherwise than others.
+    """
+    kernel, steps = weight.shape[-1], x.shape[-1]
     kept = None if cache is None else cache.inputs
-    kept = x.new_zeros(*x.shape[:2], before) if kept is None else kept
-    whole = torch.cat((kept, x), dim=-1)
+    whole = x if kept is None else torch.cat((kept, x), dim=-1)
+    if whole.shape[-1] < kernel:
+        whole = F.pad(whole, (kernel - whole.shape[-1], 0))
     if cache is not None:
-        cache.inputs = whole[..., whole.shape[-1] - before :].clone()
-    return F.conv1d(whole, weight[:, None], bias, groups=x.shape[1])
+        cache.inputs = whole[..., -kernel:].clone()
+    if kept is not None and steps == 1:
+        out = F.conv1d(whole, weight[:, None], bias, groups=x.shape[1])[..., -1:]
+    else:
+        out = F.conv1d(whole, weight[:, None], bias, padding=kernel - 1, groups=x.shape[1])[..., : whole.shape[-1]]
+    return (out if activation is None else activation(out))[..., -steps:]
 
 
 def made_again(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
