@@ -154,15 +154,16 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         by_head = self.fused == "by head"
         parts: dict[str, Any] = {"together": f"{path}.qkv", "fused": True, "groups": self.key_heads if by_head else 1}
         numbers: dict[str, Any] = {**parts, "together": f"{path}.numbers"} if by_head else {}
+        gate: dict[str, Any] = {**parts, "copied": self.group > 1} if by_head else {}
         sizes: dict[str, Sizes] = {"q": keys, "k": keys, "v": values}
         found: list[AnyOperation] = [
             *(linear(self, f"{name}_proj", path, source, size, row, end, **parts) for name, size in sizes.items()),
-            linear(self, "gate_proj", path, source, values, row, end, **(parts if by_head else {})),
+            linear(self, "gate_proj", path, source, values, row, end, **gate),
             linear(self, "beta_proj", path, source, heads, row, end, **numbers),
             linear(self, "decay_proj", path, source, heads, row, end, **numbers),
         ]
         for name, size in sizes.items():
-            found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row))
+            found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))
             active = f"{path}.{name}_activated"
             found.append(ActivationOperation(active, (found[-1].id,), size, row, function=self.activation, held=end))
         state = (self.heads, self.key_dim, self.value_dim)
@@ -190,8 +191,8 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         )
         found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
         normed = found[-1].id
-        gate = ActivationOperation(
+        opened = ActivationOperation(
             f"{path}.gate", (f"{path}.gate_proj",), values, row, function="silu", wide="kept"
         )
-        gated = Product(f"{path}.gated", (normed, gate.id), values, row)
-        return (*found, gate, gated, linear(self, "o_proj", path, gated.id, shape, row))
+        gated = Product(f"{path}.gated", (normed, opened.id), values, row)
+        return (*found, opened, gated, linear(self, "o_proj", path, gated.id, shape, row))

@@ -113,8 +113,8 @@ class Linear(Operation, frozen=True, kw_only=True):
     """x·Wᵀ, and b where there is one; the last dimension is cut into heads as the shape says.
 
     together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
-    whose result the rows lie in `groups`. joined: their results are put side by side in a tensor of their own. choice:
-    the input that tells which of the copies a token takes. window: of the cached tokens that it reads, how many are
+    whose result the rows lie in `groups`, and out of which this one's are `copied`. joined: their results are put side
+    by side in a tensor of their own. choice: the input that tells which of the copies a token takes. window: of the cached tokens that it reads, how many are
     seen. wide: its input is taken in fp32 at least, and with "both" its weight too, of which it makes a copy.
     """
 
@@ -124,6 +124,7 @@ class Linear(Operation, frozen=True, kw_only=True):
     together: str = ""
     fused: bool = False
     groups: int = 1
+    copied: bool = False
     joined: bool = False
     choice: str | None = None
     window: int | None = None
@@ -258,11 +259,13 @@ class Scan(Operation, frozen=True, kw_only=True):
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
-    """A causal convolution over `width` tokens, a kernel a channel; the last width - 1 of them are carried, and are put
-    before the tokens, in a tensor of both.
+    """A causal convolution over `width` tokens, a kernel a channel; the last `width` of them are carried. It is made of
+    a tensor with tokens and channels exchanged, of `width` tokens at least, with zeros before and behind them. joined:
+    its kernels are put together with others in a tensor of their own.
     """
 
     width: int
+    joined: bool = False
 
 
 class Activation(Operation, frozen=True, kw_only=True):

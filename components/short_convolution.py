@@ -89,7 +89,9 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
     }
 
 
-def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str) -> AnyOperation:
+def convolve(
+    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, joined: bool = False
+) -> AnyOperation:
     """The causal convolution `name` of a component at `path`, with that component's parameters of the name."""
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
-    return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1])
+    return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], joined=joined)

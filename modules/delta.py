@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from ..components import GatedDeltaNet
 from .context import Context
-from .layers import FusedLinears, Linear, activation_of
+from .layers import VECTOR, FusedLinears, Linear, activation_of
 from .registry import build_module, computes
 from .scan import State, convolved, made_again, real
 from .short_convolution import Kernels
 
 _CHUNK = 64
 _EPS = 1e-6  # of the lengths of queries and keys
+_ANY = 2**40  # bytes, more than any result has: rows lie by head however wide they are
 
 
 @computes(GatedDeltaNet)
@@ -32,8 +33,9 @@ class _GatedDeltaNetModule(nn.Module):
         self.beta_proj = Linear(spec.hidden_size, spec.heads, False)
         self.decay_proj = Linear(spec.hidden_size, spec.heads, False)
         by_head = spec.fused == "by head"
-        self.fused = FusedLinears(spec.key_heads if by_head else 1)
-        self.numbers = FusedLinears(spec.key_heads) if by_head else None
+        line = _ANY if spec.group == 1 else VECTOR
+        self.fused = FusedLinears(spec.key_heads, line) if by_head else FusedLinears()
+        self.numbers = FusedLinears(spec.key_heads, line) if by_head else None
         self.activation = activation_of(spec.activation)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(2))
         self.norm = build_module(spec.norm)
@@ -59,10 +61,10 @@ class _GatedDeltaNetModule(nn.Module):
         """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where that
         is possible a view of rows with room between them, whose last elements torch rounds otherwise in a function.
         """
-        by_head = part if part.dim() == 4 else torch.unflatten(part, -1, (self.spec.key_heads, -1))
-        if self.spec.key_heads > 1 and self.spec.group > 1:
-            return by_head.contiguous()
-        return by_head if part.dim() == 4 else F.pad(by_head, (0, 1))[..., :-1]
+        heads = self.spec.key_heads
+        if heads == 1 or self.spec.group == 1:
+            return part
+        return (part if part.dim() == 4 else torch.unflatten(part, -1, (heads, -1))).contiguous()
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
