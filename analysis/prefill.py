@@ -157,8 +157,8 @@ class Following:
             case ops.Scan(state=state, chunk=chunk):
                 itemsize = run.wide if operation.wide else run.size
                 padded = run.batch * chunk * -(-run.tokens // chunk)
-                beside = operation.saved * size + padded * operation.alive * itemsize
-                return _Step(size, beside, left=run.batch * math.prod(state) * itemsize)
+                chunks = max(padded * operation.alive * itemsize - size, 0)
+                return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
             case ops.Convolve(width=width):
                 channels = operation.numbers(B=run.batch, T=1)
                 return _Step(size + channels * (width - 1) * run.size, size, left=channels * width * run.size)

@@ -153,11 +153,12 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         values: Sizes = (*heads, self.value_dim)
         by_head = self.fused == "by head"
         parts: dict[str, Any] = {"together": f"{path}.qkv", "fused": True, "groups": self.key_heads if by_head else 1}
+        read = f"{path}.v_activated"
         numbers: dict[str, Any] = {**parts, "together": f"{path}.numbers"} if by_head else {}
         gate: dict[str, Any] = {**parts, "copied": self.group > 1} if by_head else {}
         sizes: dict[str, Sizes] = {"q": keys, "k": keys, "v": values}
         found: list[AnyOperation] = [
-            *(linear(self, f"{name}_proj", path, source, size, row, end, **parts) for name, size in sizes.items()),
+            *(linear(self, f"{name}_proj", path, source, size, row, read, **parts) for name, size in sizes.items()),
             linear(self, "gate_proj", path, source, values, row, end, **gate),
             linear(self, "beta_proj", path, source, heads, row, end, **numbers),
             linear(self, "decay_proj", path, source, heads, row, end, **numbers),
@@ -171,7 +172,8 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         own = tuple((name, (self.heads,)) for name in ("A_log", "dt_bias"))
         # In a chunk keys with keys and with queries, the triangular system for values and keys, what the state says to
         # keys and queries, what keys bring to it, and values with their weights.
-        within = _CHUNK * _CHUNK * (3 * self.key_dim + 2 * self.value_dim) + 3 * _CHUNK * self.key_dim * self.value_dim
+        dk, dv = self.key_dim, self.value_dim
+        within = _CHUNK * _CHUNK * (3 * dk + 2 * dv) + 3 * _CHUNK * dk * dv
         scan = Scan(
             f"{path}.state",
             inputs,
@@ -182,12 +184,12 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
             title="gated delta rule",
             formula="S ← eᵍ S + k (β (v − eᵍ Sᵀk))ᵀ, Sᵀq",
             saved=0,
-            products=3 * self.heads * self.key_dim * self.value_dim,
+            products=3 * self.heads * dk * dv,
             wide=True,
-            theirs=self.heads * self.key_dim * self.value_dim,
+            theirs=self.heads * dk * dv,
             chunk=_CHUNK,
             chunk_products=self.heads * within,
-            alive=self.heads * (6 * self.key_dim + 4 * self.value_dim + 4 * _CHUNK),
+            alive=self.heads * max(3 * dk + dv + 4 * _CHUNK, 5 * dk + 2 * dv + 2 * _CHUNK),
         )
         found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
         normed = found[-1].id

@@ -72,8 +72,8 @@ class ShortConvolution(Mixer, Component, frozen=True):
         end = f"{path}.o_proj"
         together: dict[str, Any] = {"together": f"{path}.bcx", "fused": True, "held": end}
         before, behind, x = (linear(self, name, path, source, inner, "convolution", **together) for name in _READ)
-        gated = Product(f"{path}.gated", (before.id, x.id), inner, "convolution")
-        convolved = convolve(self, "convolved", path, gated.id, inner, "convolution")
+        gated = Product(f"{path}.gated", (before.id, x.id), inner, "convolution", held=end)
+        convolved = convolve(self, "convolved", path, gated.id, inner, "convolution", held=end)
         last = Product(f"{path}.gated_again", (behind.id, convolved.id), inner, "convolution")
         return before, behind, x, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
 
@@ -90,8 +90,8 @@ def misread_kernels(*names: str) -> dict[str, Misread]:
 
 
 def convolve(
-    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, joined: bool = False
+    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any
 ) -> AnyOperation:
     """The causal convolution `name` of a component at `path`, with that component's parameters of the name."""
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
-    return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], joined=joined)
+    return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

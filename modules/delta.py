@@ -132,9 +132,11 @@ def _chunks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     decayed = (g[..., :, None] - g[..., None, :]).masked_fill(later, float("-inf")).exp()
     system = (corrected @ k.transpose(-1, -2)) * decayed
     within = (q @ k.transpose(-1, -2)) * decayed
+    del decayed, later
     solved: Any = torch.linalg.solve_triangular
     values = solved(system, v, upper=False, unitriangular=True)
     keys = solved(system, corrected * g.exp()[..., None], upper=False, unitriangular=True)
+    del system, corrected, v
     if state is None:
         state = values.new_zeros(batch, heads, k.shape[-1], values.shape[-1])
     q = q * g.exp()[..., None]
