@@ -189,6 +189,7 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
             theirs=self.heads * dk * dv,
             chunk=_CHUNK,
             chunk_products=self.heads * within,
+            spared=self.heads * (_CHUNK * _CHUNK * dk + 2 * _CHUNK * dk * dv),
             alive=self.heads * max(3 * dk + dv + 4 * _CHUNK, 5 * dk + 2 * dv + 2 * _CHUNK),
         )
         found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))

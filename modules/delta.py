@@ -135,16 +135,21 @@ def _chunks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     del decayed, later
     solved: Any = torch.linalg.solve_triangular
     values = solved(system, v, upper=False, unitriangular=True)
-    keys = solved(system, corrected * g.exp()[..., None], upper=False, unitriangular=True)
+    first = 1 if state is None else 0  # the first chunk that a state stands before
+    keys = corrected[:, :, first:] * g[:, :, first:].exp()[..., None]
+    keys = solved(system[:, :, first:], keys, upper=False, unitriangular=True)
     del system, corrected, v
-    if state is None:
-        state = values.new_zeros(batch, heads, k.shape[-1], values.shape[-1])
     q = q * g.exp()[..., None]
     k = k * (g[..., -1:] - g).exp()[..., None]
     left = g[..., -1].exp()[..., None, None]
     y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
     for chunk in range(values.shape[2]):
-        new = values[:, :, chunk] - keys[:, :, chunk] @ state
+        new = values[:, :, chunk]
+        if state is None:  # which adds and takes nothing
+            y[:, :, chunk] = within[:, :, chunk] @ new
+            state = k[:, :, chunk].transpose(-1, -2) @ new
+            continue
+        new = new - keys[:, :, chunk - first] @ state
         y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
         state = state * left[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
     y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)

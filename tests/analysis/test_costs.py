@@ -2,6 +2,7 @@
 what must not change them.
 """
 
+import math
 from typing import Any
 
 import msgspec
@@ -194,7 +195,19 @@ def fused_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any
     return sdpa_backward_flop_count(grad, q, k, v)
 
 
+def solved(system: Any, values: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """As the product with the inverse."""
+    return 2 * math.prod(values) * system[-1]
+
+
+def convolved_backward(grad: Any, x: Any, weight: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Of a kernel a channel, of whose groups torch's count knows nothing."""
+    return 2 * (2 * math.prod(grad) * weight[-1])
+
+
 FUSED = {
+    torch.ops.aten.linalg_solve_triangular: solved,
+    torch.ops.aten.convolution_backward: convolved_backward,
     # Counted as torch counts the same kernels of other devices; the processor's it does not know.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,

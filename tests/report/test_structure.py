@@ -191,7 +191,8 @@ class Following:
         assert node.title == "gated delta rule"
         q, k, v, beta, decay = given
         own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
-        q, k = (F.normalize(each, dim=-1).repeat_interleave(v.shape[2] // k.shape[2], dim=2) for each in (q, k))
+        q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for each in (q, k))
         kept = torch.exp(-own.A_log.exp() * F.softplus(decay + own.dt_bias))
         state = self.cached.get(path + node.id, v.new_zeros(v.shape[0], *node.operation.state))  # type: ignore[union-attr]
         found = []
