@@ -39,12 +39,17 @@ COMPOSITE: dict[str, Any] = {
     "carried": {"mtp": ("mtp.",), "vision": ("model.visual.", "visual.")},
     "dropped": LLAMA_DROPPED,
 }
-ABOUT_IMAGES = {
+UNREAD = {
     **dict.fromkeys(
         ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         "about images, which the language model does not read",
     ),
     **dict.fromkeys(("mrope_section", "mrope_interleaved"), "tells apart positions that are one in text"),
+    **dict.fromkeys(
+        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "layers behind the last, which draft tokens"
+    ),
+    "attn_output_gate": "not read by transformers: there always is one",
+    "mamba_ssm_dtype": "not read by transformers: states are in fp32",
 }
 
 _QWEN3_5 = _DECODER.architecture(
@@ -55,6 +60,6 @@ _QWEN3_5 = _DECODER.architecture(
     model_types=("qwen3_5_text", "qwen3_5"),
     hf_config="Qwen3_5TextConfig",
     kinds=_DECODER.kinds | {GatedDeltaNet},
-    irrelevant=ABOUT_IMAGES,
+    irrelevant=UNREAD,
     **COMPOSITE,
 )
