@@ -106,9 +106,7 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
     def letters(self, part: str = "") -> dict[str, int]:
-        if part:
-            return {"v": self.value_dim}
-        return {"k": self.keys, "v": self.values, "n": self.heads, "w": self.kernel}
+        return {} if part else {"k": self.keys}
 
     def share(self, devices: int) -> Self:
         key_heads = divided(self.key_heads, devices, "key heads of the recurrence")

@@ -51,9 +51,6 @@ class ShortConvolution(Mixer, Component, frozen=True):
     def biases(self) -> dict[str, Words]:
         return {"convolution": Words("convolution", self.bias)}
 
-    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
-        return {"c": self.channels, "w": self.kernel}
-
     def share(self, devices: int) -> Self:
         return msgspec.structs.replace(self, channels=divided(self.channels, devices, "channels of the convolution"))
 
