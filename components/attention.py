@@ -51,8 +51,9 @@ class Attention(Mixer, Component, frozen=True):
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
     (Hunyuan). `v_norm` is on each head's values (Gemma 4). `mixed_norm` is on what all heads give, before the output
-    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE), where the gate may have a
-    bias, and is made "apart" or in one product "with queries", a head's behind its query (Qwen3-Next). With `sinks`
+    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE), where the
+    gate may have a bias, and is made "apart" or in one product "with queries", a head's behind its query (Qwen3-Next).
+    With `sinks`
     a head has one more score, of a key with no value (gpt-oss); `sunk` says whether it is among those of the softmax,
     kept in fp32 in a model of any dtype or not, or what heads give is multiplied by what it leaves to the others
     (Granite). `temperature` is on the queries, last of
@@ -182,7 +183,9 @@ class Attention(Mixer, Component, frozen=True):
         if self.gate_bias and not self.gated:
             raise ConfigError("a bias of attention's gate, and no gate")
         if self.gate == "with queries" and (not self.gated or self.fused or self.clip is not None):
-            raise ConfigError("a gate is made with queries where there is one, and neither q, k and v in one nor clipped")
+            raise ConfigError(
+                "a gate is made with queries where there is one, and neither q, k and v in one nor clipped"
+            )
         if self.norm_order == "after" and not self.by_head:
             raise ConfigError("norms of all heads at once come before positions")
 

@@ -1,6 +1,6 @@
 """Gated DeltaNet: a linear attention whose state is corrected by what it already says. No torch."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -19,8 +19,8 @@ _CHUNK = 64  # tokens that are read at once
 
 
 class GatedDeltaNet(Mixer, Component, frozen=True):
-    """The state S (key_dim, value_dim) of each of `heads` heads decays, is corrected at the token's key by what it lacks
-    of the token's value, and is read at its query (Yang et al. 2412.06464):
+    """The state S (key_dim, value_dim) of each of `heads` heads decays, is corrected at the token's key by what it
+    lacks of the token's value, and is read at its query (Yang et al. 2412.06464):
 
         S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
 
@@ -192,8 +192,6 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         )
         found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
         normed = found[-1].id
-        opened = ActivationOperation(
-            f"{path}.gate", (f"{path}.gate_proj",), values, row, function="silu", wide="kept"
-        )
+        opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), values, row, function="silu", wide="kept")
         gated = Product(f"{path}.gated", (normed, opened.id), values, row)
         return (*found, opened, gated, linear(self, "o_proj", path, gated.id, shape, row))

@@ -81,14 +81,14 @@ _READ = ("before_proj", "behind_proj", "in_proj")
 def misread_kernels(*names: str) -> dict[str, Misread]:
     """What goes wrong with the kernels of convolutions of these names."""
     return {
-        "kernels of convolutions back to front": lambda own: {f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names},
+        "kernels of convolutions back to front": lambda own: {
+            f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
+        },
         "convolutions off by one token": lambda own: {f"{n}.weight": own[f"{n}.weight"].roll(1, -1) for n in names},
     }
 
 
-def convolve(
-    node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any
-) -> AnyOperation:
+def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
     """The causal convolution `name` of a component at `path`, with that component's parameters of the name."""
     own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
     return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

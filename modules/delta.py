@@ -58,8 +58,8 @@ class _GatedDeltaNetModule(nn.Module):
         return [*(each.flatten(2) for each in (q, k, v)), gate, *(each.flatten(2) for each in numbers)]
 
     def _as_taken(self, part: Tensor) -> Tensor:
-        """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where that
-        is possible a view of rows with room between them, whose last elements torch rounds otherwise in a function.
+        """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where
+        that is possible a view of rows with room between them, whose last elements torch rounds otherwise in a function.
         """
         heads = self.spec.key_heads
         if heads == 1 or self.spec.group == 1:
@@ -87,11 +87,11 @@ class _GatedDeltaNetModule(nn.Module):
 
 
 def _wide(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, A_log: Tensor, dt_bias: Tensor
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, rates: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values (B, H, T, d), β and g (B, H, T), in fp32 at least, queries and keys of length 1."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    g = -A_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias)
+    g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)
     group = v.shape[2] // k.shape[2]
     if group > 1:
         q, k = (each.repeat_interleave(group, dim=2) for each in (q, k))

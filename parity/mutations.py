@@ -3,9 +3,9 @@
 A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
 line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
 (no bias to drop, no window to ignore). What can be mistaken in a component its record says (`slips`, `disorder`,
-`misread`, `forgotten`, `usual`); here are those that are of several, and what undoes each: where that can be done without knowing
-what is right, it is a repair to try on a model that is wrong. Mistakes of code (RoPE on queries alone) have no form as
-weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
+`misread`, `forgotten`, `usual`); here are those that are of several, and what undoes each: where that can be done
+without knowing what is right, it is a repair to try on a model that is wrong. Mistakes of code (RoPE on queries alone)
+have no form as weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -90,23 +90,29 @@ _PARTS = tuple(f"{B}convolution.{name}_proj" for name in ("before", "behind", "i
 _THREE: dict[str, Any] = {"split": "part", "parts": ("1", "1", "1")}
 MIXERS: tuple[Leaf, ...] = (
     *leaves_of(_ATTENTION),
-    Leaf(T + "conv.conv.weight", B + "convolution.convolved.weight", Layout("channels one kernel", "channels (one kernel)")),
+    Leaf(
+        T + "conv.conv.weight",
+        B + "convolution.convolved.weight",
+        Layout("channels one kernel", "channels (one kernel)"),
+    ),
     Leaf(T + "conv.conv.bias", B + "convolution.convolved.bias"),
-    Leaf(T + "conv.in_proj.weight", tuple(f"{each}.weight" for each in _PARTS), Layout("(part channels) hidden", **_THREE)),
+    Leaf(
+        T + "conv.in_proj.weight",
+        tuple(f"{each}.weight" for each in _PARTS),
+        Layout("(part channels) hidden", **_THREE),
+    ),
     Leaf(T + "conv.in_proj.bias", tuple(f"{each}.bias" for each in _PARTS), Layout("(part channels)", **_THREE)),
     *leaves_of({T + "conv.out_proj": B + "convolution.o_proj"}),
 )
 """Of a layer, before its feed-forward."""
 
-NORMS = leaves_of(
-    {
-        T + "operator_norm": B + "attention_norm",
-        T + "ffn_norm": B + "feed_forward_norm",
-    }
-) + leaves_of({T + "operator_norm": B + "convolution_norm"})
+NORMS = leaves_of({T + "operator_norm": B + "attention_norm", T + "ffn_norm": B + "feed_forward_norm"}) + leaves_of(
+    {T + "operator_norm": B + "convolution_norm"}
+)
 ENDS = leaves_of({"model.embedding_norm": "final_norm", "lm_head": "head"})
 FEED_FORWARD = {
-    f"{T}feed_forward.{name}": f"{B}feed_forward.{ours}_proj" for name, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+    f"{T}feed_forward.{name}": f"{B}feed_forward.{ours}_proj"
+    for name, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
 }
 
 _LFM2 = _DECODER.architecture(

@@ -1,8 +1,8 @@
-"""Qwen3.5 (Qwen 2026), its text model: Qwen3-Next with dense feed-forwards, and with other projections of its recurrence.
+"""Qwen3.5 (Qwen 2026), its text model: Qwen3-Next with dense feed-forwards, and its recurrence's projections apart.
 
-Source: transformers models/qwen3_5/{configuration,modeling}_qwen3_5.py. Of a checkpoint with a vision tower the language
-model is read; what stands beside it, and tensors of `mtp.`, which draft tokens, are carried along. Where all tokens are
-text, the three kinds of positions of `mrope_section` are one.
+Source: transformers models/qwen3_5/{configuration,modeling}_qwen3_5.py. Of a checkpoint with a vision tower the
+language model is read; what stands beside it, and tensors of `mtp.`, which draft tokens, are carried along. Where all
+tokens are text, the three kinds of positions of `mrope_section` are one.
 """
 
 from typing import Any
@@ -25,12 +25,7 @@ FIELDS = {
     "attention_bias": BIASES,
 }
 _DECODER = Decoder(
-    FIELDS,
-    head_norms="same",
-    fixed=GATED,
-    rotary=PARTLY,
-    recurrent=recurrences("by part"),
-    written=write_recurrences,
+    FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=recurrences("by part"), written=write_recurrences
 )
 
 COMPOSITE: dict[str, Any] = {

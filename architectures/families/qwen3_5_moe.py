@@ -7,7 +7,7 @@ from ...components import GatedDeltaNet
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from . import qwen3_5
 from .qwen2_moe import OF_ROUTERS, ROUTER, STACKED, mixed_leaves
-from .qwen3_5 import UNREAD, COMPOSITE
+from .qwen3_5 import COMPOSITE, UNREAD
 from .qwen3_next import DELTA, GATED, MIXTURE, PARTLY, REST, SPLIT_PROJECTIONS, recurrences, write_recurrences
 
 _FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}

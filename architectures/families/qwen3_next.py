@@ -1,8 +1,8 @@
-"""Qwen3-Next (Qwen 2025): gated DeltaNet in three layers of four and gated attention in the others, norms by one more than
-their weight, a part of each head turned, and mixtures of small experts, of which one is shared and has a gate.
+"""Qwen3-Next (Qwen 2025): gated DeltaNet in three layers of four and gated attention in the others, norms by one more
+than their weight, a part of each head turned, and mixtures of small experts, of which one is shared and has a gate.
 
-Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. Tensors of `mtp.`, which draft tokens, are
-carried along.
+Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. Tensors of `mtp.`, which draft tokens,
+are carried along.
 """
 
 from collections.abc import Mapping

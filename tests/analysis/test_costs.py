@@ -344,7 +344,9 @@ def bytes_in(cache: Cache) -> int:
     every = [kept for layer in cache.layers for kept in layer.values()]
     parts = [part for kept in every if hasattr(kept, "keys") for part in (kept.keys, kept.values)]
     kept = [part.memory.narrow(-2, part.first, part.end - part.first) for part in parts if part.memory is not None]
-    kept += [state for each in every if isinstance(each, State) for state in (each.inputs, each.state) if state is not None]
+    kept += [
+        state for each in every if isinstance(each, State) for state in (each.inputs, each.state) if state is not None
+    ]
     return sum(each.nbytes for each in kept)
 
 
