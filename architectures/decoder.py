@@ -316,12 +316,12 @@ class Decoder:
     fields: what its config.json says. norm, mixer, inner: the kinds of its norms, of its attention (another than
     `Attention` is made by `attentions`) and of its feed-forwards. norms: which a block has, by their names in it, or a
     function of the values of roles; what stands in attention's place has attention's. fixed: values of roles that no
-    field says, or functions of those that the fields say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
-    whether there is a table of positions, of the kind `table`. The role "final_norm" says whether one stands behind the
-    last layer, as it does where nobody says so. head_norms: how queries and keys are normed: every head by the "same"
-    norm or by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
-    embedding_norm: whether the embedding has a norm. layers: what differs by layer. recurrent: of a family in which not
-    all layers have attention. mixtures: of a family that has
+    field says, or functions of those that the fields say. rotary: what is assumed of its positions; None where
+    attention has them from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`.
+    The role "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms:
+    how queries and keys are normed: every head by the "same" norm or by its "own", or all heads at once as a "whole";
+    where a field has the role of that name, it says whether. embedding_norm: whether the embedding has a norm. layers:
+    what differs by layer. recurrent: of a family in which not all layers have attention. mixtures: of a family that has
     mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
     field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
     dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.

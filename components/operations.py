@@ -115,7 +115,8 @@ class Linear(Operation, frozen=True, kw_only=True):
     together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
     whose result the rows lie in `groups`, and out of which this one's are `copied`. joined: their results are put side
     by side in a tensor of their own. choice: the input that tells which of the copies a token takes. window: of the
-    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its weight too, of which it makes a copy.
+    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
+    weight too, of which it makes a copy.
     """
 
     inputs_wide: int

@@ -59,7 +59,7 @@ class _GatedDeltaNetModule(nn.Module):
 
     def _as_taken(self, part: Tensor) -> Tensor:
         """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where
-        that is possible a view of rows with room between them, whose last elements torch rounds otherwise in a function.
+        that is possible a view of rows with room between them, whose last elements a function rounds otherwise.
         """
         heads = self.spec.key_heads
         if heads == 1 or self.spec.group == 1:
