@@ -560,8 +560,8 @@ class Decoder:
                 into = fields.setdefault(outer, {}) if outer else fields
                 into[name] = name_of(value) if role == "activation" and each.write is same else each.write(value)
         if self.rotary is not None:
-            there = (each for block in spec.blocks if (each := block.mixer("attention")) is not None)
-            positions = (of_kind(each, Attention).position for each in there)
+            mixers = (block.mixer("attention") for block in spec.blocks)
+            positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
             none = Rotary(dim=attention.head_dim, base=self.rotary.base)
             rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
             fields |= write_rotary(rotary, attention.head_dim, self.rotary)

@@ -183,7 +183,7 @@ class AttentionModule(nn.Module):
         linears = [getattr(self, f"{part}_proj") for part in spec.projected]
         clip, gate = None if spec.clip_normed else spec.clip, None
         projected: Sequence[Tensor]
-        if self.gate_fused is not None:
+        if self.gate_fused is not None and self.gate_proj is not None:
             q, gate = self.gate_fused((linears[0], self.gate_proj), x)
             projected = (q, *(each(x) for each in linears[1:]))
             del q

@@ -114,7 +114,7 @@ def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     return y[:, None].to(given[0].dtype), state
 
 
-def _chunks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     """y (B, T, H, value_dim) of many tokens, and the state that they leave: in chunks, within which the corrections of
     all tokens are the solution of one triangular system (Yang et al. 2406.06484).
     """

@@ -35,7 +35,7 @@ def recurrences(fused: str) -> Any:
     def read(config: ConfigReader, values: Mapping[str, Any]) -> list[GatedDeltaNet | None]:
         count, every = values["layers"], config.integer("full_attention_interval", 4)
         types = one_of(config, count, [LINEAR if (n + 1) % every else "full_attention" for n in range(count)], LINEAR)
-        sizes = {role: config.integer(name, default) for name, (role, default) in _SIZES.items()}
+        sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _SIZES.items()}
         if sizes["heads"] % sizes["key_heads"]:
             wanted = f"a multiple of linear_num_key_heads ({sizes['key_heads']})"
             raise config.fail("linear_num_value_heads", sizes["heads"], wanted)
