@@ -332,13 +332,15 @@ class Keeping:
                 copied = operation.centred and operation.gain == "weight" and run.size < run.wide
                 if operation.gain == "1 + weight" or copied:  # which is a tensor of its own
                     found["norms"] += width * multiplied
-            case ops.Convolve():
-                self._keep(self._given(operation))
+            case ops.Convolve(width=width):
+                found[operation.row] += size  # tokens and channels exchanged
+                found[operation.row] += operation.parameters * run.size if operation.joined else 0
+                result.storage.size += (width - 1) * size // run.tokens
             case ops.Linear():
                 self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.
                 unaligned = int(operation.shape[-1]) * run.size % 16 != 0
-                if operation.fused and not (1 < operation.groups < result.heads and unaligned):
+                if operation.fused and not operation.copied and not (1 < operation.groups < result.heads and unaligned):
                     whole = sum(map(self._bytes, operation.made_together(self.program)))
                     result.storage = self.products.setdefault(operation.together, _Storage(whole, operation.row))
             case ops.Rotate():
@@ -363,12 +365,15 @@ class Keeping:
                 found[operation.row] += operation.saved * size
             case ops.Activation():
                 cost = ACTIVATION_COSTS[operation.function]
-                if cost.input:
+                narrow = bool(operation.wide) and run.size < run.wide
+                if cost.input and not narrow:
                     self._keep(self._given(operation))
-                if operation.wide and run.size < run.wide:  # a copy, which no other operation reads
+                if narrow:  # a copy of its input or of its result, which no other operation reads
                     found[operation.row] += numbers * run.wide
                 elif cost.result:
                     self._keep(result)
+                if operation.wide == "kept":
+                    result.storage.size = result.size = numbers * run.wide
                 found[operation.row] += (cost.kept - cost.input) * size
                 if operation.weights:  # which elements are above 0, and what is made of each number learnt for a side
                     found[operation.row] += numbers + 2 * run.size

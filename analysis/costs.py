@@ -23,6 +23,7 @@ import msgspec
 from ..components import ModelSpec
 from ..components import operations as ops
 from ..display import Record
+from .activations import FLOAT
 from .parameters import count
 from .sizes import check_number, check_sizes, full_dtype, itemsize
 
@@ -38,7 +39,9 @@ class Work(msgspec.Struct, frozen=True):
     a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
     sees, or with `chunked` with those of its chunk. left: numbers that each token leaves, as far back as the window;
     state: those that are there once for a sequence however long. repeats: how often transformers' cache has them; None
-    where none of its families has such a cache.
+    where none of its families has such a cache. wide: they are in fp32 at least. Tokens that are read at once take
+    `a_chunk` multiplications for each `chunk` of them, begun or full, where there is one, `spared` less; and as many
+    more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
     """
 
     a_token: int = 0
@@ -48,10 +51,25 @@ class Work(msgspec.Struct, frozen=True):
     left: int = 0
     state: int = 0
     repeats: int | None = 1
+    wide: bool = False
+    chunk: int = 0
+    a_chunk: int = 0
+    spared: int = 0
+    beyond: int = 0
 
     def held(self, context: int) -> int:
         """Numbers carried after so many tokens: of a window all but one, which the next token takes."""
         return self.left * (context if self.window is None else min(context, self.window - 1)) + self.state
+
+    def bytes_held(self, context: int, size: int) -> int:
+        """The same in bytes, of numbers of `size` bytes."""
+        return self.held(context) * (max(size, FLOAT) if self.wide else size)
+
+    def of_many(self, tokens: int) -> int:
+        """Multiplications of so many tokens of a sequence that are read at once, but for pairs."""
+        if self.chunk:
+            return -(-tokens // self.chunk) * self.a_chunk - self.spared
+        return (max(tokens, self.beyond + 1) + self.beyond) * self.a_token if self.beyond else tokens * self.a_token
 
 
 def work_of(operation: ops.AnyOperation) -> Work:
@@ -66,11 +84,14 @@ def work_of(operation: ops.AnyOperation) -> Work:
         case ops.Cache(window=window, repeats=repeats, ours=ours):
             left = operation.numbers(B=1, S=1)
             return Work(window=window, left=left, repeats=None if ours else repeats)
-        case ops.Scan(state=state):
-            return Work(operation.products, state=math.prod(state), repeats=None)
+        case ops.Scan(state=state, theirs=theirs):
+            numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
+            there = None if theirs is None else theirs // numbers
+            sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
+            return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, **sizes)
         case ops.Convolve(width=width):
             channels = operation.numbers(B=1, T=1)
-            return Work(channels * width, state=channels * (width - 1), repeats=None)
+            return Work(channels * width, state=channels * width, beyond=width - 1)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
         case ops.AltUp(step="predict", shape=(streams, *_, width)):
@@ -153,7 +174,8 @@ class Costs(Record):
     the others, the active of which are Kaplan's N of a mixture.
     flops: of the forward pass, for one token that sees `context` tokens, by component: the projections of attention,
     its scores (with the values that they weigh), feed-forward, router, head. cached: numbers that a token leaves in the
-    key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer.
+    key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer, states
+    that are there however many tokens were read among them, of which `wide` are in fp32 at least.
     """
 
     JSON = (
@@ -168,6 +190,7 @@ class Costs(Record):
     flops: Mapping[str, int]
     cached: int
     held: int
+    wide: int = 0
 
     @property
     def total_flops(self) -> int:
@@ -193,7 +216,7 @@ class Costs(Record):
 
     def held_bytes(self, itemsize: int = 2) -> int:
         """Bytes of the cache after `context` tokens."""
-        return self.held * itemsize
+        return (self.held - self.wide) * itemsize + self.wide * max(itemsize, FLOAT)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values, all whole numbers."""
@@ -242,6 +265,7 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
         flops=_in_order(flops),
         cached=sum(work.left * number for _, work, number in found),
         held=sum(work.held(length) * number for _, work, number in found),
+        wide=sum(work.held(length) * number for _, work, number in found if work.wide),
     )
 
 
@@ -256,7 +280,8 @@ class Flops(Record):
     (of every token; `head_of_last` is what a prefill needs instead, which asks for the last token's logits alone).
     scores: queries with keys and weights with values, each of a sequence's tokens with each: what dense kernels
     compute, and what torch's FlopCounterMode counts. needed_scores: those that the causal mask and windows leave.
-    dense, causal: all products, with the former or the latter.
+    dense, causal: all products, with the former or the latter. made_again: those of recurrences, in chunks of tokens,
+    which the backward pass makes anew. A triangular system counts as the product with its inverse.
     """
 
     JSON = (
@@ -269,6 +294,7 @@ class Flops(Record):
     products: Mapping[str, int]
     scores: int
     needed_scores: int
+    made_again: int = 0
 
     @property
     def dense(self) -> int:
@@ -317,11 +343,11 @@ class TrainingFlops(Record):
 
     @property
     def dense(self) -> int:
-        return 3 * self.forward.dense
+        return 3 * self.forward.dense + self.forward.made_again
 
     @property
     def causal(self) -> int:
-        return 3 * self.forward.causal
+        return 3 * self.forward.causal + self.forward.made_again
 
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
@@ -332,12 +358,14 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     """
     check_sizes(spec, tokens, batch)
     found = works(spec)
-    every = {name: value * tokens * batch for name, value in _products(found).items()}
-    dense = needed = 0
-    for _, work, number in found:
+    every: Counter[str] = Counter()
+    dense = needed = again = 0
+    for each, work, number in found:
+        every[each.row] += 2 * batch * number * work.of_many(tokens)
+        again += 2 * batch * number * work.of_many(tokens) if work.chunk else 0
         dense += 2 * batch * number * work.a_pair * tokens * tokens
         needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked)
-    return Flops(tokens, batch, _in_order(every), dense, needed)
+    return Flops(tokens, batch, _in_order(every), dense, needed, again)
 
 
 def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlops:
@@ -367,13 +395,15 @@ class CacheSize(Record):
     held: what is there once all tokens were read, and until the next. buffer: what a cache made once for so many
     tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
     holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
-    architecture). None where a layer carries what none of its families here has: a latent, a state.
+    architecture). None where a layer carries what none of its families here has. states: what of it does not grow with
+    the context, which recurrences and convolutions carry; some are in fp32 whatever the dtype.
     in_vllm, in_llama_cpp: what these allocate (`allocators`), the latter in float16; None where it is not known.
     """
 
     JSON = (
         "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
         " bytes_in_transformers=in_transformers bytes_in_vllm=in_vllm bytes_in_llama_cpp=in_llama_cpp"
+        " bytes_of_states=states"
     )
 
     context: int
@@ -385,6 +415,7 @@ class CacheSize(Record):
     in_transformers: int | None
     in_vllm: int | None = None
     in_llama_cpp: int | None = None
+    states: int = 0
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
@@ -396,15 +427,17 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
     """
     check_sizes(spec, context, batch)
     size, found = itemsize(dtype), [(work, number) for _, work, number in works(spec)]
-    held = sum(work.held(context) * number for work, number in found)
-    rolling = sum((work.left * _in_sight(context, work.window) + work.state) * number for work, number in found)
-    theirs = [work.repeats and work.held(context) * number * work.repeats for work, number in found]
+    states = sum(work.bytes_held(0, size) * number for work, number in found)
+    held = sum(work.bytes_held(context, size) * number for work, number in found)
+    rolling = states + size * sum(work.left * _in_sight(context, work.window) * number for work, number in found)
+    theirs = [work.repeats and work.bytes_held(context, size) * number * work.repeats for work, number in found]
     return CacheSize(
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
         a_token=size * sum(work.left * number for work, number in found),
-        held=size * batch * held,
-        buffer=size * batch * rolling,
-        in_transformers=None if None in theirs else size * batch * sum(filter(None, theirs)),
+        held=batch * held,
+        buffer=batch * rolling,
+        in_transformers=None if None in theirs else batch * sum(filter(None, theirs)),
+        states=batch * states,
     )

@@ -131,7 +131,7 @@ class Following:
             case ops.Linear():
                 together = operation.made_together(self.program)
                 if operation.fused and operation is not together[0]:
-                    return _Step()  # in the first one's product
+                    return _Step(size if operation.copied else 0)  # in the first one's product
                 whole = sum(map(self._bytes, together)) if operation.fused else size
                 rounded = operation.bias and operation.arithmetic in (
                     "matmul_add",
@@ -154,11 +154,14 @@ class Following:
                 return _Step() if operation.row == "scores" else _Step(onto=operation.inputs[0])
             case ops.Mix():
                 return self._mixed(operation, self.mixings[operation.id])
-            case ops.Scan(state=state):
-                return _Step(size, operation.saved * size, left=run.batch * math.prod(state) * run.size)
+            case ops.Scan(state=state, chunk=chunk):
+                itemsize = run.wide if operation.wide else run.size
+                padded = run.batch * chunk * -(-run.tokens // chunk)
+                chunks = max(padded * operation.alive * itemsize - size, 0)
+                return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
             case ops.Convolve(width=width):
                 channels = operation.numbers(B=run.batch, T=1)
-                return _Step(size, left=channels * (width - 1) * run.size)
+                return _Step(size + channels * (width - 1) * run.size, size, left=channels * width * run.size)
             case ops.Activation(function=function):
                 return _Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
             case ops.Product():

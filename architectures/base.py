@@ -384,8 +384,10 @@ def _layer(name: str) -> str | None:
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
-def _kind(attention: Any) -> str:
+def _kind(attention: Any) -> str | None:
     """What transformers calls a layer with this attention in `layer_types`."""
+    if attention is None:
+        return None
     if getattr(attention, "window", None) is None:
         return "full_attention"
     return "chunked_attention" if getattr(attention, "chunked", False) else "sliding_attention"
@@ -431,15 +433,13 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             yield from _bind_one(owner, leaf, {}, shapes, ends)
 
 
-_MADE_AXES = ("group", "query_dim", "rope_dim", "experts", "intermediate_size", "shared_size")
-"""What layouts may call sizes that some records have as properties; `half` is that of a head."""
-
-
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
-    """The axes of layouts in a block: the sizes of its mixers, by the names of their fields."""
+    """The axes of layouts in a block: the sizes of its mixers, by the names of their fields and `axes`; `half` is that
+    of a head.
+    """
     found = {"experts": 0, "one": 1, "two": 2}
     for sublayer in block.sublayers:
-        for name in (*sublayer.mixer.__struct_fields__, *_MADE_AXES):
+        for name in (*sublayer.mixer.__struct_fields__, *sublayer.mixer.axes):
             size = getattr(sublayer.mixer, name, None)
             if type(size) is int:
                 found[name.removesuffix("_size")] = size

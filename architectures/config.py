@@ -306,10 +306,14 @@ class ConfigReader:
             if not any(value is h or (type(value) is type(h) and value == h) for h in harmless):
                 raise ConfigError(f"config.json: {self.place}{name} is {shown(value)}: {reason}")
 
-    def refuse_other_windows(self, types: Sequence[str]) -> None:
+    def refuse_other_windows(self, types: Sequence[str | None]) -> None:
         """Raise ConfigError for fields by which transformers' cache (`get_layer_types_and_kwargs`) would keep other
-        tokens than layers of these types look at. It reads them in every family; the families' own code does not.
+        tokens than layers of these types look at. It reads them in every family; the families' own code does not. A
+        layer without attention (None) is of the type that its family has read.
         """
+        said = self.raw("layer_types")
+        if isinstance(said, list) and len(said) == len(types):
+            types = [own or other for own, other in zip(types, said, strict=True)]
         reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
         refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, list(types)), reason)}
         for name in ("sliding_window", "attention_chunk_size"):

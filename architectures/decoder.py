@@ -224,6 +224,26 @@ def write_sliding(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+_Recurrent = Callable[[ConfigReader, Mapping[str, Any]], Sequence[Any]]
+"""Of a config and the values of roles what stands in attention's place in each layer; None where attention does."""
+
+
+def one_of(config: ConfigReader, layers: int, usual: Sequence[str], other: str) -> Sequence[str]:
+    """The kind of each layer by `layer_types`, full attention or the `other`; `usual` where it is null or absent.
+
+    Raises:
+        ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
+    """
+    known = ("full_attention", other)
+    types = config.raw("layer_types")
+    types = list(usual) if types is None else types
+    if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
+        raise config.fail("layer_types", types, f"{layers} values of {' or '.join(known)}")
+    if "full_attention" not in types:
+        raise config.fail("layer_types", types, "full_attention somewhere: transformers' cache fails without")
+    return types
+
+
 _Sparse = Callable[[ConfigReader, int], Sequence[bool]]
 """Of a config and the number of layers: which of them have a mixture of experts."""
 
@@ -293,12 +313,13 @@ class Decoder:
 
     fields: what its config.json says. norm, mixer, inner: the kinds of its norms, of its attention (another than
     `Attention` is made by `attentions`) and of its feed-forwards. norms: which a block has, by their names in it, or a
-    function of the values of roles. fixed: values of roles that no field says, or functions of those that the fields
-    say. rotary: what is assumed of its positions; None where attention has them from `layers`, or has none. learned:
-    whether there is a table of positions, of the kind `table`. The role "final_norm" says whether one stands behind the
-    last layer, as it does where nobody says so. head_norms: how queries and keys are normed: every head by the "same"
-    norm or by its "own", or all heads at once as a "whole"; where a field has the role of that name, it says whether.
-    embedding_norm: whether the embedding has a norm. layers: what differs by layer. mixtures: of a family that has
+    function of the values of roles; what stands in attention's place has attention's. fixed: values of roles that no
+    field says, or functions of those that the fields say. rotary: what is assumed of its positions; None where
+    attention has them from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`.
+    The role "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms:
+    how queries and keys are normed: every head by the "same" norm or by its "own", or all heads at once as a "whole";
+    where a field has the role of that name, it says whether. embedding_norm: whether the embedding has a norm. layers:
+    what differs by layer. recurrent: of a family in which not all layers have attention. mixtures: of a family that has
     mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
     field has it), `shared_size` (the shared expert's) or `shared_experts` (how many experts' widths that is), the
     dotted ones are `mixture.experts`, `mixture.top_k` and so on. written: the config fields beside those of the table.
@@ -318,6 +339,7 @@ class Decoder:
     head_norms: Literal["", "same", "own", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
+    recurrent: _Recurrent | None = None
     mixtures: Mixtures | None = None
     written: Callable[[ModelSpec], Mapping[str, Any]] = lambda _: {}
     whole_heads: bool = False
@@ -386,8 +408,8 @@ class Decoder:
         @cache
         def layer(attention: Any, feed_forward: Any) -> Block:
             sublayers = []
-            for mixer in (attention, feed_forward):
-                places = [name.removeprefix(f"{mixer.slot}_") for name in norms if name.startswith(mixer.slot)]
+            for slot, mixer in (("attention", attention), ("feed_forward", feed_forward)):
+                places = [name.removeprefix(f"{slot}_") for name in norms if name.startswith(slot)]
                 if self.mixtures is not None and self.mixtures.normed and hasattr(mixer, "expert"):
                     places.append("output_norm")
                 sublayers.append(SubLayer(mixer=mixer, **dict.fromkeys(places, norm), **of("branch")))
@@ -471,7 +493,11 @@ class Decoder:
             **own,
         }
         layers = ({},) * count if self.layers is None else self.layers(config, count, head_dim)
-        return [self.mixer(**{**shared, **each}) for each in layers]
+        found = [self.mixer(**{**shared, **each}) for each in layers]
+        if self.recurrent is None:
+            return found
+        others = self.recurrent(config, values)
+        return [each if other is None else other for each, other in zip(found, others, strict=True)]
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         """The config fields of a tree.
@@ -480,7 +506,7 @@ class Decoder:
             CannotExpress: it has a component of another kind where the fields are about one, or sizes that
                 transformers refuses.
         """
-        first = spec.blocks[0]
+        first = next((block for block in spec.blocks if block.mixer("attention") is not None), spec.blocks[0])
         attention = of_kind(first.attention, self.mixer)
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
         mixture = next((each for each in inners if hasattr(each, "expert")), None)
@@ -532,7 +558,8 @@ class Decoder:
                 into = fields.setdefault(outer, {}) if outer else fields
                 into[name] = name_of(value) if role == "activation" and each.write is _same else each.write(value)
         if self.rotary is not None:
-            positions = (of_kind(block.attention, Attention).position for block in spec.blocks)
+            mixers = (block.mixer("attention") for block in spec.blocks)
+            positions = (of_kind(mixer, Attention).position for mixer in mixers if mixer is not None)
             none = Rotary(dim=attention.head_dim, base=self.rotary.base)
             rotary = of_kind(next((each for each in positions if each is not None), none), Rotary)
             fields |= write_rotary(rotary, attention.head_dim, self.rotary)

@@ -310,15 +310,15 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
             instead.setdefault(type(node), usual)
         if not hasattr(usual, "expert"):
             node = getattr(node, "expert", node)
-        if hasattr(usual, "heads") and hasattr(node, "heads"):
-            width = node.head_dim if hasattr(node, "head_dim") else node.query_dim
+        width = getattr(node, "head_dim", getattr(node, "query_dim", None))
+        if hasattr(usual, "heads") and width is not None:
             sizes = {**sizes, "size": width, "dim": width, "head_dim": width, "kv_heads": node.heads}
         fields: dict[str, Any] = {}
         for name in usual.__struct_fields__:
             theirs: Any = getattr(usual, name)
             ours: Any = getattr(node, name, sizes.get(name))
             if name == "blocks":
-                fields[name] = tuple(like(block, theirs[0], sizes) for block in ours)
+                fields[name] = tuple(like(block, _nearest(block, theirs), sizes) for block in ours)
             elif name == "sublayers":
                 by_slot = {each.mixer.slot: each for each in ours}
                 fields[name] = tuple(like(by_slot.get(each.mixer.slot), each, sizes) for each in theirs)
@@ -338,6 +338,12 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
     except ConfigError:
         return None
     return found
+
+
+def _nearest(block: Block, others: Sequence[Block]) -> Block:
+    """The first of the others that has most mixers in the places of this one's."""
+    slots = {each.mixer.slot for each in block.sublayers}
+    return max(dict.fromkeys(others), key=lambda other: len(slots & {each.mixer.slot for each in other.sublayers}))
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from .activations import *
 from .attention import *
 from .base import *
 from .block import *
+from .delta import *
 from .ends import *
 from .feed_forward import *
 from .latent_attention import *
@@ -24,4 +25,5 @@ from .model import *
 from .norms import *
 from .positions import *
 from .serialise import *
+from .short_convolution import *
 from .streams import *

@@ -51,7 +51,9 @@ class Attention(Mixer, Component, frozen=True):
     norms (OLMoE). `q_norm` and `k_norm` are on each head,
     or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
     (Hunyuan). `v_norm` is on each head's values (Gemma 4). `mixed_norm` is on what all heads give, before the output
-    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE). With `sinks`
+    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE), where the
+    gate may have a bias, and is made "apart" or in one product "with queries", a head's behind its query (Qwen3-Next).
+    With `sinks`
     a head has one more score, of a key with no value (gpt-oss); `sunk` says whether it is among those of the softmax,
     kept in fp32 in a model of any dtype or not, or what heads give is multiplied by what it leaves to the others
     (Granite). `temperature` is on the queries, last of
@@ -64,6 +66,7 @@ class Attention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
+    axes = ("group",)
     rounds = (
         "arithmetic",
         "scaling",
@@ -76,6 +79,7 @@ class Attention(Mixer, Component, frozen=True):
         "lie",
         "kernel",
         "sunk",
+        "gate",
     )
     tells = (
         *("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "v_norm", "qkv_bias"),
@@ -97,6 +101,7 @@ class Attention(Mixer, Component, frozen=True):
         "sinks": "sinks left out",
         "mixed_norm": "norm before the output projection left out",
         "gated": "gate of attention left out",
+        "gate_bias": "bias of attention's gate dropped",
         "temperature": "queries not scaled by their positions",
         "v_norm": "norm of values left out",
         "kv_from": "keys and values projected apart in every layer",
@@ -121,6 +126,7 @@ class Attention(Mixer, Component, frozen=True):
     sinks: bool = False
     mixed_norm: Norm | None = None
     gated: bool = False
+    gate_bias: bool = False
     temperature: Temperature | None = None
     v_norm: Norm | None = None
     kv_from: Literal["input", "keys", "earlier"] = "input"
@@ -135,6 +141,7 @@ class Attention(Mixer, Component, frozen=True):
     lie: Literal["as cached", "as projected"] = "as cached"
     kernel: Literal["any", "eager"] = "any"
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
+    gate: Literal["apart", "with queries"] = "apart"
 
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:
@@ -173,6 +180,12 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError("norms after positions, of an attention that has no norm of queries or no positions")
         if self.clip_normed and self.norm_order == "after":
             raise ConfigError("what is clipped behind its norm is normed before positions")
+        if self.gate_bias and not self.gated:
+            raise ConfigError("a bias of attention's gate, and no gate")
+        if self.gate == "with queries" and (not self.gated or self.fused or self.clip is not None):
+            raise ConfigError(
+                "a gate is made with queries where there is one, and neither q, k and v in one nor clipped"
+            )
         if self.norm_order == "after" and not self.by_head:
             raise ConfigError("norms of all heads at once come before positions")
 
@@ -218,6 +231,8 @@ class Attention(Mixer, Component, frozen=True):
             found["o_proj.bias"] = bias(hidden)
         if self.gated:
             found["gate_proj.weight"] = Weight((q, hidden), "reads")
+        if self.gate_bias:
+            found["gate_proj.bias"] = bias(q)
         if self.sinks:
             found["sinks"] = Weight((self.heads,), "inner")
         return found
@@ -253,7 +268,8 @@ class Attention(Mixer, Component, frozen=True):
 
     def biases(self) -> dict[str, Words]:
         out = Words("attention out", self.output_bias, "attention output")
-        return {"qkv": Words("q, k, v", self.qkv_bias), "output": out}
+        gate = {"gate": Words("attention gate", self.gate_bias)} if self.gated else {}
+        return {"qkv": Words("q, k, v", self.qkv_bias), "output": out, **gate}
 
     def alike(self) -> Self:
         return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
@@ -330,6 +346,8 @@ class Attention(Mixer, Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
         together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
+        gate: dict[str, Any] = {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
+        gate = gate if self.gate == "with queries" else {}
         repeats = self.group if self.kv_expansion == "projection" else 1
         found: list[AnyOperation] = []
         inputs: dict[str, str] = {}
@@ -347,7 +365,8 @@ class Attention(Mixer, Component, frozen=True):
                 continue
             last = f"{path}.k_proj"
             if part in self.projected:
-                found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **together))
+                own = gate if part == "q" and gate else together
+                found.append(linear(self, f"{part}_proj", path, source, inner, row, end, **own))
                 last = found[-1].id
             steps: tuple[str, ...] = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
             steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
@@ -403,7 +422,7 @@ class Attention(Mixer, Component, frozen=True):
         if self.gated:
             found[-1] = msgspec.structs.replace(found[-1], held=end)
             mixed, wide = found[-1].id, ("B", "T", self.heads, self.head_dim)
-            found.append(linear(self, "gate_proj", path, source, wide, row))
+            found.append(linear(self, "gate_proj", path, source, wide, row, **gate))
             found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid"))
             found.append(Product(f"{path}.gated", (mixed, found[-1].id), wide, row))
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))

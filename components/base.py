@@ -17,6 +17,7 @@ __all__ = [
     "KINDS",
     "Arithmetic",
     "Component",
+    "Logs",
     "Mixer",
     "Open",
     "Parameter",
@@ -56,19 +57,30 @@ Role = Literal["table", "reads", "writes", "inner", "router", "gain", "bias"]
 """
 
 
+class Logs(NamedTuple):
+    """Values with which training starts: the logarithms of numbers as far apart as can be along the last dimension."""
+
+    least: float
+    most: float
+
+
 class Weight(NamedTuple):
     """A component's own parameter: its shape, its role, and the value with which training starts where it is one for
-    all elements (None: they are drawn).
+    all elements, or a row of logarithms (None: they are drawn).
     """
 
     shape: Shape
     role: Role
-    initial: float | None = None
+    initial: float | Logs | None = None
 
 
 def bias(size: int) -> Weight:
     """A vector that is added, and starts at 0."""
     return Weight((size,), "bias", 0.0)
+
+
+Misread = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Of a component's own parameters as torch's tensors those that are mistaken, both by their names within it."""
 
 
 KINDS: dict[str, type[Component]] = {}
@@ -254,6 +266,10 @@ class Component(
         """
         return {}
 
+    def misread(self) -> dict[str, Misread]:
+        """What somebody who ports it takes for its own parameters, by the mistake's name."""
+        return {}
+
 
 def _kind(node: Component) -> Words:
     return Words(type(node).__name__, {"kind": type(node).__name__})
@@ -300,12 +316,14 @@ else:
 class Mixer(Open, frozen=True):
     """What stands in a block between the stream and the stream: attention, a feed-forward, a recurrence.
 
-    A record of a kind inherits it beside `Component`. slot: what a block calls it in parameters' names.
+    A record of a kind inherits it beside `Component`. slot: what a block calls it in parameters' names. axes: its
+    properties that layouts of checkpoints may name, beside its fields.
     """
 
     __slots__ = ()
     given = ("hidden_size",)
     slot: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]] = ()
     hidden_size: int
 
     @property
@@ -336,7 +354,7 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
 
 class Parameter(msgspec.Struct, frozen=True):
     """One stored tensor: its shared name, shape, the component it is counted under, its layer if in a block, its role,
-    and the value with which training starts (None: it is drawn).
+    and the value with which training starts, or values (None: it is drawn).
     """
 
     name: str
@@ -344,7 +362,7 @@ class Parameter(msgspec.Struct, frozen=True):
     component: str
     layer: int | None
     role: Role = "inner"
-    initial: float | None = None
+    initial: float | Logs | None = None
 
     @property
     def count(self) -> int:

@@ -40,6 +40,7 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     label = "attention"
     slot = "attention"
+    axes = ("query_dim", "rope_dim")
     rounds = ("arithmetic", "fused", "gathered")
     tells = (
         *("nope_dim", "value_dim", "scale", "position", "window", "q_norm", "kv_norm"),

@@ -92,6 +92,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "total",
     )
     slot = "feed_forward"
+    axes = ("intermediate_size", "shared_size")
     tells = ("expert",)
 
     hidden_size: Size
@@ -347,6 +348,7 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
     """
 
     slot = "feed_forward"
+    axes = ("experts", "intermediate_size")
     tells = ("dense", "dense_norm", "dense_output_norm", "mixture", "mixture_output_norm")
 
     hidden_size: Size

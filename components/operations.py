@@ -113,9 +113,10 @@ class Linear(Operation, frozen=True, kw_only=True):
     """x·Wᵀ, and b where there is one; the last dimension is cut into heads as the shape says.
 
     together: a name that projections of one input share which are made at once, with `fused` in one matrix product, in
-    whose result the rows lie in `groups`. joined: their results are put side by side in a tensor of their own. choice:
-    the input that tells which of the copies a token takes. window: of the cached tokens that it reads, how many are
-    seen. wide: its input is taken in fp32 at least, and with "both" its weight too, of which it makes a copy.
+    whose result the rows lie in `groups`, and out of which this one's are `copied`. joined: their results are put side
+    by side in a tensor of their own. choice: the input that tells which of the copies a token takes. window: of the
+    cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
+    weight too, of which it makes a copy.
     """
 
     inputs_wide: int
@@ -124,6 +125,7 @@ class Linear(Operation, frozen=True, kw_only=True):
     together: str = ""
     fused: bool = False
     groups: int = 1
+    copied: bool = False
     joined: bool = False
     choice: str | None = None
     window: int | None = None
@@ -237,6 +239,13 @@ class Scan(Operation, frozen=True, kw_only=True):
     state: its shape for one sequence, all that is carried from token to token. title, formula: what its component says
     it is. saved: how many tensors of the result's size the steps keep for the backward pass beside the inputs.
     products: how many multiplications a token are matrix products (of keys with values, say), not element by element.
+    wide: it is computed, and its state kept, in fp32 at least. theirs: numbers that transformers' cache holds of it;
+    None where none of its families has such a state.
+
+    chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
+    takes `chunk_products` multiplications, of which the first is `spared` those with a state, and `alive` numbers a
+    token of it at the worst moment beside inputs and result. Chunks are made again for the backward pass, which keeps
+    none of their steps.
     """
 
     state: Shape
@@ -244,19 +253,29 @@ class Scan(Operation, frozen=True, kw_only=True):
     formula: str
     saved: int = 1
     products: int = 0
+    wide: bool = False
+    theirs: int | None = None
+    chunk: int = 1
+    chunk_products: int = 0
+    spared: int = 0
+    alive: int = 0
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
-    """A causal convolution over `width` tokens, a kernel a channel; the last width - 1 of them are carried."""
+    """A causal convolution over `width` tokens, a kernel a channel; the last `width` of them are carried. It is made of
+    a tensor with tokens and channels exchanged, of `width` tokens at least, with zeros before and behind them. joined:
+    its kernels are put together with others in a tensor of their own.
+    """
 
     width: int
+    joined: bool = False
 
 
 class Activation(Operation, frozen=True, kw_only=True):
-    """A function of each element. wide: in fp32 at least."""
+    """A function of each element. wide: in fp32 at least, and "rounded" behind it, or "kept" so."""
 
     function: Function
-    wide: bool = False
+    wide: Literal["", "rounded", "kept"] = ""
 
 
 class Sparse(Operation, frozen=True, kw_only=True):

@@ -122,7 +122,7 @@ class AlternatingUpdates(Component, frozen=True):
         yield Scale(f"{at}.routed", (f"{at}.norm",), shape, "streams", factor=1 / self.hidden_size)
         few: Sizes = (*shape[:-1], self.count)
         yield again(linear(self, "router", path, f"{at}.routed", few, "streams"), "router")
-        yield Activation(f"{at}.numbers", (f"{at}.router",), few, "streams", function="tanh", wide=True)
+        yield Activation(f"{at}.numbers", (f"{at}.router",), few, "streams", function="tanh", wide="rounded")
         yield linear(self, step, path, f"{at}.numbers", (*shape[:-1], rows), "streams")
 
     def predicted(self, path: str, source: str, shape: Sizes) -> Program:

@@ -150,7 +150,8 @@ class AttentionModule(nn.Module):
         self.k_norm = build_module(spec.k_norm) if spec.k_norm else None
         self.v_norm = build_module(spec.v_norm) if spec.v_norm else None
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
-        self.gate_proj = Linear(hidden, q, False, spec.arithmetic) if spec.gated else None
+        self.gate_proj = Linear(hidden, q, spec.gate_bias, spec.arithmetic) if spec.gated else None
+        self.gate_fused = FusedLinears(spec.heads) if spec.gate == "with queries" else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttentionModule":
@@ -179,10 +180,14 @@ class AttentionModule(nn.Module):
         spec = self.spec
         heads = (*x.shape[:2], -1, spec.head_dim)
         linears = [getattr(self, f"{part}_proj") for part in spec.projected]
-        clip = None if spec.clip_normed else spec.clip
-        projected: Sequence[Tensor] = (
-            self.fused(linears, x, clip) if self.fused else [clipped(each(x), clip) for each in linears]
-        )
+        clip, gate = None if spec.clip_normed else spec.clip, None
+        projected: Sequence[Tensor]
+        if self.gate_fused is not None and self.gate_proj is not None:
+            q, gate = self.gate_fused((linears[0], self.gate_proj), x)
+            projected = (q, *(each(x) for each in linears[1:]))
+            del q
+        else:
+            projected = self.fused(linears, x, clip) if self.fused else [clipped(each(x), clip) for each in linears]
         parts = {name: each.reshape(heads) for name, each in zip(spec.projected, projected, strict=True)}
         if spec.kv_from == "keys":
             parts["v"] = parts["k"]
@@ -208,7 +213,11 @@ class AttentionModule(nn.Module):
             context.shared[spec.remembered] = k, v
         mixed = self.mix(parts["q"], k, v, context, self.sinks)
         mixed = mixed if self.mixed_norm is None else self.mixed_norm(mixed)
-        mixed = mixed if self.gate_proj is None else mixed * torch.sigmoid(self.gate_proj(x))
+        if self.gate_proj is not None:
+            gate = self.gate_proj(x) if gate is None else gate.reshape(mixed.shape)
+            # Of rows with room between them torch rounds the last elements otherwise; a single head's have room.
+            gate = gate if spec.heads == 1 else gate.contiguous()
+            mixed = mixed * torch.sigmoid(gate)
         out: Tensor = self.o_proj(mixed)
         return out
 

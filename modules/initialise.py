@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..analysis.parameters import count
-from ..components import ModelSpec, Parameter
+from ..components import Logs, ModelSpec, Parameter
 from ..converter.convert import plan_output
 from ..converter.dtypes import HF_NAMES, Array, cast, parse_dtype
 from ..converter.outline import Outline
@@ -56,6 +56,8 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
 
 def _drawn(parameter: Parameter, layers: int, seed: int) -> Array:
     name, shape = parameter.name, parameter.shape
+    if isinstance(parameter.initial, Logs):
+        return np.broadcast_to(np.log(np.linspace(*parameter.initial, shape[-1], dtype=np.float32)), shape).copy()
     if parameter.initial is not None:
         return np.full(shape, parameter.initial, np.float32)
     generator = np.random.default_rng([seed, *name.encode()])

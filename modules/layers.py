@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..components import Activation, Arithmetic, LayerNorm, RMSNorm
 from .registry import computes
 
-_VECTOR = 16
+VECTOR = 16
 """Bytes. Where rows begin between multiples of it, a product may sum them in another order (in fp32 an odd head's)."""
 
 
@@ -86,7 +86,7 @@ class FusedLinears:
     all models but odd ones) one linear's rows lie behind another's, as without groups.
     """
 
-    def __init__(self, groups: int = 1, line: int = _VECTOR) -> None:
+    def __init__(self, groups: int = 1, line: int = VECTOR) -> None:
         self.groups, self.line = groups, line
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None

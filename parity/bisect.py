@@ -156,6 +156,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             mixed = MIXED.get(short, f"{_label(short)} input" if parameter.role == "writes" else None)
             if mixed is not None:
                 found.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
+            if len(leaf.shape) > 2:
+                continue  # a convolution's, which transformers computes without its module
             if at.get(f"{ours}.bias", leaf.checkpoint).rpartition(".")[0] != leaf.checkpoint.rpartition(".")[0]:
                 continue  # a bias that another module of transformers' adds: Japanese GPT-NeoX
             # Our embedding applies its norm itself; the table's own rows are what goes into that norm.

@@ -3,9 +3,9 @@
 A parity check is worth what it would have caught. Each mutation makes one mistake on purpose, in all layers, as a wrong
 line of a weight map or a forgotten field would; `applicable` leaves out those that change nothing in the tree at hand
 (no bias to drop, no window to ignore). What can be mistaken in a component its record says (`slips`, `disorder`,
-`forgotten`, `usual`); here are those that are of several, and what undoes each: where that can be done without knowing
-what is right, it is a repair to try on a model that is wrong. Mistakes of code (RoPE on queries alone) have no form as
-weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
+`misread`, `forgotten`, `usual`); here are those that are of several, and what undoes each: where that can be done
+without knowing what is right, it is a repair to try on a model that is wrong. Mistakes of code (RoPE on queries alone)
+have no form as weights or as a tree that a checkpoint could hold: a kind of position of their own makes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -173,6 +173,20 @@ def _slipped(name: str) -> _Apply:
     return apply
 
 
+def _misread(name: str) -> _Apply:
+    """Parameters as a component says that they are mistaken (`Component.misread`)."""
+
+    def apply(spec: ModelSpec, weights: Weights) -> Mutant:
+        new = dict(weights)
+        for path, node in spec.nodes():
+            if name in (made := node.misread()):
+                own = {each: weights[f"{path}.{each}"] for each in node.weights()}
+                new |= {f"{path}.{each}": tensor for each, tensor in made[name](own).items()}
+        return spec, new
+
+    return apply
+
+
 _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm", "norm_order")
 
 
@@ -231,6 +245,7 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
     nodes = dict.fromkeys(spec.components())
     made = {name: _slipped for node in nodes for name in node.slips() if not name.endswith(_BACK)}
     made |= {name: _disordered for node in nodes for name in _disorder(node)}
+    made |= {name: _misread for node in nodes for name in node.misread()}
     known = {*_IN_PORTS, *(mutation.name for mutation in MUTATIONS)}
     return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
 

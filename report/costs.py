@@ -138,6 +138,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     for name, _, figures in models:
         sizes = [each for each in figures.cache if each is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
+        cells |= {_STATES: sizes[0].states} if sizes and sizes[0].states else {}
         columns.append((name, cells | {_sequences(asked.batch, each.context): each.held for each in sizes}, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
             holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
@@ -147,6 +148,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
 
 
 _A_TOKEN = "per token"
+_STATES = "states, however long"
 
 
 def _alone(held: Mapping[str, int]) -> list[_Column]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
+from gptkit.analysis.costs import cache_bytes
 from gptkit.analysis.costs import costs as costs_of
 from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
@@ -40,9 +42,14 @@ def blocks(test: Callable[[Block], bool]) -> Callable[[ModelSpec], bool]:
     return lambda spec: any(test(block) for block in spec.blocks)
 
 
+def attention_of(block: Block) -> Any:
+    """Its attention, None where it has none."""
+    return block.mixer("attention")
+
+
 def rotary(block: Block) -> Rotary | None:
     """The block's rotary positions, where it has such."""
-    position = block.attention.position
+    position = getattr(attention_of(block), "position", None)
     return position if isinstance(position, Rotary) else None
 
 
@@ -53,7 +60,7 @@ def scaled(name: str) -> Callable[[Block], bool]:
 
 def heads(block: Block) -> tuple[int, int] | None:
     """(query heads, key-value heads), None of latent attention."""
-    attention = block.attention
+    attention = attention_of(block)
     return (attention.heads, attention.kv_heads) if isinstance(attention, Attention) else None
 
 
@@ -85,26 +92,27 @@ def dense(block: Block) -> FeedForward | GatedFeedForward:
 
 def has_bias(block: Block) -> bool:
     """On any linear of the block."""
-    attention, feed_forward = block.attention, dense(block)
-    return attention.qkv_bias or attention.output_bias or feed_forward.up_bias or feed_forward.down_bias
+    return any(words.data for each in block.sublayers for words in each.mixer.biases().values())
 
 
 USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "LayerNorm": lambda spec: isinstance(spec.final_norm, LayerNorm),
     "RMSNorm": lambda spec: isinstance(spec.final_norm, RMSNorm),
-    "q and k norms": blocks(lambda block: getattr(block.attention, "q_norm", None) is not None),
+    "q and k norms": blocks(lambda block: getattr(attention_of(block), "q_norm", None) is not None),
     "norm on the embedding": lambda spec: spec.embedding.norm is not None,
     "learned positions": lambda spec: spec.positions is not None and bool(spec.positions.shapes()),
     "rotary": blocks(lambda block: rotary(block) is not None),
     "llama3 scaling": blocks(scaled("Llama3Scaling")),
-    "alibi": blocks(lambda block: isinstance(block.attention.position, ALiBi)),
+    "alibi": blocks(lambda block: isinstance(getattr(attention_of(block), "position", None), ALiBi)),
     "mha": blocks(is_mha),
     "gqa": blocks(is_gqa),
     "mqa": blocks(is_mqa),
-    "latent": blocks(lambda block: isinstance(block.attention, LatentAttention)),
-    "window": blocks(lambda block: block.attention.window is not None),
+    "latent": blocks(lambda block: isinstance(attention_of(block), LatentAttention)),
+    "window": blocks(lambda block: getattr(attention_of(block), "window", None) is not None),
     "plain": blocks(lambda block: isinstance(dense(block), FeedForward)),
     "gated": blocks(lambda block: isinstance(dense(block), GatedFeedForward)),
+    "short convolution": blocks(lambda block: block.mixer("convolution") is not None),
+    "recurrence": blocks(lambda block: block.mixer("recurrence") is not None),
     "experts": blocks(lambda block: hasattr(block.mixer("feed_forward"), "experts")),
     "parallel": blocks(lambda block: block.parallel),
     "serial": blocks(lambda block: not block.parallel),
@@ -162,6 +170,14 @@ def cache_row(spec: ModelSpec) -> list[str]:
     window = spec.blocks[0].attention.window
     held = [costs_of(spec, context).held_bytes(2) / 10**6 for context in (4096, 8192, 32768)]
     return ["none" if window is None else f"{window:,}", *(f"{each:,.0f}" for each in held)]
+
+
+def state_row(spec: ModelSpec) -> list[str]:
+    """States and the whole cache after some lengths, in bf16 and, where states are so, in fp32."""
+    sizes = [cache_bytes(spec, context) for context in (4096, 32768)]
+    recurrent = sum(block.mixer("attention") is None for block in spec.blocks)
+    cells = (sizes[0].states, *(each.held for each in sizes))
+    return [f"{recurrent} of {len(spec.blocks)}", *(f"{each / 10**6:,.1f}" for each in cells)]
 
 
 def feed_forward_row(spec: ModelSpec) -> list[str]:
@@ -237,6 +253,7 @@ TOPICS: Mapping[str, tuple[Callable[[ModelSpec], list[str]], Sequence[str]]] = {
     "positions": (position_row, ("positions", "context", "parameters")),
     "attention": (attention_row, ("heads, q / kv", "parameters", "cache", "context", "projections", "scores")),
     "cache": (cache_row, ("window", "at 4,096 tokens, MB", "at 8,192", "at 32,768")),
+    "states": (state_row, ("layers without attention", "states, MB", "with keys at 4,096 tokens", "at 32,768")),
     "feed-forward": (feed_forward_row, ("form", "width", "× hidden", "parameters", "share", "FLOPs per token")),
     "experts": (expert_row, ("experts", "parameters", "active", "FLOPs, experts", "FLOPs, router")),
     "ends": (ends_row, ("head", "table", "parameters in all", "tables' share", "FLOPs, head")),

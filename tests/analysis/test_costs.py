@@ -2,6 +2,7 @@
 what must not change them.
 """
 
+import math
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from helpers.trees import TREES as OTHERS
 from helpers.trees import filled, of_chosen, random_weights
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from gptkit.analysis.activations import ways
@@ -33,6 +35,7 @@ from gptkit.components import GatedFeedForward, LatentAttention, MixtureOfExpert
 from gptkit.errors import UsageError
 from gptkit.modules import Cache, Decoder
 from gptkit.modules.generate import generate
+from gptkit.modules.scan import State
 
 replace = msgspec.structs.replace
 
@@ -192,7 +195,19 @@ def fused_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_shape: Any
     return sdpa_backward_flop_count(grad, q, k, v)
 
 
+def solved(system: Any, values: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """As the product with the inverse."""
+    return 2 * math.prod(values) * system[-1]
+
+
+def convolved_backward(grad: Any, x: Any, weight: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Of a kernel a channel, of whose groups torch's count knows nothing."""
+    return 2 * (2 * math.prod(grad) * weight[-1])
+
+
 FUSED = {
+    torch.ops.aten.linalg_solve_triangular: solved,
+    torch.ops.aten.convolution_backward: convolved_backward,
     # Counted as torch counts the same kernels of other devices; the processor's it does not know.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
@@ -291,12 +306,12 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
         return_dict_in_generate=True,
         use_cache=True,
     )
-    if out.past_key_values is None or out.past_key_values.layers[0].keys is None:
+    parts = [] if out.past_key_values is None else [parts_of(layer) for layer in out.past_key_values.layers]
+    if not any(parts):
         pytest.skip("transformers has no cache for it")
     seen = ids.shape[1] + new - 1  # the last id was predicted, and never read
     found = cache_bytes(spec, seen, "float32", 2)
-    there = [layer for layer in out.past_key_values.layers if layer.keys is not None]  # others share an earlier one's
-    theirs = [part for layer in there for part in (layer.keys, layer.values)]
+    theirs = [part for layer in parts for part in layer]
     assert sum(part.nbytes for part in theirs) == found.in_transformers
     repeats = variant.name in ("falcon-40b", "falcon-11b", "falcon-RefinedWeb")
     assert (found.in_transformers > found.held) == repeats
@@ -316,10 +331,22 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
     assert bytes_in(made[-1]) == cache_bytes(spec, seen, "float32").held
 
 
+def parts_of(layer: Any) -> list[Tensor]:
+    """What transformers' cache holds of a layer; of one that shares an earlier one's nothing."""
+    found = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+        found += states.values()
+    return [each for each in found if each is not None]
+
+
 def bytes_in(cache: Cache) -> int:
-    """Of the tokens that a cache keeps; it makes room for some more ahead of time."""
-    parts = [part for layer in cache.layers for kept in layer.values() for part in (kept.keys, kept.values)]
+    """Of the tokens that a cache keeps, which makes room for some more ahead of time, and of states."""
+    every = [kept for layer in cache.layers for kept in layer.values()]
+    parts = [part for kept in every if hasattr(kept, "keys") for part in (kept.keys, kept.values)]
     kept = [part.memory.narrow(-2, part.first, part.end - part.first) for part in parts if part.memory is not None]
+    kept += [
+        state for each in every if isinstance(each, State) for state in (each.inputs, each.state) if state is not None
+    ]
     return sum(each.nbytes for each in kept)
 
 

@@ -98,7 +98,7 @@ def computed(config: Config, number: int) -> list[str]:
     if refused(config):
         return []
     spec, family, wrong = spec_of(config), config["model_type"], []
-    keeps_all = any(getattr(block.attention, "window", None) == 1 for block in spec.blocks)
+    keeps_all = any(getattr(block.mixer("attention"), "window", None) == 1 for block in spec.blocks)
     for attention in ARCHITECTURES[family].reference(spec):
         for dtype in (torch.float32, torch.bfloat16):
             chosen = random.Random(number)

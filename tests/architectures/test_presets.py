@@ -48,6 +48,9 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "dbrx": 131_596_523_520,
+    "lfm2-350m": 354_483_968,
+    "lfm2-1.2b": 1_170_340_608,
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())

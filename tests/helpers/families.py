@@ -111,6 +111,20 @@ KOLIBRI1 = {
     "shared_expert_intermediate_size": 56,
     "sliding_window": 16,
 }
+LFM2 = {**GROUPED_LLAMA, "model_type": "lfm2", "num_hidden_layers": 4, "intermediate_size": 90, "block_multiple_of": 8}
+QWEN3_5 = {
+    **GROUPED_LLAMA,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+QWEN3_NEXT = {**QWEN3_5, **EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 56}
+QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
+QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text"}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1390,6 +1404,63 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lm_head_bias": True,
         "max_position_embeddings": 160,
         "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
+    },
+    "lfm2": {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2-biased": {
+        **{name: value for name, value in LFM2.items() if name != "intermediate_size"},
+        "block_ff_dim": 72,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "norm_eps": 1e-3,
+        "tie_embedding": False,
+    },
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next-biased": {
+        **QWEN3_NEXT,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 2,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_text-composite": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            **QWEN3_5,
+            "num_hidden_layers": 2,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {"model_type": "qwen3_5_vision", "hidden_size": 24},
+        "image_token_id": 5,
+    },
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_5_moe_text-composite": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            **QWEN3_5_MOE,
+            "num_hidden_layers": 2,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 1,
+            "linear_num_key_heads": 1,
+            "attention_bias": True,
+        },
+        "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 24},
     },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {

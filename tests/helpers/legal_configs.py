@@ -783,7 +783,79 @@ def bitnet(chosen: random.Random) -> Config:
     return {**llama_like(chosen, own_dim=False), **sometimes(chosen, {"attention_bias": True})}
 
 
+def lfm2(chosen: random.Random) -> Config:
+    found = llama_like(chosen, own_dim=False)
+    for name in ("hidden_act", "rms_norm_eps"):
+        found.pop(name, None)
+    return {
+        **found,
+        "intermediate_size": chosen.choice((7, 33, 64)),
+        "layer_types": layer_types(chosen, found, "conv"),
+        **sometimes(
+            chosen,
+            {
+                "conv_bias": True,
+                "conv_L_cache": chosen.choice((1, 2, 4, 7)),
+                "norm_eps": 1e-3,
+                "block_auto_adjust_ff_dim": False,
+                "block_ffn_dim_multiplier": chosen.choice((0.5, 1.3)),
+            },
+        ),
+        "block_multiple_of": chosen.choice((1, 8, 24)),
+    }
+
+
+def layer_types(chosen: random.Random, config: Config, other: str) -> list[str]:
+    """At least one with attention, without which transformers' cache fails."""
+    types = [chosen.choice(("full_attention", other)) for _ in range(config["num_hidden_layers"])]
+    types[chosen.randrange(len(types))] = "full_attention"
+    return types
+
+
+def qwen3_5(chosen: random.Random) -> Config:
+    """Heads wide enough that a quarter of each may turn."""
+    found, key_heads = llama_like(chosen), chosen.choice((1, 2, 3))
+    found = {name: value for name, value in found.items() if not name.startswith("rope_")}
+    return {
+        **found,
+        "head_dim": chosen.choice((8, 16, 24)),
+        "partial_rotary_factor": chosen.choice((0.25, 0.5, 1.0)),
+        "rope_theta": chosen.choice((1e4, 37.5)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * chosen.choice((1, 2, 3)),
+        "linear_key_head_dim": chosen.choice(ODD),
+        "linear_value_head_dim": chosen.choice(ODD),
+        "linear_conv_kernel_dim": chosen.choice((1, 2, 4, 5)),
+        "layer_types": layer_types(chosen, found, "linear_attention"),
+        **sometimes(chosen, {"attention_bias": True}),
+    }
+
+
+def qwen3_5_moe(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found, experts = qwen3_5(chosen), chosen.choice((1, 2, 3, 5))
+    del found["intermediate_size"]
+    return {
+        **found,
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "num_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "moe_intermediate_size": chosen.choice((8, 24, 40)),
+        "shared_expert_intermediate_size": chosen.choice((8, 40)),
+    }
+
+
+def qwen3_next(chosen: random.Random) -> Config:
+    dense = [layer for layer in range(3) if chosen.random() < 0.3]
+    found = qwen3_5_moe(chosen) | {"intermediate_size": chosen.choice((1, 7, 33))}
+    return found | sometimes(chosen, {"norm_topk_prob": False, "mlp_only_layers": dense, "decoder_sparse_step": 2})
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
+    "lfm2": lfm2,
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "gptj": gptj,
     "codegen": codegen,
     "gpt_neo": gpt_neo,

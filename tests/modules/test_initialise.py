@@ -16,7 +16,7 @@ from helpers.trees import TREES
 from typer.testing import Result
 
 import gptkit
-from gptkit.components import ModelSpec
+from gptkit.components import ModelSpec, Norm
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import write_spec
@@ -41,12 +41,16 @@ def test_as_is_said(name: str) -> None:
     found = arrays(spec)
     assert {name: array.shape for name, array in found.items()} == {p.name: p.shape for p in spec.parameters()}
     small = DEVIATION / math.sqrt(2 * len(spec.blocks))
-    norm = spec.final_norm or next(iter(spec.blocks[0].norms().values()))
-    starts = {"1 + weight": 0, "weight": 1}.get(norm.gain)
+    norms = {f"{path}.weight": node for path, node in spec.nodes() if isinstance(node, Norm)}
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
+        if name.endswith(("A_log", "dt_bias")):  # half-lives of all lengths
+            logs = np.log(np.linspace(0.01, 16, array.size))
+            assert np.allclose(array, logs if name.endswith("A_log") else 1), name
+            continue
         if name not in drawn:
             zero = name.endswith(("bias", "altup.scale.weight"))
+            starts = {"1 + weight": 0, "weight": 1}.get(getattr(norms.get(name), "gain", ""))
             begins = 0 if zero else 1 if name.endswith(".scale.weight") else starts
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue

@@ -176,6 +176,34 @@ class Following:
         v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
         return torch.einsum("bhts,bshd->bthd", weights, v)
 
+    def convolve(self, node: Node, path: str, x: Tensor) -> Tensor:
+        module, kernel = self.module(node, path), node.operation.width  # type: ignore[union-attr]
+        x = x.flatten(2)
+        earlier = self.cached.get(path + node.id, x.new_zeros(x.shape[0], kernel - 1, x.shape[2]))
+        whole = torch.cat((earlier, x), dim=1)
+        self.cached[path + node.id] = whole[:, whole.shape[1] - kernel + 1 :]
+        y = sum(whole[:, at : at + x.shape[1]] * module.weight[:, at] for at in range(kernel))
+        y = y if module.bias is None else y + module.bias
+        return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
+
+    def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        """The gated delta rule, token by token."""
+        assert node.title == "gated delta rule"
+        q, k, v, beta, decay = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for each in (q, k))
+        kept = torch.exp(-own.A_log.exp() * F.softplus(decay + own.dt_bias))
+        state = self.cached.get(path + node.id, v.new_zeros(v.shape[0], *node.operation.state))  # type: ignore[union-attr]
+        found = []
+        for t in range(v.shape[1]):
+            state = state * kept[:, t, :, None, None]
+            lacking = beta.sigmoid()[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], lacking)
+            found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / q.shape[-1] ** 0.5)
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1)
+
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
         learnt = dict(node.weights)
         return self.module(node, path)(x) if learnt else ACTIVATIONS[node.title](x.clone())  # type: ignore[index]

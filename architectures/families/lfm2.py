@@ -1,0 +1,126 @@
+"""LFM2 (Liquid AI 2511.23404): short convolutions between two gates, and attention with norms on query and key heads in
+some layers; its final norm has a name of its own.
+
+Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import ModelSpec, ShortConvolution
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, one_of, with_defaults
+from ..layout import Layout
+from ..obstacles import of_kind
+from ..rope import RotaryKind
+from .llama import ATTENTION, EMBEDDING, B, T
+
+CONV = "conv"
+
+
+def types_of(config: ConfigReader, layers: int) -> Sequence[str]:
+    """Each layer's: by `layer_types`, or attention in those of `full_attn_idxs`, or in all."""
+    whole = config.raw("full_attn_idxs")
+    if whole is not None and (not isinstance(whole, list) or any(type(each) is not int for each in whole)):
+        raise config.fail("full_attn_idxs", whole, "a list of layers")
+    full = range(layers) if whole is None else whole
+    return one_of(config, layers, ["full_attention" if layer in full else CONV for layer in range(layers)], CONV)
+
+
+def convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[ShortConvolution | None]:
+    """What stands in the layers without attention."""
+    hidden = values["hidden"]
+    kernel, bias = config.integer("conv_L_cache", 3), config.boolean("conv_bias", False)
+    mixer = ShortConvolution(hidden_size=hidden, channels=hidden, kernel=kernel, bias=bias)
+    return [mixer if kind == CONV else None for kind in types_of(config, values["layers"])]
+
+
+def write_convolutions(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `convolutions` reads."""
+    mixers = [block.mixer("convolution") for block in spec.blocks]
+    first = next((of_kind(each, ShortConvolution) for each in mixers if each is not None), None)
+    own = {} if first is None else {"conv_L_cache": first.kernel, "conv_bias": first.bias}
+    return {**own, "layer_types": ["full_attention" if each is None else CONV for each in mixers]}
+
+
+def _units(config: ConfigReader, name: str, default: int) -> int:
+    """As many as are stated, or two thirds of these, times a factor, in whole multiples, where that is switched on."""
+    stated = config.integer(name, default)
+    of, factor = config.integer("block_multiple_of", 256), config.optional_number("block_ffn_dim_multiplier", 1.0)
+    if not config.boolean("block_auto_adjust_ff_dim", True):
+        return stated
+    units = int(2 * stated / 3)
+    units = units if factor is None else of * -(-int(factor * units) // of)
+    if not 1 <= units < 2**31:
+        raise config.fail(name, stated, f"another number: adjusted it is {units}")
+    return units
+
+
+FIELDS = {
+    **{name: each for name, each in USUAL.items() if name not in ("hidden_act", "rms_norm_eps", "head_dim")},
+    "norm_eps": Field("eps", 1e-5),
+}
+FIELDS = with_defaults(
+    FIELDS,
+    vocab_size=65536,
+    hidden_size=2560,
+    num_key_value_heads=8,
+    max_position_embeddings=128_000,
+    tie_word_embeddings=True,
+)
+ROPE = RotaryKind(1e6)
+
+_DECODER = Decoder(
+    {**FIELDS, "intermediate_size": Field("intermediate", 12288, _units), "head_dim": USUAL["head_dim"]},
+    head_norms="same",
+    fixed={"activation": "silu"},
+    rotary=ROPE,
+    recurrent=convolutions,
+    written=lambda spec: {**write_convolutions(spec), "block_auto_adjust_ff_dim": False},
+)
+
+_ATTENTION = {
+    **{name: ours for name, ours in ATTENTION.items() if name.endswith(("q_proj", "k_proj", "v_proj"))},
+    T + "self_attn.out_proj": B + "attention.o_proj",
+    T + "self_attn.q_layernorm": B + "attention.q_norm",
+    T + "self_attn.k_layernorm": B + "attention.k_norm",
+}
+_PARTS = tuple(f"{B}convolution.{name}_proj" for name in ("before", "behind", "in"))
+_THREE: dict[str, Any] = {"split": "part", "parts": ("1", "1", "1")}
+MIXERS: tuple[Leaf, ...] = (
+    *leaves_of(_ATTENTION),
+    Leaf(
+        T + "conv.conv.weight",
+        B + "convolution.convolved.weight",
+        Layout("channels one kernel", "channels (one kernel)"),
+    ),
+    Leaf(T + "conv.conv.bias", B + "convolution.convolved.bias"),
+    Leaf(
+        T + "conv.in_proj.weight",
+        tuple(f"{each}.weight" for each in _PARTS),
+        Layout("(part channels) hidden", **_THREE),
+    ),
+    Leaf(T + "conv.in_proj.bias", tuple(f"{each}.bias" for each in _PARTS), Layout("(part channels)", **_THREE)),
+    *leaves_of({T + "conv.out_proj": B + "convolution.o_proj"}),
+)
+"""Of a layer, before its feed-forward."""
+
+NORMS = leaves_of({T + "operator_norm": B + "attention_norm", T + "ffn_norm": B + "feed_forward_norm"}) + leaves_of(
+    {T + "operator_norm": B + "convolution_norm"}
+)
+ENDS = leaves_of({"model.embedding_norm": "final_norm", "lm_head": "head"})
+FEED_FORWARD = {
+    f"{T}feed_forward.{name}": f"{B}feed_forward.{ours}_proj"
+    for name, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+}
+
+_LFM2 = _DECODER.architecture(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    (*leaves_of(EMBEDDING), *MIXERS, *leaves_of(FEED_FORWARD), *NORMS, *ENDS),
+    released="2025-07",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    kinds=_DECODER.kinds | {ShortConvolution},
+    config_aliases={"intermediate_size": ("block_ff_dim",), "tie_word_embeddings": ("tie_embedding",)},
+)

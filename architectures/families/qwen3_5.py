@@ -1,0 +1,60 @@
+"""Qwen3.5 (Qwen 2026), its text model: Qwen3-Next with dense feed-forwards, and its recurrence's projections apart.
+
+Source: transformers models/qwen3_5/{configuration,modeling}_qwen3_5.py. Of a checkpoint with a vision tower the
+language model is read; what stands beside it, and tensors of `mtp.`, which draft tokens, are carried along. Where all
+tokens are text, the three kinds of positions of `mrope_section` are one.
+"""
+
+from typing import Any
+
+from ...components import GatedDeltaNet
+from ..decoder import Decoder, with_defaults
+from . import qwen2
+from .llama import LLAMA_DROPPED
+from .qwen3_next import BIASES, DELTA, GATED, PARTLY, REST, SPLIT_PROJECTIONS, recurrences, write_recurrences
+
+FIELDS = {
+    **with_defaults(
+        qwen2.FIELDS,
+        vocab_size=248320,
+        intermediate_size=12288,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+    ),
+    "attention_bias": BIASES,
+}
+_DECODER = Decoder(
+    FIELDS, head_norms="same", fixed=GATED, rotary=PARTLY, recurrent=recurrences("by part"), written=write_recurrences
+)
+
+COMPOSITE: dict[str, Any] = {
+    "part": "text_config",
+    "renamed": (("model.language_model.", "model."),),
+    "carried": {"mtp": ("mtp.",), "vision": ("model.visual.", "visual.")},
+    "dropped": LLAMA_DROPPED,
+}
+UNREAD = {
+    **dict.fromkeys(
+        ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        "about images, which the language model does not read",
+    ),
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "tells apart positions that are one in text"),
+    **dict.fromkeys(
+        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "layers behind the last, which draft tokens"
+    ),
+    "attn_output_gate": "not read by transformers: there always is one",
+    "mamba_ssm_dtype": "not read by transformers: states are in fp32",
+}
+
+_QWEN3_5 = _DECODER.architecture(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    (*REST, *DELTA, *SPLIT_PROJECTIONS),
+    released="2026-02",
+    model_types=("qwen3_5_text", "qwen3_5"),
+    hf_config="Qwen3_5TextConfig",
+    kinds=_DECODER.kinds | {GatedDeltaNet},
+    irrelevant=UNREAD,
+    **COMPOSITE,
+)

@@ -1,0 +1,42 @@
+"""Qwen3.5 with mixtures (Qwen 2026), its text model: Qwen3.5 with Qwen3-Next's mixtures in every layer.
+
+Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
+"""
+
+from ...components import GatedDeltaNet
+from ..decoder import Decoder, Field, Mixtures, with_defaults
+from . import qwen3_5
+from .qwen2_moe import OF_ROUTERS, ROUTER, STACKED, mixed_leaves
+from .qwen3_5 import COMPOSITE, UNREAD
+from .qwen3_next import DELTA, GATED, MIXTURE, PARTLY, REST, SPLIT_PROJECTIONS, recurrences, write_recurrences
+
+_FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}
+
+_DECODER = Decoder(
+    {
+        **with_defaults(_FIELDS, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
+        "moe_intermediate_size": Field("expert_size", 512),
+        "shared_expert_intermediate_size": Field("shared_size", 512),
+        "num_experts": Field("mixture.experts", 256),
+        "num_experts_per_tok": Field("mixture.top_k", 8),
+    },
+    head_norms="same",
+    fixed={**GATED, **ROUTER, "mixture.shared_gate": True, "mixture.normalise": True},
+    rotary=PARTLY,
+    recurrent=recurrences("by part"),
+    mixtures=Mixtures(),
+    written=write_recurrences,
+)
+
+_QWEN3_5_MOE = _DECODER.architecture(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    mixed_leaves(MIXTURE, (*REST, *DELTA, *SPLIT_PROJECTIONS)),
+    released="2026-02",
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    hf_config="Qwen3_5MoeTextConfig",
+    kinds=_DECODER.kinds | {GatedDeltaNet},
+    stacked=STACKED,
+    irrelevant={**OF_ROUTERS, **UNREAD},
+    **COMPOSITE,
+)

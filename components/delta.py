@@ -1,0 +1,197 @@
+"""Gated DeltaNet: a linear attention whose state is corrected by what it already says. No torch."""
+
+from typing import Any, Literal, Self
+
+import msgspec
+
+from ..errors import ConfigError
+from .activations import FACTS, Activation, function_of
+from .base import Component, Logs, Misread, Mixer, Size, Weight, divided
+from .norms import RMSNorm, inside
+from .operations import Activation as ActivationOperation
+from .operations import AnyOperation, Product, Program, Scan, Sizes, linear, out_of
+from .short_convolution import convolve, misread_kernels
+from .words import Words
+
+__all__ = ["GatedDeltaNet"]
+
+_CHUNK = 64  # tokens that are read at once
+
+
+class GatedDeltaNet(Mixer, Component, frozen=True):
+    """The state S (key_dim, value_dim) of each of `heads` heads decays, is corrected at the token's key by what it
+    lacks of the token's value, and is read at its query (Yang et al. 2412.06464):
+
+        S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
+
+    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias), β = σ(beta_proj(x)), and queries and keys of length 1, the
+    queries over √key_dim, in fp32 at least. Each of `key_heads` queries and keys is for heads / key_heads heads in a
+    row. Queries, keys and values go through a causal convolution, a kernel of `kernel` tokens a channel, and the
+    `activation`; y of each head is normed and multiplied by silu(gate_proj(x)).
+
+    `fused` says what one matrix product makes: queries, keys and values ("by part", Qwen3.5), or a key head's query,
+    key, values and gates, and in another its β and decays ("by head", Qwen3-Next).
+    """
+
+    label = "recurrence"
+    slot = "recurrence"
+    computed_in = "gptkit.modules.delta"
+    axes = ("group", "group_values", "keys", "values")
+    rounds = ("fused",)
+    tells = ("key_dim", "value_dim", "norm")
+
+    hidden_size: Size
+    heads: Size
+    key_heads: Size
+    key_dim: Size
+    value_dim: Size
+    kernel: Size
+    activation: Activation
+    norm: RMSNorm
+    fused: Literal["by part", "by head"] = "by part"
+
+    def __post_init__(self) -> None:
+        if self.heads % self.key_heads:
+            raise ConfigError(f"{self.heads} heads of a recurrence are no multiple of its {self.key_heads} key heads")
+        if self.norm.size != self.value_dim:
+            raise ConfigError(f"a norm of size {self.norm.size} on heads of width {self.value_dim}")
+
+    @property
+    def group(self) -> int:
+        """Heads a key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def group_values(self) -> int:
+        """How wide the values of a key head's heads are together."""
+        return self.group * self.value_dim
+
+    @property
+    def keys(self) -> int:
+        """How wide all keys are together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """How wide all values are together."""
+        return self.heads * self.value_dim
+
+    def weights(self) -> dict[str, Weight]:
+        rows = {"q": self.keys, "k": self.keys, "v": self.values}
+        hidden = self.hidden_size
+        return {
+            **{f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in rows.items()},
+            "gate_proj.weight": Weight((self.values, hidden), "reads"),
+            "beta_proj.weight": Weight((self.heads, hidden), "reads"),
+            "decay_proj.weight": Weight((self.heads, hidden), "reads"),
+            **{f"{name}_conv.weight": Weight((size, self.kernel), "inner") for name, size in rows.items()},
+            "A_log": Weight((self.heads,), "inner", Logs(0.01, 16.0)),
+            "dt_bias": Weight((self.heads,), "inner", 1.0),
+            "o_proj.weight": Weight((hidden, self.values), "writes"),
+        }
+
+    def words(self) -> dict[str, Words]:
+        heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.key_heads}"
+        sizes = {name: getattr(self, name) for name in ("heads", "key_heads", "key_dim", "value_dim", "kernel")}
+        state = f"state {self.key_dim} × {self.value_dim}"
+        told = f"Gated DeltaNet, {heads} heads, {state}, convolution of {self.kernel} tokens"
+        activation = function_of(self.activation)
+        data = {"kind": "GatedDeltaNet", **sizes, "activation": activation}
+        return {
+            "recurrence": Words(f"DeltaNet {heads}, {state}", data, f"{told}, {FACTS[activation].words}"),
+            "norm of recurrence": inside({"y": self.norm}, "", "heads of the recurrence"),
+        }
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"k": self.keys}
+
+    def share(self, devices: int) -> Self:
+        key_heads = divided(self.key_heads, devices, "key heads of the recurrence")
+        return msgspec.structs.replace(self, heads=self.heads // devices, key_heads=key_heads)
+
+    def small(self, hidden: int) -> Self:
+        key_heads = min(self.key_heads, 2)
+        return msgspec.structs.replace(
+            self, hidden_size=hidden, key_heads=key_heads, heads=key_heads * min(self.group, 2)
+        )
+
+    def slips(self) -> dict[str, Self]:
+        other: Activation = "gelu" if function_of(self.activation) == "silu" else "silu"
+        return {"another activation": msgspec.structs.replace(self, activation=other)}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        found: dict[str, dict[str, list[int]]] = {}
+        if self.group > 1 and self.key_heads > 1:
+            order = [head for each in range(self.group) for head in range(each, self.heads, self.group)]
+            rows = [head * self.value_dim + at for head in order for at in range(self.value_dim)]
+            found["heads of the recurrence in other groups"] = {
+                **dict.fromkeys(("v_proj", "v_conv", "gate_proj", "o_proj"), rows),
+                **dict.fromkeys(("beta_proj", "decay_proj"), order),
+            }
+        return found
+
+    def misread(self) -> dict[str, Misread]:
+        return {
+            "bias of decays dropped": lambda own: {"dt_bias": own["dt_bias"] * 0},
+            "logarithms of decays taken for decays": lambda own: {"A_log": own["A_log"].exp()},
+            "gate of the recurrence with the other sign": lambda own: {"gate_proj.weight": -own["gate_proj.weight"]},
+            "decays and corrections swapped": lambda own: {
+                "decay_proj.weight": own["beta_proj.weight"],
+                "beta_proj.weight": own["decay_proj.weight"],
+            },
+            **misread_kernels("q_conv", "k_conv", "v_conv"),
+        }
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = "recurrence", f"{path}.o_proj"
+        heads, keys = ("B", "T", self.heads), ("B", "T", self.key_heads, self.key_dim)
+        values: Sizes = (*heads, self.value_dim)
+        by_head = self.fused == "by head"
+        parts: dict[str, Any] = {"together": f"{path}.qkv", "fused": True, "groups": self.key_heads if by_head else 1}
+        read = f"{path}.v_activated"
+        numbers: dict[str, Any] = {**parts, "together": f"{path}.numbers"} if by_head else {}
+        gate: dict[str, Any] = {**parts, "copied": self.group > 1} if by_head else {}
+        sizes: dict[str, Sizes] = {"q": keys, "k": keys, "v": values}
+        found: list[AnyOperation] = [
+            *(linear(self, f"{name}_proj", path, source, size, row, read, **parts) for name, size in sizes.items()),
+            linear(self, "gate_proj", path, source, values, row, end, **gate),
+            linear(self, "beta_proj", path, source, heads, row, end, **numbers),
+            linear(self, "decay_proj", path, source, heads, row, end, **numbers),
+        ]
+        for name, size in sizes.items():
+            found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))
+            active = f"{path}.{name}_activated"
+            found.append(ActivationOperation(active, (found[-1].id,), size, row, function=self.activation, held=end))
+        state = (self.heads, self.key_dim, self.value_dim)
+        inputs = (*(f"{path}.{name}_activated" for name in sizes), f"{path}.beta_proj", f"{path}.decay_proj")
+        own = tuple((name, (self.heads,)) for name in ("A_log", "dt_bias"))
+        # In a chunk keys with keys and with queries, the triangular system for values and keys, what the state says to
+        # keys and queries, what keys bring to it, and values with their weights.
+        dk, dv = self.key_dim, self.value_dim
+        within = _CHUNK * _CHUNK * (3 * dk + 2 * dv) + 3 * _CHUNK * dk * dv
+        scan = Scan(
+            f"{path}.state",
+            inputs,
+            values,
+            row,
+            own,
+            state=state,
+            title="gated delta rule",
+            formula="S ← eᵍ S + k (β (v − eᵍ Sᵀk))ᵀ, Sᵀq",
+            saved=0,
+            products=3 * self.heads * dk * dv,
+            wide=True,
+            theirs=self.heads * dk * dv,
+            chunk=_CHUNK,
+            chunk_products=self.heads * within,
+            spared=self.heads * (_CHUNK * _CHUNK * dk + 2 * _CHUNK * dk * dv),
+            alive=self.heads * max(3 * dk + dv + 4 * _CHUNK, 5 * dk + 2 * dv + 2 * _CHUNK),
+        )
+        found += (scan, *out_of(row, self.norm.operations(f"{path}.norm", scan.id, values)))
+        normed = found[-1].id
+        opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), values, row, function="silu", wide="kept")
+        gated = Product(f"{path}.gated", (normed, opened.id), values, row)
+        return (*found, opened, gated, linear(self, "o_proj", path, gated.id, shape, row))

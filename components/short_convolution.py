@@ -1,0 +1,94 @@
+"""Short convolutions between two gates. No torch."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from .base import Component, Misread, Mixer, Size, Weight, bias, divided
+from .operations import AnyOperation, Convolve, Product, Program, Sizes, linear
+from .words import Words
+
+__all__ = ["ShortConvolution"]
+
+
+class ShortConvolution(Mixer, Component, frozen=True):
+    """out(c ⊙ conv(b ⊙ x)), where x, b and c are projections of the input to `channels`, and the convolution is causal,
+    a kernel of `kernel` tokens a channel (LFM2, Liquid AI 2511.23404).
+
+    The three are made in one matrix product: b, then c, then x. With `bias` all linears and the convolution have one.
+    """
+
+    label = "convolution"
+    slot = "convolution"
+    computed_in = "gptkit.modules.short_convolution"
+    tells = ("bias",)
+    forgotten: ClassVar[dict[str, str]] = {"bias": "biases of short convolutions dropped"}
+
+    hidden_size: Size
+    channels: Size
+    kernel: Size
+    bias: bool = False
+
+    def weights(self) -> dict[str, Weight]:
+        inner = Weight((self.channels, self.hidden_size), "reads")
+        found = {f"{name}.weight": inner for name in _READ}
+        found["convolved.weight"] = Weight((self.channels, self.kernel), "inner")
+        found["o_proj.weight"] = Weight((self.hidden_size, self.channels), "writes")
+        if self.bias:
+            found |= {f"{name}.bias": bias(self.channels) for name in (*_READ, "convolved")}
+            found["o_proj.bias"] = bias(self.hidden_size)
+        return found
+
+    def words(self) -> dict[str, Words]:
+        data = {"kind": "ShortConvolution", "channels": self.channels, "kernel": self.kernel}
+        return {
+            "convolution": Words(
+                f"gated, {self.kernel} tokens", data, f"gated, {self.channels:,} channels, {self.kernel} tokens"
+            )
+        }
+
+    def biases(self) -> dict[str, Words]:
+        return {"convolution": Words("convolution", self.bias)}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, channels=divided(self.channels, devices, "channels of the convolution"))
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, channels=hidden)
+
+    def misread(self) -> dict[str, Misread]:
+        def gates(own: Mapping[str, Any]) -> dict[str, Any]:
+            names = {"before_proj": "behind_proj", "behind_proj": "before_proj"}
+            return {f"{names[n]}.{w}": own[f"{n}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own}
+
+        return {"gates of short convolutions swapped": gates, **misread_kernels("convolved")}
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        inner: Sizes = (*shape[:-1], self.channels)
+        end = f"{path}.o_proj"
+        together: dict[str, Any] = {"together": f"{path}.bcx", "fused": True, "held": end}
+        before, behind, x = (linear(self, name, path, source, inner, "convolution", **together) for name in _READ)
+        gated = Product(f"{path}.gated", (before.id, x.id), inner, "convolution", held=end)
+        convolved = convolve(self, "convolved", path, gated.id, inner, "convolution", held=end)
+        last = Product(f"{path}.gated_again", (behind.id, convolved.id), inner, "convolution")
+        return before, behind, x, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
+
+
+_READ = ("before_proj", "behind_proj", "in_proj")
+
+
+def misread_kernels(*names: str) -> dict[str, Misread]:
+    """What goes wrong with the kernels of convolutions of these names."""
+    return {
+        "kernels of convolutions back to front": lambda own: {
+            f"{n}.weight": own[f"{n}.weight"].flip(-1) for n in names
+        },
+        "convolutions off by one token": lambda own: {f"{n}.weight": own[f"{n}.weight"].roll(1, -1) for n in names},
+    }
+
+
+def convolve(node: Component, name: str, path: str, source: str, shape: Sizes, row: str, **fields: Any) -> AnyOperation:
+    """The causal convolution `name` of a component at `path`, with that component's parameters of the name."""
+    own = tuple((key.partition(".")[2], size) for key, size in node.shapes().items() if key.startswith(f"{name}."))
+    return Convolve(f"{path}.{name}", (source,), shape, row, own, width=dict(own)["weight"][1], **fields)

@@ -1,0 +1,156 @@
+"""Gated DeltaNet, as transformers' own torch path computes it: in chunks what is read at once, else token by token."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..components import GatedDeltaNet
+from .context import Context
+from .layers import VECTOR, FusedLinears, Linear, activation_of
+from .registry import build_module, computes
+from .scan import State, convolved, made_again, real
+from .short_convolution import Kernels
+
+_CHUNK = 64
+_EPS = 1e-6  # of the lengths of queries and keys
+_ANY = 2**40  # bytes, more than any result has: rows lie by head however wide they are
+
+
+@computes(GatedDeltaNet)
+class _GatedDeltaNetModule(nn.Module):
+    """See `components.GatedDeltaNet`."""
+
+    def __init__(self, spec: GatedDeltaNet, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
+        super().__init__()
+        self.spec = spec
+        rows = {"q": spec.keys, "k": spec.keys, "v": spec.values}
+        for name, size in rows.items():
+            self.add_module(f"{name}_proj", Linear(spec.hidden_size, size, False))
+            self.add_module(f"{name}_conv", Kernels(size, spec.kernel))
+        self.gate_proj = Linear(spec.hidden_size, spec.values, False)
+        self.beta_proj = Linear(spec.hidden_size, spec.heads, False)
+        self.decay_proj = Linear(spec.hidden_size, spec.heads, False)
+        by_head = spec.fused == "by head"
+        line = _ANY if spec.group == 1 else VECTOR
+        self.fused = FusedLinears(spec.key_heads, line) if by_head else FusedLinears()
+        self.numbers = FusedLinears(spec.key_heads, line) if by_head else None
+        self.activation = activation_of(spec.activation)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(2))
+        self.norm = build_module(spec.norm)
+        self.o_proj = Linear(spec.values, spec.hidden_size, False)
+
+    @staticmethod
+    def cache(spec: GatedDeltaNet) -> State:  # noqa: ARG004
+        """What a decode keeps of earlier tokens."""
+        return State()
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys, values, gates, β and decays, each (B, T, rows); gates perhaps (B, T, key heads, rows)."""
+        qkv = [getattr(self, f"{name}_proj") for name in "qkv"]
+        if self.numbers is not None:
+            found = [*self.fused((*qkv, self.gate_proj), x), *self.numbers((self.beta_proj, self.decay_proj), x)]
+            found[3:] = map(self._as_taken, found[3:])
+        else:
+            found = [*self.fused(qkv, x), *(each(x) for each in (self.gate_proj, self.beta_proj, self.decay_proj))]
+        q, k, v, gate, *numbers = found
+        return [*(each.flatten(2) for each in (q, k, v)), gate, *(each.flatten(2) for each in numbers)]
+
+    def _as_taken(self, part: Tensor) -> Tensor:
+        """What is taken out of a product of key heads, laid out as transformers' reshape leaves it: a copy, or where
+        that is possible a view of rows with room between them, whose last elements a function rounds otherwise.
+        """
+        heads = self.spec.key_heads
+        if heads == 1 or self.spec.group == 1:
+            return part
+        return (part if part.dim() == 4 else torch.unflatten(part, -1, (heads, -1))).contiguous()
+
+    def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
+        spec = self.spec
+        q, k, v, gate, beta, decay = self._projected(real(x, context))
+        kernels = torch.cat([getattr(self, f"{name}_conv").weight for name in "qkv"])
+        mixed = convolved(torch.cat((q, k, v), dim=-1).transpose(1, 2), kernels, None, cache, self.activation)
+        q, k, v = torch.split(mixed.transpose(1, 2), [spec.keys, spec.keys, spec.values], dim=-1)
+        q, k = (torch.unflatten(each, -1, (-1, spec.key_dim)) for each in (q, k))
+        v = torch.unflatten(v, -1, (-1, spec.value_dim))
+        before = None if cache is None else cache.state
+        read = _token if before is not None and x.shape[1] == 1 else _chunks
+        y, state = made_again(read, q, k, v, beta, decay, self.A_log, self.dt_bias, before)
+        if cache is not None:
+            cache.state = state
+        y = self.norm(y.reshape(-1, spec.value_dim))
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gated = (y * F.silu(gate.reshape(y.shape).to(wide))).to(y.dtype)
+        out: Tensor = self.o_proj(gated.reshape(*x.shape[:2], -1))
+        return out
+
+
+def _wide(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, rates: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values (B, H, T, d), β and g (B, H, T), in fp32 at least, queries and keys of length 1."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    g = -rates.to(wide).exp() * F.softplus(decay.to(wide) + shift)
+    group = v.shape[2] // k.shape[2]
+    if group > 1:
+        q, k = (each.repeat_interleave(group, dim=2) for each in (q, k))
+    q, k, v, beta, g = (
+        each.transpose(1, 2).to(wide, memory_format=torch.contiguous_format) for each in (q, k, v, beta.sigmoid(), g)
+    )
+    q, k = (each * torch.rsqrt((each * each).sum(dim=-1, keepdim=True) + _EPS) for each in (q, k))
+    return q, k, v, beta, g
+
+
+def _token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """y (B, 1, H, value_dim) of one token, and the state that it leaves."""
+    *given, state = inputs
+    q, k, v, beta, g = (each[:, :, 0] for each in _wide(*given))
+    q = q / q.shape[-1] ** 0.5
+    state = state * g.exp()[..., None, None]
+    lacking = (v - (state * k[..., None]).sum(dim=-2)) * beta[..., None]
+    state = state + k[..., None] * lacking[..., None, :]
+    y = (state * q[..., None]).sum(dim=-2)
+    return y[:, None].to(given[0].dtype), state
+
+
+def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """y (B, T, H, value_dim) of many tokens, and the state that they leave: in chunks, within which the corrections of
+    all tokens are the solution of one triangular system (Yang et al. 2406.06484).
+    """
+    *given, state = inputs
+    q, k, v, beta, g = _wide(*given)
+    q = q * q.shape[-1] ** -0.5
+    batch, heads, steps, _ = v.shape
+    padding = -steps % _CHUNK
+    q, k, v = (F.pad(each, (0, 0, 0, padding)) for each in (q, k, v))
+    beta, g = (F.pad(each, (0, padding)) for each in (beta, g))
+    v, corrected = v * beta[..., None], k * beta[..., None]
+    q, k, v, corrected = (torch.unflatten(each, 2, (-1, _CHUNK)) for each in (q, k, v, corrected))
+    g = torch.unflatten(g, 2, (-1, _CHUNK)).cumsum(dim=3)
+    later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    decayed = (g[..., :, None] - g[..., None, :]).masked_fill(later, float("-inf")).exp()
+    system = (corrected @ k.transpose(-1, -2)) * decayed
+    within = (q @ k.transpose(-1, -2)) * decayed
+    del decayed, later
+    solved: Any = torch.linalg.solve_triangular
+    values = solved(system, v, upper=False, unitriangular=True)
+    first = 1 if state is None else 0  # the first chunk that a state stands before
+    keys = corrected[:, :, first:] * g[:, :, first:].exp()[..., None]
+    keys = solved(system[:, :, first:], keys, upper=False, unitriangular=True)
+    del system, corrected, v
+    q = q * g.exp()[..., None]
+    k = k * (g[..., -1:] - g).exp()[..., None]
+    left = g[..., -1].exp()[..., None, None]
+    y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
+    for chunk in range(values.shape[2]):
+        new = values[:, :, chunk]
+        if state is None:  # which adds and takes nothing
+            y[:, :, chunk] = within[:, :, chunk] @ new
+            state = k[:, :, chunk].transpose(-1, -2) @ new
+            continue
+        new = new - keys[:, :, chunk - first] @ state
+        y[:, :, chunk] = q[:, :, chunk] @ state + within[:, :, chunk] @ new
+        state = state * left[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
+    y = y.reshape(batch, heads, -1, y.shape[-1])[:, :, :steps].transpose(1, 2)
+    return y.to(given[0].dtype, memory_format=torch.contiguous_format), state

@@ -1,0 +1,46 @@
+"""Short convolutions between two gates."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..components import ShortConvolution
+from .context import Context
+from .layers import FusedLinears, Linear
+from .registry import computes
+from .scan import State, convolved, real
+
+
+class Kernels(nn.Module):
+    """The parameters of a causal convolution."""
+
+    def __init__(self, channels: int, kernel: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+
+@computes(ShortConvolution)
+class _ShortConvolutionModule(nn.Module):
+    """See `components.ShortConvolution`; as transformers' Lfm2ShortConv."""
+
+    def __init__(self, spec: ShortConvolution, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
+        super().__init__()
+        hidden, channels = spec.hidden_size, spec.channels
+        self.before_proj, self.behind_proj, self.in_proj = (Linear(hidden, channels, spec.bias) for _ in range(3))
+        self.fused = FusedLinears()
+        self.convolved = Kernels(channels, spec.kernel, spec.bias)
+        self.o_proj = Linear(channels, hidden, spec.bias)
+
+    @staticmethod
+    def cache(spec: ShortConvolution) -> State:  # noqa: ARG004
+        """What a decode keeps of earlier tokens."""
+        return State()
+
+    def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
+        before, behind, x = self.fused((self.before_proj, self.behind_proj, self.in_proj), real(x, context))
+        gated = (before * x).transpose(1, 2)  # (B, channels, T)
+        mixed = convolved(gated, self.convolved.weight, self.convolved.bias, cache)
+        out: Tensor = self.o_proj(behind * mixed.transpose(1, 2))
+        return out
