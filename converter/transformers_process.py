@@ -49,7 +49,7 @@ def _fields(config: Any, whole: bool = True) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     for name in {*vars(config), *dir(config), *config.attribute_map}:
         with suppress(Exception):  # whatever a config's own code says
-            value = None if name.startswith("_") else getattr(config, name)
+            value: Any = None if name.startswith("_") else getattr(config, name)
             if isinstance(value, (bool, int, float, str)):
                 fields.setdefault(name, value)
             elif whole and hasattr(value, "attribute_map"):

@@ -509,7 +509,7 @@ class _Log:
         return True
 
 
-_LOG = _Log()
+_LOG: _Log = _Log()
 
 
 def _load(model: Any, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
