@@ -348,7 +348,7 @@ def _layer(**fields: Any) -> Any:
 
 
 class _Embedding(_Layer):
-    """`VocabParallelEmbedding`."""
+    """`VocabParallelEmbedding`, by whose class vLLM's loader knows what is tied."""
 
     checked = False
 
