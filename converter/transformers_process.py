@@ -44,14 +44,19 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return {"class": name, "parameters": parameters, **loading}
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    """A config's attributes as JSON has them: defaults, other names, what is computed, and those of configs within."""
+def _fields(config: Any, whole: bool = True) -> dict[str, Any]:
+    """A config's attributes as JSON has them: defaults, other names, what is computed; and in a `whole` one configs."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    for name in {*dir(config), *config.attribute_map} - {*fields}:
+    for name in {*vars(config), *dir(config), *config.attribute_map}:
         with suppress(Exception):  # whatever a config's own code says
-            value = None if name.startswith("_") else getattr(config, name)
-            fields |= {name: value} if isinstance(value, (bool, int, float, str)) else {}
-    return fields | {name: _fields(each) for name, each in vars(config).items() if hasattr(each, "attribute_map")}
+            value: Any = None if name.startswith("_") else getattr(config, name)
+            if isinstance(value, (bool, int, float, str)):
+                fields.setdefault(name, value)
+            elif whole and hasattr(value, "attribute_map"):
+                fields[name] = _fields(value)
+            elif whole and all(hasattr(each, "attribute_map") for each in (value or [None])):
+                fields[name] = [_fields(each, False) for each in value]
+    return fields | {"class of config": type(config).__name__}
 
 
 def _loading(model: Any, tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:

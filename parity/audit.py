@@ -807,11 +807,11 @@ def _for_llama_cpp(subject: _Subject) -> Iterator[Finding]:
 
 
 def _for_vllm(subject: _Subject) -> Iterator[Finding]:
-    """What vLLM's source, which is read and not run, says of these names."""
+    """What vLLM does with these names, by its models' source, which is run without the rest of it."""
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
-        why = "what vLLM does is told by its source, which is not installed"
-        raise UsageError(why, "pip install --no-deps vllm: its source is read, and it need not run.")
+        why = "what vLLM does is told by the source of its models, which is not installed"
+        raise UsageError(why, "pip install --no-deps vllm: nothing else of it is run.")
     files, config = subject.files, subject.files.config
     if config is None:
         raise InvalidInput(f"{files.reference} has no {CONFIG}, by which vLLM finds a model's class")
@@ -830,25 +830,26 @@ def _for_vllm(subject: _Subject) -> Iterator[Finding]:
         why = "it takes more time or memory than a model does" if reply is None else reply["error"]
         raise UnknownFamily(f"vLLM's source is not read for {name:.60}: {why:.300}")
     told = reply["answer"]
-    yield from _vllm_knows(subject, name, told)
-    loading = told["loading"]
-    if loading is None:
-        return
-    kind = f"vLLM's {loading['kind']}"
-    for why, names in loading["ignored"].items():
-        yield Finding("loader-ignores", "warning", f"{kind} {why}", tuple(names))
-    if loading["unexpected"]:
+    yield from _vllm_knows(config, name, told)
+    kind, loading = f"vLLM's {told['class']}", told.get("loading", {})
+    if "refuses" in told:
+        yield Finding("loader-refuses", "error", f"{kind} refuses this {CONFIG}: {told['refuses']}")
+    if "unread" in told:
+        yield Finding("loader-unread", "note", f"{kind} is not read, for what it asks for: {told['unread']}")
+    if loading.get("ignored"):
+        message = f"{kind} has no place for these, and leaves them out without a word"
+        yield Finding("loader-ignores", "warning", message, tuple(loading["ignored"]))
+    if loading.get("unexpected"):
         message = f"{kind} has no place for these, and does not load a checkpoint that has them"
         yield Finding("loader-ignores", "error", message, tuple(loading["unexpected"]), "Correct the names.")
-    for silent in (True, False):
-        missing = [each for each, checked in loading["missing"].items() if checked != silent]
-        missing += loading["halves"] if silent else []
-        how = "computes with whatever lies in memory" if silent else "does not load the checkpoint"
+    for checked, does in ((False, "computes with whatever lies in memory"), (True, "does not load the checkpoint")):
+        missing = [each for each, looks in loading.get("missing", {}).items() if looks is checked]
+        missing += [] if checked else loading.get("halves", [])
         if missing:
-            message = f"{kind} finds nothing for these, and {how}"
+            message = f"{kind} finds nothing for these, and {does}"
             yield Finding("loader-draws", "error", message, tuple(missing), "Export them again.")
-    for why, names in loading["unread"].items():
-        yield Finding("loader-unread", "note", f"not held against vLLM: {why}", tuple(names))
+    for why, names in loading.get("unread", {}).items():
+        yield Finding("loader-unread", "note", f"not held against {kind}: {why}", tuple(names))
 
 
 def _installed(package: str) -> str | None:
@@ -857,18 +858,17 @@ def _installed(package: str) -> str | None:
     return next(iter(spec.submodule_search_locations or []), None) if spec is not None else None
 
 
-def _vllm_knows(subject: _Subject, name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
+def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether vLLM has a class for an architecture, and loads weights that are quantised like these."""
-    config = subject.files.config or {}
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
-    if method is not None and told["quantisations"] and method not in told["quantisations"]:
+    if method is not None and method not in told["quantisations"]:
         yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {method!r:.40}")
-    if told["registered"] == "transformers":
+    if told["module"] == "transformers":
         message = f"vLLM has no class of its own for {name}, and runs transformers'"
         yield Finding("loader-architecture", "note", message, (), "--for transformers tells what that takes.")
-    elif told["registered"] is None:
-        until = f": version {told['previous']} was the last that did" if told["previous"] else ""
+    elif told["module"] is None:
+        until = f": version {told['last']} was the last that did" if told["last"] else ""
         folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
         code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
         if any(f"class {name}(" in file.read_text() for file in code):
@@ -878,8 +878,6 @@ def _vllm_knows(subject: _Subject, name: str, told: Mapping[str, Any]) -> Iterat
             yield Finding("loader-architecture", "warning", message, (), "--for transformers tells what that takes.")
         else:
             yield Finding("loader-refuses", "error", f"vLLM has no class for {name}, nor has transformers{until}")
-    elif told["loading"] is None:
-        yield Finding("loader-unread", "note", f"vLLM's class for {name} is not in its source, and not read")
 
 
 RULES: tuple[Callable[[_Subject], Iterable[Finding]], ...] = (

@@ -1,6 +1,5 @@
 """What programs allocate for a cache: beside a simulation of vLLM's blocks, and what llama.cpp reports of itself."""
 
-import json
 import math
 import os
 import re
@@ -8,10 +7,11 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from shutil import copy
 
 import pytest
 from helpers.covering import few
-from helpers.families import CONFIGS
+from helpers.families import CONFIGS, save_hf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,14 +131,31 @@ def test_llama_cpp_is_known_to_compute_most_families() -> None:
     assert {"llama", "gpt2", "gemma3_text", "deepseek_v3", "qwen3_moe"} <= {*told}
 
 
-def test_llama_cpp_reports_what_is_told(tmp_path) -> None:
+REPORTED = {
+    "llama": {},
+    "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 100, "query_pre_attn_scalar": 16},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [300, 1500])
+@pytest.mark.parametrize("name", REPORTED)
+def test_llama_cpp_reports_what_is_told(name: str, context: int, tmp_path) -> None:
+    """Of layers that all see all, with windows, and of latents, as its own programs start it (swa_full=False)."""
     python = os.environ.get("GPTKIT_LLAMA_CPP_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False).returncode:
         pytest.skip("llama-cpp-python is not here")
-    gptkit.convert("sample:llama", tmp_path / "model.gguf", to="gguf")
-    spec = architecture_of(config := json.loads((SAMPLE / "config.json").read_text())).spec(config)
-    asked = "import llama_cpp, sys; llama_cpp.Llama(sys.argv[1], n_ctx=300, verbose=True)"
+    config = {**CONFIGS[name], "vocab_size": 512, "max_position_embeddings": 2048, **REPORTED[name]}
+    save_hf(config, tmp_path / "model")
+    for file in SAMPLE.glob("tokenizer*"):
+        copy(file, tmp_path / "model")
+    gptkit.convert(tmp_path / "model", tmp_path / "model.gguf", to="gguf")
+    spec = architecture_of(config).spec(config)
+    asked = f"import llama_cpp, sys; llama_cpp.Llama(sys.argv[1], n_ctx={context}, swa_full=False, verbose=True)"
     done = subprocess.run([python, "-c", asked, tmp_path / "model.gguf"], capture_output=True, text=True, check=True)
     sizes = [float(each) for each in re.findall(r"KV buffer size = +([0-9.]+) MiB", done.stderr)]
-    told = allocated(spec, cache_bytes(spec, 256), "llama").in_llama_cpp
-    assert sizes == [pytest.approx(2 * told / MIB, abs=0.01)]  # 300 tokens are padded to 512
+    told = allocated(spec, cache_bytes(spec, context), name).in_llama_cpp
+    assert sum(sizes) == pytest.approx(told / MIB, abs=0.011)
