@@ -170,9 +170,10 @@ class _Heads:
         down, up = balanced(basis.T @ inverse, torch.cat(ups))
         found = {"q_proj": torch.cat((plain_q, queries), dim=1).flatten(0, 1), "kv_down_proj": down}
         tensors = self.projections(found | ({"k_rope_proj": key} if dim else {}))
-        k_up, tensors["v_up_proj.weight"] = torch.split(up, [len(each) for each in ups])
-        if len(k_up):
-            tensors["k_up_proj.weight"] = k_up
+        cut = len(ups[0])  # 0 where keys have rotary positions alone
+        if cut:
+            tensors["k_up_proj.weight"] = up[:cut]
+        tensors["v_up_proj.weight"] = up[cut:]
         return tensors | {"o_proj.weight": self.attention.o_proj.weight.detach().double()}
 
 
@@ -224,7 +225,9 @@ class _LayerFit:
         o = torch.cat([each[3] for each in fitted]).transpose(0, 1).flatten(1)  # (hidden, H·d)
         o = self._refit_output(o, torch.cat(mixed, dim=1))
         columns = torch.unflatten(o, 1, (new.kv_heads, -1, spec.head_dim)).unbind(1)  # (hidden, n, d) a group
-        pairs = [balanced(each[2].double(), own.flatten(0, 1)) for each, own in zip(fitted, columns, strict=True)]
+        pairs = [(each[2].double(), own.flatten(0, 1)) for each, own in zip(fitted, columns, strict=True)]
+        if spec.v_norm is None:  # a norm stands between the two
+            pairs = [balanced(*each) for each in pairs]
         v = torch.cat([value for value, _ in pairs])
         o = torch.cat([own.reshape(len(o), -1) for _, own in pairs], dim=1)
         return heads.projections({"q_proj": q, "k_proj": k, "v_proj": v}) | {"o_proj.weight": o}
