@@ -137,7 +137,8 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     values = solved(system, v, upper=False, unitriangular=True)
     first = 1 if state is None else 0  # the first chunk that a state stands before
     keys = corrected[:, :, first:] * g[:, :, first:].exp()[..., None]
-    keys = solved(system[:, :, first:], keys, upper=False, unitriangular=True)
+    # A system with room between its matrices would be solved in another order than transformers'.
+    keys = solved(system[:, :, first:].contiguous(), keys, upper=False, unitriangular=True)
     del system, corrected, v
     q = q * g.exp()[..., None]
     k = k * (g[..., -1:] - g).exp()[..., None]

@@ -44,6 +44,9 @@ WHOLE = {"intermediate_size": 40, "moe_intermediate_size": 16}
 """Widths of experts whose rows are whole 16 bytes, as transformers' product of all of them wants: its own tests have
 another of each expert.
 """
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+OWN = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), MIXED)
+"""What a family's own tests there say beside: two layers without attention are refused."""
 MADE = [name for name, each in ARCHITECTURES.items() if not each.model]
 
 
@@ -55,7 +58,7 @@ def tiny(family: str) -> dict[str, Any]:
     values = {**TINY, **(WHOLE if mixed else {})}
     called = {name: name if name in names else kind.attribute_map.get(name, name) for name in values}
     found = {called[name]: value for name, value in values.items() if called[name] in names}
-    return {"model_type": family, **ARCHITECTURES[family].stated, **found}
+    return {"model_type": family, **ARCHITECTURES[family].stated, **found, **OWN.get(family, {})}
 
 
 def read(config: dict[str, Any]) -> ModelSpec | str:

@@ -59,6 +59,7 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "vision_config.num_heads": 4,
     },
     "qwen3_vl": {"vision_config.depth": 2},
+    **{key: {"text_config.layer_types": ["linear_attention", "full_attention"]} for key in ("qwen3_5", "qwen3_5_moe")},
 }
 """Types of models of images and text, with what must be said to cut them down."""
 

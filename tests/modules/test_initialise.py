@@ -51,7 +51,7 @@ def test_as_is_said(name: str) -> None:
         if name not in drawn:
             zero = name.endswith(("bias", "altup.scale.weight"))
             starts = {"1 + weight": 0, "weight": 1}.get(getattr(norms.get(name), "gain", ""))
-            begins = 0 if zero else 1 if name.endswith(".scale.weight") else starts
+            begins = 0 if zero else 1 if name.endswith("scale.weight") else starts
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue
         wrote = ("o_proj.weight", "down_proj.weight", "right_proj.weight", "embedding.projection.weight")
