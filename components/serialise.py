@@ -1,8 +1,8 @@
 """A tree as plain JSON values and back. No torch.
 
 A field is written where it does not equal its default: equal trees have one text, a file says no more than it needs,
-and a gptkit that is older than a field reads every file that does without it. A block is written by the names of its parts, "attention_norm" and
-"attention", its sub-layers in their order.
+and a gptkit that is older than a field reads every file that does without it. A block is written by the names of its
+parts, "attention_norm" and "attention", its sub-layers in their order.
 """
 
 from typing import Any
