@@ -182,10 +182,8 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError("what is clipped behind its norm is normed before positions")
         if self.gate_bias and not self.gated:
             raise ConfigError("a bias of attention's gate, and no gate")
-        if self.gate == "with queries" and (not self.gated or self.fused or self.clip is not None):
-            raise ConfigError(
-                "a gate is made with queries where there is one, and neither q, k and v in one nor clipped"
-            )
+        if self.gate == "with queries" and (self.fused or self.clip is not None):
+            raise ConfigError("a gate is made with queries where q, k and v are neither made in one nor clipped")
         if self.norm_order == "after" and not self.by_head:
             raise ConfigError("norms of all heads at once come before positions")
 
@@ -347,7 +345,7 @@ class Attention(Mixer, Component, frozen=True):
         row, end = "attention", f"{path}.o_proj"  # what has a name is there until then
         together: dict[str, Any] = {"together": f"{path}.qkv", "fused": self.fused, "groups": self.groups}
         gate: dict[str, Any] = {"together": f"{path}.q_gate", "fused": True, "groups": self.heads}
-        gate = gate if self.gate == "with queries" else {}
+        gate = gate if self.gated and self.gate == "with queries" else {}
         repeats = self.group if self.kv_expansion == "projection" else 1
         found: list[AnyOperation] = []
         inputs: dict[str, str] = {}

@@ -157,9 +157,9 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
         sizes: dict[str, Sizes] = {"q": keys, "k": keys, "v": values}
         found: list[AnyOperation] = [
             *(linear(self, f"{name}_proj", path, source, size, row, read, **parts) for name, size in sizes.items()),
-            linear(self, "gate_proj", path, source, values, row, end, **gate),
             linear(self, "beta_proj", path, source, heads, row, end, **numbers),
             linear(self, "decay_proj", path, source, heads, row, end, **numbers),
+            linear(self, "gate_proj", path, source, values, row, end, **gate),
         ]
         for name, size in sizes.items():
             found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))

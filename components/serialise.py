@@ -1,8 +1,8 @@
 """A tree as plain JSON values and back. No torch.
 
-A field is written where it is not as by default: a file says no more than it needs, and a gptkit that is older than a
-field reads every file that does without it. A block is written by the names of its parts, "attention_norm" and
-"attention", its sub-layers in their order.
+A field is written where it does not equal its default: equal trees have one text, a file says no more than it needs,
+and a gptkit that is older than a field reads every file that does without it. A block is written by the names of its
+parts, "attention_norm" and "attention", its sub-layers in their order.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError
-from .base import KINDS, Mixer
+from .base import KINDS, Component, Mixer
 from .block import SubLayer
 from .model import ModelSpec
 
@@ -21,13 +21,23 @@ SCHEMA_VERSION = 1
 
 def to_json(spec: ModelSpec) -> Any:
     """The tree as plain JSON values, with the schema's version."""
-    plain = msgspec.json.decode(msgspec.json.encode(spec))
+    plain = _plain(spec)
     for block, node in zip(plain.get("blocks", ()), getattr(spec, "blocks", ()), strict=True):
         for fields, sublayer in zip(block.pop("sublayers"), node.sublayers, strict=True):
             slot = sublayer.mixer.slot
             del fields["type"]
             block |= {slot if name == "mixer" else f"{slot}_{name}": value for name, value in fields.items()}
     return {"schema_version": SCHEMA_VERSION, **plain}
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec would write, which takes for a default only the very object that is it."""
+    if isinstance(value, Component):
+        plain = value.defaults()
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        said = {name: _plain(each) for name, each in fields.items() if name not in plain or each != plain[name]}
+        return {"type": type(value).__name__, **said}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def from_json(data: Any) -> ModelSpec:

@@ -72,7 +72,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
         gated = Product(f"{path}.gated", (before.id, x.id), inner, "convolution", held=end)
         convolved = convolve(self, "convolved", path, gated.id, inner, "convolution", held=end)
         last = Product(f"{path}.gated_again", (behind.id, convolved.id), inner, "convolution")
-        return before, behind, x, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
+        return before, x, behind, gated, convolved, last, linear(self, "o_proj", path, last.id, shape, "convolution")
 
 
 _READ = ("before_proj", "behind_proj", "in_proj")

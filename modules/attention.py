@@ -151,7 +151,7 @@ class AttentionModule(nn.Module):
         self.v_norm = build_module(spec.v_norm) if spec.v_norm else None
         self.mixed_norm = build_module(spec.mixed_norm) if spec.mixed_norm else None
         self.gate_proj = Linear(hidden, q, spec.gate_bias, spec.arithmetic) if spec.gated else None
-        self.gate_fused = FusedLinears(spec.heads) if spec.gate == "with queries" else None
+        self.gate_fused = FusedLinears(spec.heads) if spec.gated and spec.gate == "with queries" else None
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttentionModule":

@@ -3,8 +3,9 @@
 One layout serves the terminal, where a unit is a character, and the pictures, where it is a pixel. All of it is found
 from the graph. The *trunk* is the residual stream: from the last node back along residual edges. What is beside it
 between two of its nodes is a *stage*. There a fork opens a *lane* for each way, what leads to a fork spans all of them,
-and so does what joins them again, so that lines never cross. A node's *rank* is one more than that of the last of its
-inputs, and all that leaves the trunk stands below where it left.
+and so does what joins them again. Lanes stand in the order of the component's program: where it makes one after the
+other what it joins, lines never cross. A node's *rank* is one more than that of the last of its inputs, and all that
+leaves the trunk stands below where it left.
 
 A line goes down from its source, sideways in a *track* between two ranks (below a fork, above a join), and down again.
 """

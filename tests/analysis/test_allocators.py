@@ -12,7 +12,7 @@ from shutil import copy
 import pytest
 from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gptkit
@@ -61,17 +61,19 @@ def test_blocks_of_one_kind_are_those_of_a_table(context, window, chunked, left,
 
 
 @given(context=st.integers(1, 300), window=st.integers(1, 80), near=st.integers(1, 9), far=st.integers(1, 9))
+@example(context=16, window=1, near=3, far=2)  # what is padded holds no block
 def test_layers_of_two_kinds_are_in_groups_of_one_size(context, window, near, far) -> None:
     """Their pool hands out a block for as many layers as a group has, whether it has them or is padded."""
     held = in_vllm({Kept(8, window): near, Kept(8): far}, context, 2)
     fewest, most = sorted((near, far))
     size = most if most < 1.5 * fewest else fewest
     groups = {window: math.ceil(near / size), None: math.ceil(far / size)}
-    blocks = sum(number * blocks_after(context, each, False, 16) for each, number in groups.items())
-    assert held == blocks * size * 16 * 8 * 2
+    blocks = {each: blocks_after(context, each, False, 16) for each in groups}
+    assert held == sum(number * blocks[each] for each, number in groups.items()) * size * 16 * 8 * 2
     alone = in_vllm({Kept(8, window): near}, context, 2) + in_vllm({Kept(8): far}, context, 2)
     assert held >= alone
-    assert (held == alone) == (near % size == far % size == 0)
+    padded = [each for each, number in ((window, near), (None, far)) if number % size]
+    assert (held > alone) == any(blocks[each] for each in padded)
 
 
 def test_pages_are_made_equal_by_longer_blocks_or_not_at_all() -> None:

@@ -18,6 +18,7 @@ from helpers.families import REPRESENTATIVES, hf_config, randomised_reference, s
 
 from gptkit.architectures import ARCHITECTURES
 from gptkit.architectures.config import COMMON_IRRELEVANT
+from gptkit.components import Block
 from gptkit.errors import ConfigError
 
 SOURCE = Path(transformers.__file__).parent
@@ -171,14 +172,20 @@ def test_a_window_that_a_family_has_not_changes_transformers_decoding_and_is_ref
         spec_of(windowed)
 
 
+def layer_type(block: Block) -> str:
+    if block.mixer("attention") is None:
+        return "conv" if block.mixer("convolution") is not None else "linear_attention"
+    chunked = getattr(block.attention, "chunked", False)
+    return "full_attention" if block.attention.window is None else f"{'chunked' if chunked else 'sliding'}_attention"
+
+
 @pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family != "mistral"])
 def test_layer_types_that_say_what_is_so_are_taken(family: str) -> None:
     config = REPRESENTATIVES[family].config
     spec = spec_of(config)
-    windows = [block.attention.window for block in spec.blocks]
-    near = "chunked" if any(getattr(block.attention, "chunked", False) for block in spec.blocks) else "sliding"
-    types = ["full_attention" if window is None else f"{near}_attention" for window in windows]
+    types = [layer_type(block) for block in spec.blocks]
     assert spec_of({**config, "layer_types": types}) == spec
-    assert spec_of({**config, "layer_types": None, "is_causal": True}) == spec
+    unsaid = {name: value for name, value in config.items() if name != "layer_types"}
+    assert spec_of({**unsaid, "layer_types": None, "is_causal": True}) == spec_of(unsaid)
     with pytest.raises(ConfigError, match="layer_types"):
         spec_of({**config, "layer_types": types[1:]})

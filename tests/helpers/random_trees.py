@@ -53,7 +53,7 @@ SHARED_OUT = ("llama", "gemma", "gemma2", "gemma3_text")
 
 def turning_part(config: Mapping[str, Any]) -> float:
     """How much of each head turns with positions, which is to be an even number of elements; 1 where nothing does."""
-    attention: Any = spec_of(config).blocks[0].attention
+    attention: Any = next(block.attention for block in spec_of(config).blocks if block.mixer("attention") is not None)
     dim = getattr(attention.position, "dim", None)
     return 1.0 if dim is None or not hasattr(attention, "head_dim") else float(dim / attention.head_dim)
 
