@@ -216,8 +216,8 @@ class AttentionModule(nn.Module):
         if self.gate_proj is not None:
             gate = self.gate_proj(x) if gate is None else gate.reshape(mixed.shape)
             # Of rows with room between them torch rounds the last elements otherwise; a single head's have room.
-            gate = gate if spec.heads == 1 else gate.contiguous()
-            mixed = mixed * torch.sigmoid(gate)
+            gate = torch.sigmoid(gate if spec.heads == 1 else gate.contiguous())
+            mixed = mixed * gate
         out: Tensor = self.o_proj(mixed)
         return out
 
