@@ -210,6 +210,7 @@ def test_output_that_cannot_be_written() -> None:
     assert done.stderr == b"gptkit: No space left on device\n"
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_that_lacks_characters(tiny: Path) -> None:
     done = command("swap", str(tiny), "out", "--norm", "rmsnorm", env={"PYTHONIOENCODING": "iso8859-1"})
     assert done.returncode == 0, done.stderr

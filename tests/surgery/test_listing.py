@@ -165,6 +165,7 @@ def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None
     assert "Possible, needs a text to be fitted on (--calibrate FILE) (9)" in shown(listing_report(found))
 
 
+@pytest.mark.exhaustive
 def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
     """Heads that are equal merge exactly, and units that are dead go exactly, without a text."""
     gptkit.swap(saved("falcon-7b", tmp_path), tmp_path / "wide", attention="mha", intermediate="288")

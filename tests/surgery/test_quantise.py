@@ -36,6 +36,7 @@ def test_a_group_keeps_its_ends(weight: np.ndarray, bits: int, size: int) -> Non
     np.testing.assert_allclose(found.max(axis=2), groups.max(axis=2), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_fewer_bits_cost_more_and_the_rest_stays(tmp_path: Path) -> None:
     found = {}
     for value in ("int8", "int4:16", "int3"):

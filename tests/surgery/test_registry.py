@@ -205,6 +205,7 @@ LARGE = {
 }
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
