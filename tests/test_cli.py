@@ -186,7 +186,7 @@ def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "args", [["presets", "--json"], ["params", "gpt2"], ["generate", "sample:gpt2", "a", "-n", "9"]]
 )

@@ -258,7 +258,7 @@ def test_padded_decode_is_transformers_to_the_bit(variant, dtype):
     assert worst == [0.0] * len(worst)
 
 
-@few(12)
+@few(7)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_a_wrong_weight_shows(variant):
     """The probe is not blind: every single tensor, negated, moves the logits."""

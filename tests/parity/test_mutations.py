@@ -393,7 +393,7 @@ def test_a_repair_undoes_the_mistake(name):
             assert a == pytest.approx(b, rel=1e-12)  # a number, times ten and divided by it
 
 
-@few(8)
+@few(5)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_the_probe_catches_every_mistake_on_random_weights(variant):
     decoder = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)

@@ -54,7 +54,7 @@ def passes(seed: int, folder: Path) -> None:
     assert (found.exit_code, found.limited, found.up_to) == (0, (), None), (seed, found.verdict, found.noise)
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_right_conversions_of_random_models_pass(seed: int, tmp_path: Path) -> None:
     passes(seed, tmp_path)

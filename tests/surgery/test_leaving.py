@@ -358,7 +358,7 @@ def proposed(name: str) -> set[tuple[str, str]]:
     return found
 
 
-@few(10)
+@few(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_remedy_is_a_swap_that_exists(name: str) -> None:
     assert proposed(name)

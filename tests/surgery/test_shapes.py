@@ -207,6 +207,7 @@ def test_no_number_of_made_up_values_is_told() -> None:
 LARGE = ("bloom-176b", "llama-3.1-405b", "falcon-180b", "mixtral-8x22b")
 
 
+@few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_largest_presets_take_a_second(name: str) -> None:
     config = presets()[name].config

@@ -190,6 +190,7 @@ def test_many_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert kill(tmp_path, 50)["with a checkpoint"] > 10
 
 
+@few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signals) -> None:
     made(tmp_path)
