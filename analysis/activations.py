@@ -116,7 +116,7 @@ def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
     found = before.found + Keeping(spec.after_blocks(), run).found
     if stream and before.keeps(program[-1]):
         found[before.views[program[-1].id].storage.row] -= run.rows * spec.stream_size * run.size
-    found["loss"] = run.rows * (spec.vocab_size * FLOAT + _LONG)
+    found["loss"] = run.rows * (spec.has_head().vocab_size * FLOAT + _LONG)
     return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found[name]}
 
 

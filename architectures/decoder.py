@@ -525,7 +525,7 @@ class Decoder:
             "hidden": spec.hidden_size,
             "layers": len(spec.blocks),
             "context": spec.context_length,
-            "tied": spec.head.tied,
+            "tied": spec.tied,
             "eps": norm.eps,
             "intermediate": inner.intermediate_size,
             "head_norms": attention.q_norm is not None,

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from gptkit.architectures import architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
+from gptkit.parity.sides import auto_class
 
 VOCAB = 97
 
@@ -135,6 +136,15 @@ LLAMA4 = {
     "num_local_experts": 4,
     "attention_chunk_size": 16,
     "floor_scale": 10,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
 }
 PHIMOE_ROPE = {**LONG_ROPE, "short_mscale": 1.243, "long_mscale": 1.243}
 GRANITE_SWA = {
@@ -1618,6 +1628,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "norm_epsilon": 1e-4,
     },
+    "bert": BERT,
+    "bert-model": {**BERT, "architectures": ["BertModel"], "hidden_act": "relu", "type_vocab_size": 3},
     "vaultgemma": {**GEMMA2, "model_type": "vaultgemma"},
     "vaultgemma-uncapped": {
         **GEMMA2,
@@ -1723,9 +1735,7 @@ def randomised_reference(
 
     Norms' factors vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
     """
-    model = transformers.AutoModelForCausalLM.from_config(
-        hf_config(config), dtype=dtype, attn_implementation=attention
-    ).eval()
+    model = auto_class(config).from_config(hf_config(config), dtype=dtype, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype

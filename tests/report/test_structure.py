@@ -68,7 +68,7 @@ class Following:
         return self.decoder.get_submodule(path + node.id)
 
     def tokens(self, node: Node, path: str) -> Tensor:
-        return self.ids
+        return torch.zeros_like(self.ids) if node.operation.types else self.ids  # type: ignore[union-attr]
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
         table = self.module(node, path).weight
@@ -160,7 +160,9 @@ class Following:
     def softmax(self, node: Node, path: str, scores: Tensor) -> Tensor:
         window = node.operation.window  # type: ignore[union-attr]
         keys, queries = torch.arange(self.total)[None], self.at[:, None]
-        seen = keys <= queries
+        seen = keys <= queries if node.operation.causal else torch.ones(self.total, self.total, dtype=torch.bool)  # type: ignore[union-attr]
+        if window is not None and not node.operation.causal:  # type: ignore[union-attr]
+            seen &= keys < queries + window
         if node.operation.chunked:  # type: ignore[union-attr]
             seen &= keys // window == queries // window
         elif window is not None:
