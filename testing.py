@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
-from .architectures.config import COMMON_IRRELEVANT
 from .components import ModelSpec
 from .modules.decoder import Decoder
 from .parity.outputs import outputs_of
@@ -49,13 +48,13 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
         reader = family.reader(config)
         family.read(reader)
         read |= reader.used
-    irrelevant, refused = {**COMMON_IRRELEVANT, **family.irrelevant}, family.refusals
+    irrelevant, refused = family.ignored, family.refusals
     left = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
     assert not left, f"read these in the family's file, or declare them irrelevant or refused: {left}"
     assert not read & irrelevant.keys(), f"read, and declared irrelevant: {sorted(read & irrelevant.keys())}"
     both = refused.keys() & (read | irrelevant.keys())
     assert not both, f"refused, and read or irrelevant: {sorted(both)}"
-    reasons = [*family.irrelevant.values(), *(reason for _, reason in refused.values())]
+    reasons = [*irrelevant.values(), *(reason for _, reason in refused.values())]
     short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
     assert not short, f"no reasons: {short}"
 

@@ -38,9 +38,10 @@ class Work(msgspec.Struct, frozen=True):
 
     a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
     sees, or with `chunked` with those of its chunk, or where it is not `causal` with as many behind it too. left:
-    numbers that each token leaves, as far back as the window; state: those that are there once for a sequence however long. repeats: how often transformers' cache has them; None
-    where none of its families has such a cache. wide: they are in fp32 at least. Tokens that are read at once take
-    `a_chunk` multiplications for each `chunk` of them, begun or full, where there is one, `spared` less; and as many
+    numbers that each token leaves, as far back as the window; state: those that are there once for a sequence however
+    long. repeats: how often transformers' cache has them; None where none of its families has such a cache. wide: they
+    are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
+    full, where there is one, `spared` less; and as many
     more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
     """
 

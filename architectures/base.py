@@ -185,8 +185,8 @@ class Architecture:
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
-    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly refused and this
-        family reads is None.
+    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly so and this family
+        reads is None.
     """
 
     name: str
@@ -213,7 +213,7 @@ class Architecture:
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
-    irrelevant: Mapping[str, str] = field(default_factory=dict)
+    irrelevant: Mapping[str, str | None] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
@@ -225,6 +225,12 @@ class Architecture:
     def refusals(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """The config fields that it refuses, with the harmless values of each and the reason."""
         return {name: each for name, each in {**COMMON_REFUSED, **self.refused}.items() if each is not None}
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """The config fields that change nothing here, each with the reason."""
+        found = {**COMMON_IRRELEVANT, **self.irrelevant}
+        return {name: reason for name, reason in found.items() if reason is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
         """A reader of what is about the language model, that knows this family's other spellings."""
@@ -246,7 +252,7 @@ class Architecture:
             each.refuse(self.refusals)
         spec = self.read(reader)
         reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
-        return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
+        return spec, whole.unknown(self.ignored)
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Sizes that the config does not state and transformers has a default for; raises as `spec`."""

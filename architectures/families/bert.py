@@ -6,7 +6,7 @@ read, and what tells the next sentence is carried along.
 """
 
 from ..base import Leaf, leaves_of
-from ..encoder import BERT_FIELDS, DECODING, TASKS, TIED, TRAINED, Encoder
+from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder
 
 _ENCODER = Encoder(BERT_FIELDS, masked=("BertForMaskedLM", "BertForPreTraining"), pooled=True)
 
@@ -41,6 +41,11 @@ def embeddings_of(prefix: str) -> tuple[Leaf, ...]:
     )
 
 
+def renamed_norms(*names: str) -> tuple[tuple[str, str], ...]:
+    """`Architecture.aliases` of norms as TensorFlow calls their parameters."""
+    return tuple((f"{n}.{old}", f"{n}.{new}") for n in names for old, new in (("gamma", "weight"), ("beta", "bias")))
+
+
 _NORMS = (
     "bert.embeddings.LayerNorm",
     LAYER + "attention.output.LayerNorm",
@@ -71,13 +76,11 @@ BERT = _ENCODER.architecture(
     optional=("pooler",),
     token_ids={"pad_token_id": 0},
     prefix="bert.",
-    aliases=tuple(
-        (f"{norm}.{old}", f"{norm}.{new}") for norm in _NORMS for old, new in (("gamma", "weight"), ("beta", "bias"))
-    ),
+    aliases=renamed_norms(*_NORMS),
     carried={
         "tasks": ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.", *TASKS),
         "unused": ("bert.embeddings.position_ids", "cls.predictions.decoder.bias"),
     },
-    irrelevant=TRAINED,
+    irrelevant=OF_BERT,
     refused={**DECODING, **TIED},
 )
