@@ -105,7 +105,7 @@ class Encoder(Decoder):
         ends: dict[str, Any] = {"head": None}
         if not isinstance(classes, list) or not classes or not {*map(str, classes)}.isdisjoint(self.masked):
             own: Any = of_kind(spec.blocks[0].feed_forward, self.inner)
-            transform = {"activation": own.activation, **self.transform(config)}
+            transform = {"activation": own.activation, "bias": True, **self.transform(config)}
             made = HeadTransform(hidden_size=hidden, norm=norm, **transform)
             ends = {"head": replace(spec.has_head(), transform=made)}
         elif self.pooled:

@@ -56,7 +56,7 @@ class HeadTransform(Component, frozen=True):
     hidden_size: Size
     activation: Activation
     norm: Norm
-    bias: bool = True
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if self.norm.size != self.hidden_size:

@@ -1,8 +1,8 @@
 """RoBERTa (Liu et al. 1907.11692): BERT's layers, and a table of positions in which tokens of padding are not counted
-and have a row of their own, whatever the attention mask says. XLM-RoBERTa (1911.02116) and CamemBERT (1911.03894) are
-it under other names.
+and have a row of their own, whatever the attention mask says. XLM-RoBERTa and CamemBERT are it
+under other names.
 
-Source: transformers models/{roberta,xlm_roberta,camembert}/{configuration,modeling}_*.py.
+Source: transformers models/roberta/{configuration,modeling}_roberta.py.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from .bert import embeddings_of, layers_of, renamed_norms
 _PADDING = "pad_token_id"
 
 
-def _family(name: str, prefix: str, hf_name: str, released: str, vocab: int) -> Architecture:
+def like_roberta(name: str, hf_name: str, released: str, vocab: int) -> Architecture:
     """A family of these trees under the names that transformers has for it."""
     encoder = Encoder(
         with_defaults(BERT_FIELDS, vocab_size=vocab),
@@ -45,6 +45,7 @@ def _family(name: str, prefix: str, hf_name: str, released: str, vocab: int) -> 
         rows = {"max_position_embeddings": table.length + table.offset, _PADDING: table.padding}
         return {**encoder.write(spec), **rows}
 
+    prefix = "roberta."
     layer = prefix + "encoder.layer.{layer}."
     norms = ("embeddings.LayerNorm", "encoder.layer.{layer}.attention.output.LayerNorm")
     norms = (*norms, "encoder.layer.{layer}.output.LayerNorm")
@@ -78,6 +79,4 @@ def _family(name: str, prefix: str, hf_name: str, released: str, vocab: int) -> 
     )
 
 
-ROBERTA = _family("roberta", "roberta.", "Roberta", "2019-07", 50265)
-XLM_ROBERTA = _family("xlm-roberta", "roberta.", "XLMRoberta", "2019-11", 30522)
-CAMEMBERT = _family("camembert", "roberta.", "Camembert", "2019-11", 30522)
+ROBERTA = like_roberta("roberta", "Roberta", "2019-07", 50265)
