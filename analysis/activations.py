@@ -317,7 +317,8 @@ class Keeping:
             case ops.Embed() | ops.Positions():  # which rows were read
                 ids = [self.views[name].id for name in operation.inputs]
                 if ids not in self.looked_up:
-                    found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * _LONG
+                    alike = isinstance(operation, ops.Positions) and operation.padding is None
+                    found["embedding"] += (run.tokens if alike else run.rows) * _LONG
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"

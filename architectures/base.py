@@ -174,6 +174,7 @@ class Architecture:
     renamed: (prefix in files of composite models, prefix here) pairs.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
+    repeated: parameters of transformers' modules that are one with another, whose name checkpoints have.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
     texts: model types of language models within composite ones that are this family where all tokens are text, each
@@ -208,6 +209,7 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    repeated: Mapping[str, str] = field(default_factory=dict)
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()

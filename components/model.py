@@ -238,7 +238,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.positions is not None:
             last, shape = found[-1].id, found[-1].shape
             own = tuple(self.positions.shapes().items())
-            found.append(Positions("positions", (), shape[1:], "embedding", own, offset=self.positions.offset))
+            offset, padding = self.positions.offset, self.positions.padding
+            rows = shape[1:] if padding is None else shape
+            found.append(Positions("positions", (), rows, "embedding", own, offset=offset, padding=padding))
             found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
         if self.first_norm is not None:
             found += self.first_norm.operations("first_norm", found[-1].id, found[-1].shape)

@@ -89,9 +89,12 @@ class Embed(Operation, frozen=True, kw_only=True):
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """A row of a table for each token's position and `offset`."""
+    """A row of a table for each token's position and `offset`. Tokens of the id `padding` are not counted, so that each
+    text of a batch has positions of its own: (B, T, hidden), and not (T, hidden).
+    """
 
     offset: int = 0
+    padding: int | None = None
 
 
 class Norm(Operation, frozen=True, kw_only=True):

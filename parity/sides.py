@@ -356,6 +356,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
+        module_name = architecture.repeated.get(module_name, module_name)
         name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
         leaf = table if name == architecture.head and checkpoint.spec.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]

@@ -213,8 +213,9 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("token types", matrix, f"row of the type, {operation.shape[-1]:,} wide")
         case ops.Embed():
             return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
-        case ops.Positions(weights=weights, offset=offset):
+        case ops.Positions(weights=weights, offset=offset, padding=padding):
             of = f"of the position{f' + {offset}' if offset else ''}"
+            of += "" if padding is None else f", of tokens that are not {padding:,}"
             table = _Caption("positions", matrix, f"row {of}") if weights else None
             return table or _Caption("positions", "sines and cosines", f"sines and cosines {of}")
         case ops.Norm(kind=kind, formula=formula):

@@ -77,9 +77,10 @@ BERT = _ENCODER.architecture(
     token_ids={"pad_token_id": 0},
     prefix="bert.",
     aliases=renamed_norms(*_NORMS),
+    repeated={"cls.predictions.decoder.bias": "cls.predictions.bias"},
     carried={
-        "tasks": ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.", *TASKS),
         "unused": ("bert.embeddings.position_ids", "cls.predictions.decoder.bias"),
+        "tasks": ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.", *TASKS),
     },
     irrelevant=OF_BERT,
     refused={**DECODING, **TIED},

@@ -1,6 +1,5 @@
 """RoBERTa (Liu et al. 1907.11692): BERT's layers, and a table of positions in which tokens of padding are not counted
-and have a row of their own, whatever the attention mask says. XLM-RoBERTa and CamemBERT are it
-under other names.
+and have a row of their own, whatever the attention mask says. XLM-RoBERTa and CamemBERT are it under other names.
 
 Source: transformers models/roberta/{configuration,modeling}_roberta.py.
 """
@@ -70,9 +69,10 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int) -> Architec
         write=write,
         prefix=prefix,
         aliases=renamed_norms(*(prefix + each for each in norms)),
+        repeated={"lm_head.decoder.bias": "lm_head.bias"},
         carried={
-            "tasks": (f"{prefix}pooler.", "lm_head.", *TASKS),
             "unused": (f"{prefix}embeddings.position_ids", "lm_head.decoder.bias"),
+            "tasks": (f"{prefix}pooler.", "lm_head.", *TASKS),
         },
         irrelevant={**OF_BERT, _PADDING: None},
         refused={**DECODING, **TIED},

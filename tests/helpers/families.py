@@ -1714,6 +1714,8 @@ def _variants() -> list[Variant]:
 
 
 VARIANTS = _variants()
+DECODERS = [variant for variant in VARIANTS if architecture_of(variant.config).spec(variant.config).causal]
+"""Those that generate."""
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 
 DISTINCT = (

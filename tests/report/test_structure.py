@@ -92,6 +92,10 @@ class Following:
         module = self.module(node, path)
         if module.weight is None:
             return sinusoids(module.spec, self.at + module.spec.offset).to(torch.float64)
+        padding = node.operation.padding  # type: ignore[union-attr]
+        if padding is not None:
+            real = (self.ids != padding).long()
+            return module.weight[real.cumsum(1) * real - 1 + module.spec.offset]
         return module.weight[self.at + module.spec.offset]
 
     def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
