@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
-from .architectures.config import COMMON_IRRELEVANT
+from .components import ModelSpec
 from .modules.decoder import Decoder
+from .parity.outputs import outputs_of
 from .parity.probe import Batch as Probe
 from .parity.sides import own_reference
 
@@ -33,6 +34,7 @@ __all__ = [
     "probes",
     "randomised",
     "reference",
+    "stored",
 ]
 
 Config = Mapping[str, Any]
@@ -46,13 +48,13 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
         reader = family.reader(config)
         family.read(reader)
         read |= reader.used
-    irrelevant, refused = {**COMMON_IRRELEVANT, **family.irrelevant}, family.refusals
+    irrelevant, refused = family.ignored, family.refusals
     left = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
     assert not left, f"read these in the family's file, or declare them irrelevant or refused: {left}"
     assert not read & irrelevant.keys(), f"read, and declared irrelevant: {sorted(read & irrelevant.keys())}"
     both = refused.keys() & (read | irrelevant.keys())
     assert not both, f"refused, and read or irrelevant: {sorted(both)}"
-    reasons = [*family.irrelevant.values(), *(reason for _, reason in refused.values())]
+    reasons = [*irrelevant.values(), *(reason for _, reason in refused.values())]
     short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
     assert not short, f"no reasons: {short}"
 
@@ -85,12 +87,19 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
     """
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
-    drop = family.head if spec.head.tied else None
-    assert ours == {name: shape for name, shape in theirs.items() if name != drop}
+    assert ours == stored(family, spec, theirs)
     with torch.device("meta"):
         decoder = Decoder(spec)
     modules = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
     assert modules == {parameter.name: parameter.shape for parameter in spec.parameters()}
+
+
+def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
+    """What of a reference's checkpoint a tree has a place for: not a tied head again, nor what is carried along."""
+    drop = family.head if spec.tied else None
+    own = {leaf.checkpoint for leaf in family.bind(spec)}
+    carried = {name for name in theirs if name not in own and family.carries(name, len(spec.blocks))}
+    return {name: shape for name, shape in theirs.items() if name != drop and name not in carried}
 
 
 def probes(length: int, batch: int, paddings: tuple[str, ...], vocabulary: int) -> Iterator[Probe]:
@@ -152,8 +161,7 @@ def logits_agree(model: Callable[..., Any], decoder: Decoder, batches: Iterable[
     worst = {}
     with torch.inference_mode():
         for probe in batches:
-            theirs = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask).logits
-            ours = decoder(probe.input_ids, probe.attention_mask)
+            ours, theirs = outputs_of(decoder, probe), outputs_of(model, probe)
             if probe.attention_mask is not None:
                 ours, theirs = (logits[probe.attention_mask.bool()] for logits in (ours, theirs))
             worst[probe.name] = largest_difference(ours, theirs)

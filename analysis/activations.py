@@ -116,7 +116,7 @@ def _ends(spec: ModelSpec, run: Pass, stream: bool) -> dict[str, int]:
     found = before.found + Keeping(spec.after_blocks(), run).found
     if stream and before.keeps(program[-1]):
         found[before.views[program[-1].id].storage.row] -= run.rows * spec.stream_size * run.size
-    found["loss"] = run.rows * (spec.vocab_size * FLOAT + _LONG)
+    found["loss"] = run.rows * (spec.has_head().vocab_size * FLOAT + _LONG)
     return {name: found[name] for name in dict.fromkeys((*_COMPONENTS, *found)) if found[name]}
 
 
@@ -317,7 +317,8 @@ class Keeping:
             case ops.Embed() | ops.Positions():  # which rows were read
                 ids = [self.views[name].id for name in operation.inputs]
                 if ids not in self.looked_up:
-                    found["embedding"] += (run.rows if isinstance(operation, ops.Embed) else run.tokens) * _LONG
+                    alike = isinstance(operation, ops.Positions) and operation.padding is None
+                    found["embedding"] += (run.tokens if alike else run.rows) * _LONG
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"

@@ -49,11 +49,11 @@ _DETAILS = ("rope pairs", "norm eps", "final norm", "scale")
 def aspects(spec: ModelSpec) -> list[Aspect]:
     """Every aspect of a tree: always the same ones in the same order, and then those of unusual components."""
     told = {name: _by_layer(layers) for name, layers in _components(spec, spec.blocks).items()}
-    head, context, first = spec.head.named(), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
+    head, context, first = _head(spec), spec.context_length, next(iter(spec.blocks[0].norms().values()), None)
     alike = without_rounding(spec.final_norm) == without_rounding(first)
     told |= {
         "position": _positions(spec, *told.get("position", NOT_THERE)[:2]),
-        "embedding norm": _end_norm(spec.embedding.norm, first),
+        "embedding norm": _end_norm(spec.embedding.norm or spec.first_norm, first),
         "final norm": ("none", [])
         if spec.final_norm is None
         else ("as in the layers", None)
@@ -69,6 +69,11 @@ def aspects(spec: ModelSpec) -> list[Aspect]:
     return [Aspect(name, *told.get(name, NOT_THERE)[:2], name in _DETAILS) for name in names]
 
 
+def _head(spec: ModelSpec) -> Words:
+    """Of a tree without one, that it gives hidden states."""
+    return Words("none", None, "none: it gives hidden states") if spec.head is None else spec.head.named()
+
+
 def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
     """What the tree is, aspect by aspect, in a few words each; with `blocks` as if it had these alone.
 
@@ -80,7 +85,8 @@ def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
     each = {name: told.get(name, NOT_THERE.long) for name in ORDER}
     positions, inner = each["position"], {norm for block in set(blocks) for norm in block.norms().values()}
     norms = each["norm"]  # and those outside of the layers, where they are not what the layers have
-    norms += "" if spec.embedding.norm is None else f"; {spec.embedding.norm.named().long}, on the embedding"
+    for norm, place in ((spec.embedding.norm, "embedding"), (spec.first_norm, "sum of what is embedded")):
+        norms += "" if norm is None else f"; {norm.named().long}, on the {place}"
     final = "none" if spec.final_norm is None else spec.final_norm.named().long
     norms += "" if spec.final_norm in inner else f"; {final}, at the end"
     if spec.positions is not None:
@@ -93,9 +99,9 @@ def describe(spec: ModelSpec, blocks: Sequence[Block] = ()) -> dict[str, str]:
         "positions": positions,
         "norm": norms,
         **{name: each[name] for name in ("attention", "q/k norm", "window", "feed-forward")},
-        "biases": each["bias"] + ("; and the head" if spec.head.bias else ""),
+        "biases": each["bias"] + ("; and the head" if spec.head is not None and spec.head.bias else ""),
         "block": each["block"],
-        "head": spec.head.named().long,
+        "head": _head(spec).long,
         **{name: words for name, words in told.items() if name not in ORDER},
     }
 
@@ -107,6 +113,7 @@ def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Word
     told = {name: [by_block[block].get(name, NOT_THERE) for block in blocks] for name in names}
     ends = (spec.embedding, spec.layer_inputs, spec)
     unusual = [node.aspects() for node in ends if node is not None and node.untold()]
+    unusual += [node.aspects() for node in (spec.token_types, spec.pooler) if node is not None]
     return told | {name: [words] for each in unusual for name, words in each.items()}
 
 

@@ -37,10 +37,11 @@ class Work(msgspec.Struct, frozen=True):
     """What an operation multiplies in matrix products, and what it carries from one step to the next.
 
     a_token, a_pair: multiplications of each token, and of each token with each of the last `window` (None: all) that it
-    sees, or with `chunked` with those of its chunk. left: numbers that each token leaves, as far back as the window;
-    state: those that are there once for a sequence however long. repeats: how often transformers' cache has them; None
-    where none of its families has such a cache. wide: they are in fp32 at least. Tokens that are read at once take
-    `a_chunk` multiplications for each `chunk` of them, begun or full, where there is one, `spared` less; and as many
+    sees, or with `chunked` with those of its chunk, or where it is not `causal` with as many behind it too. left:
+    numbers that each token leaves, as far back as the window; state: those that are there once for a sequence however
+    long. repeats: how often transformers' cache has them; None where none of its families has such a cache. wide: they
+    are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
+    full, where there is one, `spared` less; and as many
     more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
     """
 
@@ -48,6 +49,7 @@ class Work(msgspec.Struct, frozen=True):
     a_pair: int = 0
     window: int | None = None
     chunked: bool = False
+    causal: bool = True
     left: int = 0
     state: int = 0
     repeats: int | None = 1
@@ -77,10 +79,10 @@ def work_of(operation: ops.AnyOperation) -> Work:
     match operation:
         case ops.Linear():
             return Work(operation.numbers(B=1, T=1, S=1) * operation.inputs_wide)
-        case ops.Scores(window=window, chunked=chunked):
-            return Work(0, operation.heads * operation.query_dim, window, chunked)
-        case ops.Mix(window=window, chunked=chunked):
-            return Work(0, operation.numbers(B=1, T=1), window, chunked)
+        case ops.Scores(window=window, chunked=chunked, causal=causal):
+            return Work(0, operation.heads * operation.query_dim, window, chunked, causal)
+        case ops.Mix(window=window, chunked=chunked, causal=causal):
+            return Work(0, operation.numbers(B=1, T=1), window, chunked, causal)
         case ops.Cache(window=window, repeats=repeats, ours=ours):
             left = operation.numbers(B=1, S=1)
             return Work(window=window, left=left, repeats=None if ours else repeats)
@@ -139,7 +141,7 @@ def _scored_behind(operation: ops.AnyOperation, work: Work, context: int) -> int
     whichever is less, as an implementation chooses. gptkit's own modules make them again.
     """
     if not isinstance(operation, ops.Linear) or "S" not in operation.shape:
-        return work.a_pair * _in_sight(context, work.window, work.chunked)
+        return work.a_pair * _in_sight(context, work.window, work.chunked, work.causal)
     seen, heads = _in_sight(context, operation.window), int(operation.shape[2])
     made = work.a_token // operation.inputs_wide
     return min((seen - 1) * work.a_token, seen * (heads * operation.inputs_wide - made))
@@ -150,8 +152,10 @@ def windows(spec: ModelSpec) -> set[int]:
     return {work.window for _, work, _ in works(spec) if work.window is not None}
 
 
-def _in_sight(context: int, window: int | None, chunked: bool = False) -> int:
-    """Of so many tokens those that the last one sees."""
+def _in_sight(context: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
+    """Of so many tokens those that the last one sees, or the one in the middle where it looks in both directions."""
+    if window is not None and not causal:
+        return min(context, 2 * window - 1)
     if window is not None and chunked:
         return (context - 1) % window + 1
     return context if window is None else min(context, window)
@@ -364,7 +368,7 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
         every[each.row] += 2 * batch * number * work.of_many(tokens)
         again += 2 * batch * number * work.of_many(tokens) if work.chunk else 0
         dense += 2 * batch * number * work.a_pair * tokens * tokens
-        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked)
+        needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked, work.causal)
     return Flops(tokens, batch, _in_order(every), dense, needed, again)
 
 
@@ -375,8 +379,12 @@ def training_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> TrainingFlop
     return TrainingFlops(forward, seen * found.active, seen * found.active_non_embedding)
 
 
-def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False) -> int:
-    """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens."""
+def pairs_in_sight(tokens: int, window: int | None, chunked: bool = False, causal: bool = True) -> int:
+    """Pairs of a query and a key that the causal mask and a window leave: Σ min(t, window) for t = 1 … tokens. In both
+    directions each but that of a token with itself is there twice.
+    """
+    if not causal:
+        return 2 * pairs_in_sight(tokens, window) - tokens
     if window is not None and chunked:
         whole, rest = divmod(tokens, window)
         return whole * pairs_in_sight(window, None) + pairs_in_sight(rest, None)

@@ -88,7 +88,7 @@ def shard(spec: ModelSpec, tp: int) -> ModelSpec:
         spec,
         embedding=msgspec.structs.replace(spec.embedding, vocab_size=vocabulary),
         blocks=tuple(blocks[block] for block in spec.blocks),
-        head=msgspec.structs.replace(spec.head, vocab_size=vocabulary),
+        head=None if spec.head is None else msgspec.structs.replace(spec.head, vocab_size=vocabulary),
     )
 
 
@@ -132,7 +132,7 @@ def split(
         else:
             stage = pp - 1 if parameter.name.startswith(("final_norm", "head")) else 0
         weights[stage][parameter.component] += size(parameter)
-        if spec.head.tied and pp > 1 and parameter.name == "embedding.weight":
+        if spec.tied and pp > 1 and parameter.name == "embedding.weight":
             weights[-1]["head"] += size(parameter)
     alike: dict[tuple[Any, ...], tuple[int, int]] = {}
     stages = []
@@ -159,6 +159,6 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
         notes.append(f"Each of {' or '.join(map(str, repeated))} key-value heads is on several GPUs.")
     if tp > 1 and any(isinstance(each, ops.Cache) and len(each.shape) == 3 for each in operations):
         notes.append("The latent and its cache are on each of them.")
-    if spec.head.tied and pp > 1:
+    if spec.tied and pp > 1:
         notes.append("The last stage has a copy of the embedding, which is its head.")
     return notes

@@ -112,7 +112,7 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
         by_component=dict(by_component),
         by_layer=[records[layer] for layer in layers],
         outside=dict(outside),
-        tied=spec.head.tied,
+        tied=spec.tied,
         active=by_component.total() - idle,
     )
 

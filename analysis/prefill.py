@@ -36,7 +36,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     if ends:  # norms of all tokens, and then logits of those that are asked for
         program = spec.after_blocks()
         first = next(index for index, each in enumerate(program) if each.row == "head")
-        asked = replace(run, tokens=1) if logits == "last" else run
+        asked = replace(run, tokens=1) if logits == "last" and spec.causal else run
         last = max(Following(program[:first], run, stream).most, stream + Following(program[first:], asked).most)
     return _shared(list(programs.values()), run) + max(worst, held + last)
 
@@ -51,7 +51,8 @@ def _shared(programs: Collection[ops.Program], run: Pass) -> int:
     """What all layers of a pass share: rotary tables, ALiBi biases, and masks where a kernel's own will not do."""
     mixed = [each for program in programs for each in mixings(program)]
     biases = {(each.alibi.alibi, each.scores.heads) for each in mixed if each.alibi is not None}
-    written = {each.softmax.window for each in mixed if each.way(run.kernel) == "eager"}
+    causal = (each for each in mixed if each.softmax.causal)
+    written = {each.softmax.window for each in causal if each.way(run.kernel) == "eager"}
     masks = {each.softmax.window for each in mixed if each.is_masked(run.tokens)} | written
     numbers = run.rows * sum(heads for _, heads in biases) + run.tokens**2 * len(written)
     turned = tables(run, (each for program in programs for each in program))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from msgspec import structs
+
 from ..components import Attention, Block, FeedForward, GatedFeedForward, ModelSpec, differences
 from ..errors import CannotExpress
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
@@ -133,6 +135,7 @@ CARRIED = {
     "vision": "read images",
     "audio": "read sound",
     "unused": "are read by no layer",
+    "tasks": "are of heads for other tasks",
     "scales": "scale quantised weights",
 }
 """Groups of tensors that are carried along and not computed, and what they do, in words."""
@@ -156,6 +159,8 @@ class Architecture:
     model_types: every `model_type` read as this family.
     released: when its first weights were published, "2023-02": of families that have a tree the oldest counts.
     hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
+    base_class: the class of trees without a head, whose names in files lack `prefix`; empty where it has none such.
+    optional: parts of a tree that config.json does not tell of, and that files may lack.
     kinds: the components that may stand in its trees, beside the embedding, blocks and head that every tree has.
     read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
         that the tree is of these kinds: `config_for` reads the result back and refuses where it differs. One that
@@ -169,6 +174,7 @@ class Architecture:
     renamed: (prefix in files of composite models, prefix here) pairs.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
+    repeated: parameters of transformers' modules that are one with another, whose name checkpoints have.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
     texts: model types of language models within composite ones that are this family where all tokens are text, each
@@ -180,8 +186,8 @@ class Architecture:
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
-    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly refused and this
-        family reads is None.
+    irrelevant, refused: config fields beside the common ones; see ConfigReader. One that is commonly so and this family
+        reads is None.
     """
 
     name: str
@@ -193,6 +199,8 @@ class Architecture:
     write: Callable[[ModelSpec], dict[str, Any]]
     leaves: tuple[Leaf, ...]
     released: str = ""
+    base_class: str = ""
+    optional: tuple[str, ...] = ()
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     foreign_fields: tuple[str, ...] = ()
     head: str = "lm_head.weight"
@@ -201,12 +209,13 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    repeated: Mapping[str, str] = field(default_factory=dict)
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()
     token_ids: Mapping[str, int | list[int]] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
-    irrelevant: Mapping[str, str] = field(default_factory=dict)
+    irrelevant: Mapping[str, str | None] = field(default_factory=dict)
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
@@ -218,6 +227,12 @@ class Architecture:
     def refusals(self) -> dict[str, tuple[tuple[Any, ...], str]]:
         """The config fields that it refuses, with the harmless values of each and the reason."""
         return {name: each for name, each in {**COMMON_REFUSED, **self.refused}.items() if each is not None}
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """The config fields that change nothing here, each with the reason."""
+        found = {**COMMON_IRRELEVANT, **self.irrelevant}
+        return {name: reason for name, reason in found.items() if reason is not None}
 
     def reader(self, config: Mapping[str, Any]) -> ConfigReader:
         """A reader of what is about the language model, that knows this family's other spellings."""
@@ -239,7 +254,7 @@ class Architecture:
             each.refuse(self.refusals)
         spec = self.read(reader)
         reader.refuse_other_windows([_kind(block.mixer("attention")) for block in spec.blocks])
-        return spec, whole.unknown({**COMMON_IRRELEVANT, **self.irrelevant})
+        return spec, whole.unknown(self.ignored)
 
     def assumed(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Sizes that the config does not state and transformers has a default for; raises as `spec`."""
@@ -263,11 +278,31 @@ class Architecture:
         name = "pad_token_id"
         pad = self.token_ids.get(name)
         beyond = {name: None} if isinstance(pad, int) and pad >= spec.vocab_size else {}
-        return {"model_type": self.name, "architectures": [self.hf_class], **beyond, **self.write(spec)}
+        return {"model_type": self.name, "architectures": [self.class_of(spec)], **beyond, **self.write(spec)}
+
+    def class_of(self, spec: ModelSpec) -> str:
+        """The transformers class that computes a tree."""
+        return self.hf_class if spec.head is not None or not self.base_class else self.base_class
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree that config.json would be read as where this one was written; see `obstacles.Target`."""
-        return self.spec(self._config(spec))
+        return self._as_far(self.spec(self._config(spec)), spec)
+
+    def _as_far(self, told: ModelSpec, spec: ModelSpec) -> ModelSpec:
+        """The tree that a config tells of, without what files may lack and `spec` does."""
+        lacking = {name: None for name in self.optional if getattr(spec, name) is None}
+        return structs.replace(told, **lacking) if lacking else told
+
+    def in_files(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
+        """The tree that a config tells of, without the `optional` parts of which files with tensors of these names have
+        nothing.
+        """
+        there = {each for name in names for each in self._spellings(name)} if self.optional else set()
+        lacking: dict[str, None] = {}
+        for part in self.optional:
+            own = [leaf.checkpoint for leaf in self.leaves if leaf.names[0].startswith(f"{part}.")]
+            lacking |= {part: None} if there.isdisjoint(own) else {}
+        return structs.replace(spec, **lacking) if lacking else spec
 
     @property
     def owner(self) -> str:
@@ -294,7 +329,7 @@ class Architecture:
         if original is None or original.get("model_type") not in self.model_types:
             return config
         reader = self.reader(original)
-        same = not differences(spec, self.read(reader))
+        same = not differences(spec, self._as_far(self.read(reader), spec))
         whole = whole and reader.outer is not None
         readable = whole or original.get("model_type") == self.name
         readable = readable and not any(f in original for f in self.foreign_fields)
@@ -320,7 +355,10 @@ class Architecture:
         Raises:
             CannotExpress: a shared tensor has no leaf here.
         """
-        return bind(self.name, self.leaves, spec)
+        bound = bind(self.name, self.leaves, spec)
+        if self.base_class and spec.head is None:
+            return [replace(leaf, checkpoint=leaf.checkpoint.removeprefix(self.prefix)) for leaf in bound]
+        return bound
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
         """The weight map of files with tensors of these names."""
@@ -356,6 +394,7 @@ class Architecture:
     def _spellings(self, name: str) -> list[str]:
         """What a tensor in a file may be called here."""
         found = [name, self.prefix + name] if self.prefix else [name]
+        found += [name.removeprefix(self.prefix)] if self.base_class else []
         return found + [ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs)]
 
     def canonical_name(self, name: str, known: Mapping[str, Any], layers: int) -> str | None:
@@ -373,7 +412,8 @@ class Architecture:
         for candidate in candidates:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:
-                    return new.format(layer=layer)
+                    named = new.format(layer=layer)
+                    return next((each for each in self._spellings(named) if each in known), named)
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name

@@ -506,6 +506,8 @@ class Decoder:
             CannotExpress: it has a component of another kind where the fields are about one, or sizes that
                 transformers refuses.
         """
+        if spec.head is None:
+            raise CannotExpress("there is no Head where one should be: this family gives logits")
         first = next((block for block in spec.blocks if block.mixer("attention") is not None), spec.blocks[0])
         attention = of_kind(first.attention, self.mixer)
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
@@ -525,7 +527,7 @@ class Decoder:
             "hidden": spec.hidden_size,
             "layers": len(spec.blocks),
             "context": spec.context_length,
-            "tied": spec.head.tied,
+            "tied": spec.tied,
             "eps": norm.eps,
             "intermediate": inner.intermediate_size,
             "head_norms": attention.q_norm is not None,

@@ -58,7 +58,7 @@ def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
     """The type by what a tensor is for and the layer it is in."""
     role = ".".join(parameter.name.split(".")[-2:])
     usual, medium, layers, layer = FILE_TYPES[kind], kind == "q4_k_m", len(spec.blocks), parameter.layer or 0
-    if role == "head.weight" or (role == "embedding.weight" and spec.head.tied):
+    if role == "head.weight" or (role == "embedding.weight" and spec.tied):
         if name == "falcon" or parameter.shape[-1] % BLOCKS[usual][0]:
             return "Q8_0"
         return usual if usual == "Q8_0" else "Q6_K"

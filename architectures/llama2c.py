@@ -158,7 +158,7 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
         n_kv_heads=attention.kv_heads,
         vocab_size=spec.vocab_size,
         max_seq_len=spec.context_length,
-        shared=spec.head.tied,
+        shared=spec.tied,
     )
     if not sizes.plausible:
         raise CannotExpress(f"{sizes.dim} wide with {sizes.n_heads} heads, context of {sizes.max_seq_len:,}")

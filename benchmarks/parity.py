@@ -28,9 +28,10 @@ from helpers.families import VARIANTS, Variant, decoder_from, has_cache, randomi
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
-from gptkit.parity.probe import probe  # noqa: E402
+from gptkit.parity.outputs import outputs_of  # noqa: E402
+from gptkit.parity.probe import Batch, probe  # noqa: E402
 from gptkit.parity.score import score, unprobed  # noqa: E402
-from gptkit.parity.sides import forget_lengths, logits_of  # noqa: E402
+from gptkit.parity.sides import forget_lengths  # noqa: E402
 
 LENGTHS, BATCHES, PADDINGS = (1, 7, 64, 200), (1, 3), ("none", "left", "right")
 STEPS = 48
@@ -99,7 +100,7 @@ def forward_cases(model: Decoder, reference: Any) -> Iterator[float]:
     """The largest difference of every case of the grid."""
     most = model.spec.positions.length if model.spec.positions is not None else 10**9
     for ids, mask in inputs(model.spec.vocab_size, most):
-        ours, theirs = model(ids, mask), logits_of(reference, ids, mask)
+        ours, theirs = (outputs_of(each, Batch("", ids, mask)) for each in (model, reference))
         if mask is not None:
             ours, theirs = ours[mask.bool()], theirs[mask.bool()]
         yield (ours.double() - theirs.double()).abs().max().item()

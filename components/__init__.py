@@ -17,6 +17,7 @@ from .attention import *
 from .base import *
 from .block import *
 from .delta import *
+from .encoder import *
 from .ends import *
 from .feed_forward import *
 from .latent_attention import *

@@ -1,4 +1,4 @@
-"""Causal self-attention over keys and values of heads. No torch."""
+"""Self-attention over keys and values of heads. No torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -31,11 +31,12 @@ __all__ = ["Attention"]
 
 
 class Attention(Mixer, Component, frozen=True):
-    """Causal self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA).
+    """Self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA): of each token over
+    itself and those before it, or where it is not `causal` over those behind it too (BERT), of which no cache is kept.
 
     `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
     queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t, or with `chunked`
-    those of its own chunk of w tokens (Llama 4). `cap` c makes
+    those of its own chunk of w tokens (Llama 4); without `causal` t-w+1 … t+w-1 (ModernBERT). `cap` c makes
     c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
     head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
     `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
@@ -82,11 +83,12 @@ class Attention(Mixer, Component, frozen=True):
         "gate",
     )
     tells = (
-        *("head_dim", "scale", "position", "window", "chunked", "q_norm", "k_norm", "v_norm", "qkv_bias"),
+        *("head_dim", "scale", "position", "window", "chunked", "causal", "q_norm", "k_norm", "v_norm", "qkv_bias"),
         *("output_bias", "kv_from"),
     )
     by_length: ClassVar[dict[str, Any]] = {"window": None, "chunked": False, "temperature": None}
     forgotten: ClassVar[dict[str, str]] = {
+        "causal": "a causal mask, which hides what comes later",
         "position": "no positions in attention",
         "window": "window ignored",
         "chunked": "chunks taken for windows",
@@ -112,6 +114,7 @@ class Attention(Mixer, Component, frozen=True):
     kv_heads: Size
     head_dim: Size
     scale: Scale
+    causal: bool = True
     position: Position | None = None
     window: Size | None = None
     chunked: bool = False
@@ -146,6 +149,8 @@ class Attention(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:
             raise ConfigError("chunks of no width: chunked is of a window")
+        if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, Biasing)):
+            raise ConfigError("attention in both directions has no chunks, no keys of other layers and no ALiBi")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
@@ -261,7 +266,7 @@ class Attention(Mixer, Component, frozen=True):
                 f" on {there[0]}" if len(there) == 1 else "",
                 f"{' and '.join(there)} heads{'' if self.by_head else ', all at once'}",
             ),
-            **shared_words(self.window, self.position, on, self.chunked),
+            **shared_words(self.window, self.position, on, self.chunked, self.causal),
         }
 
     def biases(self) -> dict[str, Words]:
@@ -388,7 +393,7 @@ class Attention(Mixer, Component, frozen=True):
             if part == "q" and self.temperature is not None:
                 found.append(Temper(f"{path}.q_tempered", (last,), inner, row, temperature=self.temperature))
                 last = found[-1].id
-            if part == "q":
+            if part == "q" or not self.causal:
                 found[-1] = msgspec.structs.replace(found[-1], held=end)
             else:
                 fields: dict[str, Any] = {"window": self.held, "repeats": repeats, "held": end}
@@ -409,6 +414,7 @@ class Attention(Mixer, Component, frozen=True):
             "cap": self.cap,
             "window": self.window,
             "chunked": self.chunked,
+            "causal": self.causal,
             "wide": self.softmax == "float32",
             "sinks": self.sunk if self.sinks else "",
         }
@@ -446,9 +452,14 @@ def scale_words(scale: float, dim: int) -> Words:
     return Words(f"{scale:.4g}", plain_scale(scale), whole)
 
 
-def shared_words(window: int | None, position: Position | None, on: Words, chunked: bool = False) -> dict[str, Words]:
+def shared_words(
+    window: int | None, position: Position | None, on: Words, chunked: bool = False, causal: bool = True
+) -> dict[str, Words]:
     """Of what any attention has: which tokens it sees, and its positions."""
     none = {"position": Words("none", None), "rope pairs": NOT_THERE}
     sight = Words("none" if window is None else f"{window:,}", window)
     sight = Words(f"chunks of {window:,}", {"chunk": window}) if chunked else sight
+    if not causal:
+        both = "both directions" + ("" if window is None else f", {window:,} each")
+        sight = Words(both, {"causal": False, "window": window})
     return {"window": sight, **(none if position is None else position.aspects_on(on))}

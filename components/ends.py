@@ -6,6 +6,7 @@ import msgspec
 
 from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
+from .encoder import HeadTransform
 from .feed_forward import FEW, MADE
 from .norms import Norm
 from .operations import Add, AnyOperation, Cap, Embed, Given, Linear, Program, Scale, Sizes, Tokens, linear
@@ -144,7 +145,7 @@ class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
     `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
     before (MiniCPM); then `cap` c makes c · tanh(x / c) of every logit x (Gemma 2). With `width` a matrix
-    takes hidden states to so many dimensions first (OPT 350m).
+    takes hidden states to so many dimensions first (OPT 350m); with a `transform` they go through that before (BERT).
     """
 
     label = "head"
@@ -154,6 +155,7 @@ class Head(Component, frozen=True):
         "cap": "cap on logits dropped",
         "multiplier": "logits not scaled",
         "width": "hidden states not projected before the head",
+        "transform": "transform before the head left out",
     }
     rounds = ("scaling",)
     rows = "V"
@@ -167,9 +169,12 @@ class Head(Component, frozen=True):
     cap: Positive | None = None
     multiplier: Positive = 1.0
     width: Size | None = None
+    transform: HeadTransform | None = None
     scaling: Literal["multiply", "divide", "divide states"] = "multiply"
 
     def __post_init__(self) -> None:
+        if self.transform is not None and self.transform.hidden_size != self.hidden_size:
+            raise ConfigError(f"transform of {self.transform.hidden_size} before a head of {self.hidden_size}")
         if self.scaling == "divide states" and self.bias:
             raise ConfigError("a head that divides states before its product has no bias, which would not be divided")
 
@@ -193,6 +198,9 @@ class Head(Component, frozen=True):
         weights = tuple((name, size) for name, size in self.shapes().items() if "." not in name)
         before = self.scaling == "divide states" and self.multiplier != 1
         found: list[AnyOperation] = []
+        if self.transform is not None:
+            found += self.transform.operations(f"{path}.transform", source, shape)
+            source = found[-1].id
         if before:
             found.append(Scale(f"{path}.scaled", (source,), shape, "head", factor=self.multiplier))
             source = found[-1].id

@@ -6,9 +6,10 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 from ..display import Shown
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingComponent
 from .base import Component, Mixer, Parameter, Size
 from .block import Block
+from .encoder import Pooler, TokenTypes
 from .ends import Embedding, Head, LayerEmbedding
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Stream, Tokens
@@ -20,26 +21,34 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A decoder-only language model. `context_length` is the longest sequence it was trained for, where known. Without
+    """A language model of one stack of layers: a decoder, or an encoder where attention looks in both directions.
+    `context_length` is the longest sequence it was trained for, where known. Without
     a `final_norm` the head reads the last block's output (where norms stand behind the sums, say). With `streams` each
-    layer passes on several, and has an `altup`, and `joined` makes one of them behind the last.
+    layer passes on several, and has an `altup`, and `joined` makes one of them behind the last. `first_norm` is on the
+    sum of all that is embedded (BERT). Without a `head` it gives hidden states; a `pooler` makes one vector of these.
     """
 
     tells = (
         "embedding",
+        "token_types",
         "positions",
+        "first_norm",
         "layer_inputs",
         "streams",
         "blocks",
         "joined",
         "final_norm",
         "head",
+        "pooler",
         "context_length",
     )
     notes = ("context_length",)
     by_length: ClassVar[dict[str, Any]] = {"context_length": None}
     forgotten: ClassVar[dict[str, str]] = {
+        "token_types": "types of tokens left out",
         "positions": "table of positions left out",
+        "first_norm": "norm of what is embedded left out",
+        "pooler": "pooler left out",
         "final_norm": "norm of the last output left out",
         "layer_inputs": "inputs of layers left out",
         "streams": "one stream a token",
@@ -47,13 +56,16 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     }
 
     embedding: Embedding
+    token_types: TokenTypes | None = None
     positions: LearnedPositions | SinusoidalPositions | None = None
+    first_norm: Norm | None = None
     layer_inputs: LayerEmbedding | None = None
     streams: Streams | None = None
     blocks: tuple[Block, ...]
     joined: Streams | None = None
     final_norm: Norm | None = None
-    head: Head
+    head: Head | None
+    pooler: Pooler | None = None
     context_length: Size | None = None
 
     def __post_init__(self) -> None:
@@ -62,11 +74,16 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         for name, size in self._widths():
             if size != self.embedding.hidden_size:
                 raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
-        if self.head.vocab_size != self.embedding.vocab_size:
-            raise ConfigError(f"head of {self.head.vocab_size} tokens on a vocabulary of {self.embedding.vocab_size}")
-        if self.head.tied and self.head.width != self.embedding.width:
-            raise ConfigError(f"a tied head of width {self.head.width} on a table of width {self.embedding.width}")
-
+        head, tokens = self.head, self.embedding.vocab_size
+        if head is not None and head.vocab_size != tokens:
+            raise ConfigError(f"head of {head.vocab_size} tokens on a vocabulary of {tokens}")
+        if head is not None and head.tied and head.width != self.embedding.width:
+            raise ConfigError(f"a tied head of width {head.width} on a table of width {self.embedding.width}")
+        if head is not None and self.pooler is not None:
+            raise ConfigError("a pooler is of a model that gives hidden states, and one with a head gives logits")
+        directions = {getattr(block.mixer("attention"), "causal", True) for block in self.blocks}
+        if len(directions) > 1:
+            raise ConfigError("attention of some layers is causal, and that of others in both directions")
         if self.joined != self.streams:
             raise ConfigError("streams of a token are made before the first layer, and joined behind the last")
         count = None if self.streams is None else self.streams.count
@@ -90,6 +107,35 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             made.add(heads)
 
     @property
+    def causal(self) -> bool:
+        """Whether no token knows of those behind it: it can be asked for the next one."""
+        return all(getattr(block.mixer("attention"), "causal", True) for block in self.blocks)
+
+    @property
+    def tied(self) -> bool:
+        """Whether its head has the embedding's table."""
+        return self.head is not None and self.head.tied
+
+    def has_head(self) -> Head:
+        """Its head; raises MissingComponent where it has none."""
+        if self.head is None:
+            raise MissingComponent("this needs a head, and the model has none: it gives hidden states, not logits")
+        return self.head
+
+    def predicts(self, what: str) -> None:
+        """Refuse a model that predicts no next token, for `what` asks for one.
+
+        Raises:
+            MissingComponent: attention in both directions, or no head.
+        """
+        if not self.causal:
+            raise MissingComponent(
+                f"{what} predicts the next token, and attention of this model looks in both directions (an encoder)",
+                "gptkit.load gives its logits or hidden states; params, verify, compare and convert read it.",
+            )
+        self.has_head()
+
+    @property
     def beside(self) -> str:
         """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
@@ -103,16 +149,16 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return frozenset(each.remembered for each in mixers if getattr(each, "kv_from", "") == "earlier")
 
     def _widths(self) -> Iterator[tuple[str, int]]:
-        norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "final_norm": self.final_norm}
+        norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "first_norm": self.first_norm}
+        norms |= {"final_norm": self.final_norm}
         yield from ((name, node.size) for name, node in norms.items() if node is not None)
-        if self.layer_inputs is not None:
-            yield "layer_inputs", self.layer_inputs.hidden_size
+        own = {name: getattr(self, name) for name in ("token_types", "layer_inputs", "head", "pooler")}
+        yield from ((name, part.hidden_size) for name, part in own.items() if part is not None)
         if self.streams is not None:
             yield "streams", self.streams.hidden_size
         for block, run in groupby(enumerate(self.blocks), key=lambda pair: pair[1]):
             first = next(run)[0]
             yield from ((f"blocks.{first}.{name}", size) for name, size in block.widths())
-        yield "head", self.head.hidden_size
 
     def __repr__(self) -> str:
         """The tree in a few lines; `to_json` has all of it."""
@@ -125,13 +171,15 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         total = sum(parameter.count for parameter in self.parameters())
         sizes = f"{len(self.blocks):,} layers, hidden size {self.hidden_size:,}, {total:,} parameters"
         lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
-        lines += [f"  {_told(self.positions)}"] if self.positions is not None else []
+        lines += [
+            f"  {_told(each)}" for each in (self.token_types, self.positions, self.first_norm) if each is not None
+        ]
         for first, last, block in runs[:_MOST_RUNS]:
             where = f"{first}" if first == last else f"{first}–{last}"
             lines.append(f"  blocks.{where}: {', '.join(_told(node) for _, node in block.children())}")
         lines += [f"  … {len(runs) - _MOST_RUNS:,} more runs of layers"] if len(runs) > _MOST_RUNS else []
-        lines += [f"  {_told(self.final_norm)}"] if self.final_norm is not None else []
-        return "\n".join([*lines, f"  {_told(self.head)}"])
+        lines += [f"  {_told(each)}" for each in (self.final_norm, self.head, self.pooler) if each is not None]
+        return "\n".join(lines)
 
     def words(self) -> dict[str, Words]:
         return {"model": Words("of tokens", {})}
@@ -185,11 +233,17 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.layer_inputs is not None:
             found += self.layer_inputs.operations("layer_inputs", stream.id, ids)
             found.append(Stream("embedded_tokens", (stream.id,), stream.shape, "norms"))
+        if self.token_types is not None:
+            found += self.token_types.operations("token_types", stream.id, ids)
         if self.positions is not None:
             last, shape = found[-1].id, found[-1].shape
             own = tuple(self.positions.shapes().items())
-            found.append(Positions("positions", (), shape[1:], "embedding", own, offset=self.positions.offset))
+            offset, padding = self.positions.offset, self.positions.padding
+            rows = shape[1:] if padding is None else shape
+            found.append(Positions("positions", (), rows, "embedding", own, offset=offset, padding=padding))
             found.append(Add("embedded", (last, "positions"), shape, "norms", residual=last))
+        if self.first_norm is not None:
+            found += self.first_norm.operations("first_norm", found[-1].id, found[-1].shape)
         if self.streams is not None:
             found += self.streams.operations("streams", found[-1].id, found[-1].shape)
         return tuple(found)
@@ -199,14 +253,17 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         return _program(block, self.hidden_size)
 
     def after_blocks(self) -> Program:
-        """From the last block's sum to logits."""
+        """From the last block's sum to logits, or to hidden states."""
         stream: Sizes = ("B", "T", self.hidden_size)
         found: list[AnyOperation] = []
         if self.joined is not None:
             found += self.joined.operations("joined", "block_output", (self.joined.count, *stream))
         if self.final_norm is not None:
             found += self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
-        return (*found, *self.head.operations("head", found[-1].id if found else "block_output", stream))
+        last = found[-1].id if found else "block_output"
+        if self.head is None:
+            return (*found, Stream("hidden_states", (last,), stream, "head"))
+        return (*found, *self.head.operations("head", last, stream))
 
 
 @lru_cache(maxsize=256)

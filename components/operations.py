@@ -66,7 +66,9 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class Tokens(Operation, frozen=True, kw_only=True):
-    """The ids of tokens, (B, T)."""
+    """The ids of tokens, or with `types` of which segment each is, (B, T)."""
+
+    types: bool = False
 
 
 class Stream(Operation, frozen=True, kw_only=True):
@@ -87,9 +89,12 @@ class Embed(Operation, frozen=True, kw_only=True):
 
 
 class Positions(Operation, frozen=True, kw_only=True):
-    """A row of a table for each token's position and `offset`."""
+    """A row of a table for each token's position and `offset`. Tokens of the id `padding` are not counted, so that each
+    text of a batch has positions of its own: (B, T, hidden), and not (T, hidden).
+    """
 
     offset: int = 0
+    padding: int | None = None
 
 
 class Norm(Operation, frozen=True, kw_only=True):
@@ -180,7 +185,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     """q·kᵀ · scale, (B, heads, T, S); query heads in groups where there are fewer key heads.
 
     wide: the product is made in fp32 at least. broadcast: key heads become query heads inside the matrix product, which
-    no fused kernel does. written: they are written out under every kernel.
+    no fused kernel does. written: they are written out under every kernel. causal: see `Softmax`.
     """
 
     scale: float
@@ -188,6 +193,7 @@ class Scores(Operation, frozen=True, kw_only=True):
     kv_heads: int
     window: int | None = None
     chunked: bool = False
+    causal: bool = True
     wide: bool = False
     broadcast: bool = False
     written: bool = False
@@ -213,7 +219,7 @@ class Cap(Operation, frozen=True, kw_only=True):
 
 class Softmax(Operation, frozen=True, kw_only=True):
     """Over the keys that a query may see: itself and what is before it, `window` of them at most, or with
-    `chunked` those of its own chunk of so many.
+    `chunked` those of its own chunk of so many. Where it is not `causal` what comes behind it too, as far.
 
     wide: in fp32 at least, or else in the dtype of the scores. Its weight, where it has one, is a score a head of a key
     without a value, beside those of the keys (a sink), which are first made less by the largest; with `sunk` "in
@@ -222,6 +228,7 @@ class Softmax(Operation, frozen=True, kw_only=True):
 
     window: int | None = None
     chunked: bool = False
+    causal: bool = True
     wide: bool = True
     sunk: Literal["in softmax", "in float32", "behind it"] = "in softmax"
 
@@ -231,6 +238,7 @@ class Mix(Operation, frozen=True, kw_only=True):
 
     window: int | None = None
     chunked: bool = False
+    causal: bool = True
 
 
 class Scan(Operation, frozen=True, kw_only=True):
@@ -411,6 +419,7 @@ def attend(
     cap: float | None = None,
     window: int | None = None,
     chunked: bool = False,
+    causal: bool = True,
     wide: bool = True,
     sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
 ) -> Iterator[AnyOperation]:
@@ -421,7 +430,7 @@ def attend(
     q, k, v = inputs
     seen: Sizes = ("B", heads, "T", "S")
     last = f"{path}.scores"
-    sight: dict[str, Any] = {"window": window, "chunked": chunked}
+    sight: dict[str, Any] = {"window": window, "chunked": chunked, "causal": causal}
     yield Scores(last, (q, k), seen, "scores", **sight, **scores)
     if isinstance(position, Biasing):
         yield Alibi(f"{path}.alibi", (last,), seen, "scores", alibi=position, scale=scores["scale"])

@@ -31,7 +31,8 @@ __all__ = [
 class LearnedPositions(Component, frozen=True):
     """A table added to the token embeddings. A token's row is its position and `offset` (OPT has 2), so that the table
     has `offset` rows more than the model has tokens. `counts` says what a position is where nobody gives one: how many
-    tokens come before, those of padding among them, or "real tokens" alone (OPT).
+    tokens come before, those of padding among them, or "real tokens" alone (OPT). With `padding` tokens of that id are
+    not counted, whatever the mask says, and have the row before the first position's (RoBERTa).
     """
 
     label = "positions"
@@ -41,12 +42,18 @@ class LearnedPositions(Component, frozen=True):
     forgotten: ClassVar[dict[str, str]] = {
         "offset": "rows before the first position not skipped",
         "counts": "padding counted among positions",
+        "padding": "tokens of padding given positions of their own",
     }
 
     length: Size
     size: Size
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     counts: Literal["tokens", "real tokens"] = "tokens"
+    padding: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.padding is not None and (not self.offset or self.counts != "tokens"):
+            raise ConfigError("tokens of padding have the row before the first position's, which takes an offset")
 
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.length + self.offset, self.size), "table")}
@@ -72,6 +79,7 @@ class SinusoidalPositions(Component, frozen=True):
         "ends": "frequencies of sinusoidal positions as in the paper",
     }
     counts: ClassVar[str] = "tokens"
+    padding: ClassVar[None] = None
 
     length: Size
     size: Size

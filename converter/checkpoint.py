@@ -196,6 +196,7 @@ def _read(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
         )
     architecture = None if found.is_own or origin.family is None else named(origin.family)
+    spec = spec if architecture is None else architecture.in_files(spec, weights.info)
     leaves = identity_leaves(spec) if architecture is None else architecture.bind_files(spec, weights.info)
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
@@ -227,7 +228,7 @@ def _match(
             if known in checkpoint._found:
                 twice.append(f"{name} and {checkpoint._found[known]}")
             checkpoint._found[known] = name
-        elif architecture is not None and known == architecture.head and checkpoint.spec.head.tied:
+        elif architecture is not None and known == architecture.head and checkpoint.spec.tied:
             heads.append(name)
         elif (
             family is not None and DTYPES[info[name][0]].carrier is not None and (group := family.carries(name, layers))

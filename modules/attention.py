@@ -1,4 +1,4 @@
-"""Causal self-attention: one module for MHA, GQA and MQA, one for latent attention (MLA), rotary, ALiBi or no
+"""Self-attention: one module for MHA, GQA and MQA, one for latent attention (MLA), rotary, ALiBi or no
 positions, windows, two kernels.
 
 `kernel` chooses how scores become outputs: "eager" writes the formula out, "sdpa" calls torch's fused
@@ -57,7 +57,7 @@ class Mixing:
         if spec.kv_expansion == "repeat" and group > 1:
             k, v = _repeat_heads(k, group), _repeat_heads(v, group)
         scores = capped(self._scores(q, k, context), spec.cap)
-        mask = context.additive_mask(spec.window, spec.held, spec.chunked)  # (B or 1, 1, T, S)
+        mask = context.additive_mask(spec.window, spec.held, spec.chunked, spec.causal)  # (B or 1, 1, T, S)
         if mask is not None:
             scores = scores + mask
         wide = scores.dtype if spec.softmax == "input" else torch.promote_types(scores.dtype, torch.float32)
@@ -112,7 +112,7 @@ class Mixing:
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.
-            mask = context.sdpa_mask(spec.window, spec.held, spec.chunked)
+            mask = context.sdpa_mask(spec.window, spec.held, spec.chunked, spec.causal)
         grouped = False
         if spec.kv_expansion == "repeat" and group > 1:
             if mask is None and q.shape[-1] <= 256:
@@ -122,8 +122,9 @@ class Mixing:
                 q = q.reshape(batch, -1, group, q.shape[-1])
             else:
                 k, v = _repeat_heads(k, group), _repeat_heads(v, group)
+        causal = spec.causal and mask is None and steps > 1
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and steps > 1, scale=self.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
         )
         return out.reshape(batch, heads, steps, v.shape[-1])
 
@@ -164,7 +165,7 @@ class AttentionModule(nn.Module):
     @staticmethod
     def cache(spec: Attention) -> LayerCache | None:
         """What a decode keeps of earlier tokens."""
-        return None if spec.kv_from == "earlier" else LayerCache(spec.held)
+        return LayerCache(spec.held) if spec.causal and spec.kv_from != "earlier" else None
 
     def _normed(self, parts: dict[str, Tensor], names: str) -> dict[str, Tensor]:
         """Queries, keys and values, those named behind their norms: of each head, or of all heads at once."""

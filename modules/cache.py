@@ -71,6 +71,7 @@ class Cache:
     """
 
     def __init__(self, spec: ModelSpec) -> None:
+        spec.predicts("a cache of keys and values")
         mixers = [[sublayer.mixer for sublayer in block.sublayers] for block in spec.blocks]
         made = [
             {each.slot: module_of(each).cache(each) for each in block if hasattr(module_of(each), "cache")}

@@ -36,8 +36,8 @@ class Context:
         self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
         self._tables: dict[int, tuple[Turning, Any]] = {}
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
-        self._allowed: dict[tuple[int | None, int | None, bool], Tensor] = {}
-        self._additive: dict[tuple[int | None, int | None, bool], Tensor] = {}
+        self._allowed: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
+        self._additive: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
 
     def tables(self, spec: Turning) -> Any:
         """What positions turn the new tokens by: of rotary ones cos and sin."""
@@ -90,18 +90,26 @@ class Context:
             self._biases[key] = spec, module_of(spec).bias(spec, heads, mask.long(), self.dtype)[..., first:]
         return self._biases[key][1]
 
-    def allowed(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
+    def allowed(
+        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+    ) -> Tensor | None:
         """True where query t may look at key s: (B or 1, 1, T, S). None where it may everywhere. `held` is the window
         of the cache, which may hold more than is seen. With `chunked` windows do not move: they lie side by side from
-        the first token on that is no padding.
+        the first token on that is no padding. Without `causal` they reach as far forward as back.
         """
-        if self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
+        near = window is None or self.steps < window
+        if not causal and near and not self.padded and self.documents is None:
             return None
-        if (window, held, chunked) not in self._allowed:
+        if causal and self.steps == 1 and not self.padded and (window is None or self.keys(held) < window):
+            return None
+        key = (window, held, chunked, causal)
+        if key not in self._allowed:
             device, first = self.position_ids.device, self.first_key(held)
             queries = torch.arange(self.past, self.past + self.steps, device=device)[:, None]
             keys = torch.arange(first, self.past + self.steps, device=device)[None, :]
-            allowed = keys <= queries
+            allowed = keys <= queries if causal else torch.ones_like(keys <= queries)
+            if window is not None and not causal:
+                allowed &= keys < queries + window
             if window is not None and not chunked:
                 allowed &= keys > queries - window
             allowed = allowed[None, None]
@@ -117,21 +125,27 @@ class Context:
                 allowed = allowed & self.attention_mask[:, None, None, first:].bool()
             if self.documents is not None:
                 allowed = allowed & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
-            self._allowed[window, held, chunked] = allowed
-        return self._allowed[window, held, chunked]
+            self._allowed[key] = allowed
+        return self._allowed[key]
 
-    def sdpa_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
+    def sdpa_mask(
+        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+    ) -> Tensor | None:
         """`allowed`, or None where the kernel's own causal mask says the same."""
+        if not causal:
+            return self.allowed(window, held, chunked, causal)
         first_pass = self.past == 0 and (window is None or self.steps < window)
         whole = not self.padded and self.documents is None
         return None if first_pass and whole else self.allowed(window, held, chunked)
 
-    def additive_mask(self, window: int | None, held: int | None, chunked: bool = False) -> Tensor | None:
+    def additive_mask(
+        self, window: int | None, held: int | None, chunked: bool = False, causal: bool = True
+    ) -> Tensor | None:
         """0 where a query may look, the dtype's minimum where not: (B or 1, 1, T, S)."""
-        allowed = self.allowed(window, held, chunked)
+        allowed, key = self.allowed(window, held, chunked, causal), (window, held, chunked, causal)
         if allowed is None:
             return None
-        if (window, held, chunked) not in self._additive:
+        if key not in self._additive:
             zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-            self._additive[window, held, chunked] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
-        return self._additive[window, held, chunked]
+            self._additive[key] = torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return self._additive[key]

@@ -1,4 +1,4 @@
-"""The decoder: a ModelSpec as torch modules, named as the shared names are.
+"""The decoder, or encoder: a ModelSpec as torch modules, named as the shared names are.
 
 One sitting's read of what every family computes; the parts are in layers, positions, attention and context.
 """
@@ -19,14 +19,17 @@ from ..components import (
     Component,
     Embedding,
     Head,
+    HeadTransform,
     LayerEmbedding,
     LearnedPositions,
     LowRankResidual,
     Mixer,
     ModelSpec,
     Norm,
+    Pooler,
     SinusoidalPositions,
     SubLayer,
+    TokenTypes,
 )
 from ..converter.outline import Outline
 from ..errors import UsageError
@@ -34,7 +37,7 @@ from . import attention as _attention  # noqa: F401 - its modules register thems
 from . import feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
 from .context import Context
-from .layers import Linear, capped
+from .layers import ACTIVATIONS, Linear, capped
 from .positions import sinusoids
 from .registry import build_module
 from .streams import Scaling
@@ -93,8 +96,12 @@ class PositionsModule(nn.Module):
             return sinusoids(self.spec, rows).to(dtype)  # type: ignore[arg-type]
         return F.embedding(rows, self.weight)
 
-    def where_not_given(self, attention_mask: Tensor | None, past: int, steps: int, device: torch.device) -> Tensor:
-        """The positions (1 or B, T) of tokens behind `past` others."""
+    def where_not_given(self, input_ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
+        """The positions (1 or B, T) of token ids (B, T) behind `past` others."""
+        steps, device = input_ids.shape[1], input_ids.device
+        if self.spec.padding is not None:
+            counted = (input_ids != self.spec.padding).long()
+            return (counted.cumsum(dim=1) + past) * counted - 1
         if self.spec.counts == "tokens" or attention_mask is None:
             return torch.arange(past, past + steps, device=device)[None]
         mask = attention_mask.long()
@@ -102,28 +109,63 @@ class PositionsModule(nn.Module):
         return (mask.cumsum(dim=1) * mask - 1)[:, past:].clamp(min=-min(self.spec.offset, 1))
 
 
+class _TokenTypesModule(nn.Module):
+    """The stream (B, T, hidden) and types (B, T) -> the stream with their rows; None: all are of the first type."""
+
+    def __init__(self, spec: TokenTypes) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.count, spec.hidden_size))
+
+    def forward(self, x: Tensor, types: Tensor | None) -> Tensor:
+        types = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device) if types is None else types
+        return x + F.embedding(types, self.weight)
+
+
 class Front(nn.Module):
     """What stands before the layers of a tree: token ids (B, T), position ids (1 or B, T) -> the stream (B, T, hidden),
     or streams (streams, B, T, hidden), and what layers read beside it, None where they read nothing.
     """
 
+    embedding: EmbeddingModule
+    positions: PositionsModule | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.embedding = EmbeddingModule(spec.embedding)
-        self.positions = None if spec.positions is None else PositionsModule(spec.positions)
-        self.layer_inputs = None if spec.layer_inputs is None else _LayerEmbeddingModule(spec.layer_inputs)
-        self.streams = None if spec.streams is None else build_module(spec.streams)
+        _build_front(self, spec)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """With an `attention_mask` positions are those of tokens that nobody gives any."""
-        x: Tensor = self.embedding(input_ids)
-        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, x)
-        if self.positions is not None and attention_mask is not None:
-            position_ids = self.positions.where_not_given(attention_mask, 0, input_ids.shape[1], input_ids.device)
-        x = x if self.positions is None else x + self.positions(position_ids, x.dtype)
-        return (x if self.streams is None else self.streams.split(x)), inputs
+        if self.positions is not None and (attention_mask is not None or self.positions.spec.padding is not None):
+            position_ids = self.positions.where_not_given(input_ids, attention_mask)
+        return _embedded(self, input_ids, position_ids, token_types)
+
+
+def _build_front(module: Any, spec: ModelSpec) -> None:
+    """Give a module what stands before the layers of a tree."""
+    module.embedding = EmbeddingModule(spec.embedding)
+    module.token_types = None if spec.token_types is None else _TokenTypesModule(spec.token_types)
+    module.positions = None if spec.positions is None else PositionsModule(spec.positions)
+    module.first_norm = None if spec.first_norm is None else build_module(spec.first_norm)
+    module.layer_inputs = None if spec.layer_inputs is None else _LayerEmbeddingModule(spec.layer_inputs)
+    module.streams = None if spec.streams is None else build_module(spec.streams)
+
+
+def _embedded(
+    module: Any, input_ids: Tensor, position_ids: Tensor, token_types: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What the first layer reads, and what layers read beside the stream."""
+    x: Tensor = module.embedding(input_ids)
+    inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
+    x = x if module.token_types is None else module.token_types(x, token_types)
+    x = x if module.positions is None else x + module.positions(position_ids, x.dtype)
+    x = x if module.first_norm is None else module.first_norm(x)
+    return (x if module.streams is None else module.streams.split(x)), inputs
 
 
 class BlockModule(nn.Module):
@@ -197,6 +239,31 @@ class BlockModule(nn.Module):
         return getattr(self, f"{sublayer.mixer.slot}_{name}")
 
 
+class HeadTransformModule(nn.Module):
+    """norm(activation(dense(x)))."""
+
+    def __init__(self, spec: HeadTransform) -> None:
+        super().__init__()
+        self.dense = Linear(spec.hidden_size, spec.hidden_size, spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.norm = build_module(spec.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))  # type: ignore[no-any-return]
+
+
+class _PoolerModule(nn.Module):
+    """Hidden states (B, T, hidden) -> a vector of each text (B, hidden), made of its first token's."""
+
+    def __init__(self, spec: Pooler) -> None:
+        super().__init__()
+        self.dense = Linear(spec.hidden_size, spec.hidden_size, True)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.activation(self.dense(states[:, 0]))
+
+
 class HeadModule(nn.Module):
     """Hidden states -> logits, with the embedding's matrix where they are tied."""
 
@@ -205,10 +272,12 @@ class HeadModule(nn.Module):
         self.spec = spec
         width = spec.width or spec.hidden_size
         self.projection = None if spec.width is None else Linear(spec.hidden_size, width, False)
+        self.transform = None if spec.transform is None else HeadTransformModule(spec.transform)
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, width))
         self.bias = nn.Parameter(torch.empty(spec.vocab_size)) if spec.bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        x = x if self.transform is None else self.transform(x)
         before = self.spec.scaling == "divide states" and self.spec.multiplier != 1
         x = x / (1 / self.spec.multiplier) if before else x
         x = x if self.projection is None else self.projection(x)
@@ -220,7 +289,7 @@ class HeadModule(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model of any tree. Parameters hold nothing until `modules.load.build` or
+    """A language model of any tree: a decoder, or an encoder. Parameters hold nothing until `modules.load.build` or
     `load_state_dict` fills them.
 
     Args:
@@ -232,6 +301,12 @@ class Decoder(nn.Module):
             a tree that somebody built.
     """
 
+    embedding: EmbeddingModule
+    token_types: nn.Module | None
+    positions: PositionsModule | None
+    layer_inputs: nn.Module | None
+    streams: Any
+
     def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
         super().__init__()
         if attention not in ("sdpa", "eager"):
@@ -240,14 +315,12 @@ class Decoder(nn.Module):
         seen: dict[Component, Component] = {}
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
-        self.embedding = EmbeddingModule(spec.embedding)
-        self.positions = PositionsModule(spec.positions) if spec.positions is not None else None
-        self.layer_inputs = None if spec.layer_inputs is None else _LayerEmbeddingModule(spec.layer_inputs)
-        self.streams = None if spec.streams is None else build_module(spec.streams)
+        _build_front(self, spec)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.joined = None if spec.joined is None else build_module(spec.joined)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
-        self.head = HeadModule(spec.head)
+        self.head = None if spec.head is None else HeadModule(spec.head)
+        self.pooler = None if spec.pooler is None else _PoolerModule(spec.pooler)
 
     def forward(
         self,
@@ -257,8 +330,10 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         last_only: bool = False,
         documents: Tensor | None = None,
+        token_types: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocabulary) of token ids (B, T).
+        """Logits (B, T, vocabulary) of token ids (B, T), or where it has no head hidden states (B, T, hidden), of which
+        `pooler`, where it has one, makes a vector of each text.
 
         Args:
             input_ids: (B, T), int64.
@@ -270,6 +345,8 @@ class Decoder(nn.Module):
             last_only: logits of the last token alone, (B, 1, vocabulary), which is all that decoding needs.
             documents: (B, T), the number of the document that each token is of, where several lie behind one another
                 in a row: attention keeps them apart, and positions that are not given start again at each.
+            token_types: (B, T), the type of each token (which segment it is of), where the model knows such; of the
+                first type where not given.
 
         Raises:
             UsageError: more tokens than the position table has rows; ids, a mask or documents of another shape;
@@ -292,17 +369,19 @@ class Decoder(nn.Module):
                 )
             position_ids = positions_in(documents) if position_ids is None else position_ids
         elif position_ids is None and self.positions is not None:
-            position_ids = self.positions.where_not_given(attention_mask, past, steps, input_ids.device)
+            position_ids = self.positions.where_not_given(input_ids, attention_mask, past)
         elif position_ids is None:
             position_ids = torch.arange(past, past + steps, device=input_ids.device)[None]
-        x = self.embedding(input_ids)
-        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, x)
         if self.positions is not None:
             length = self.positions.spec.length
             if past + steps > length and int(position_ids.max()) >= length:
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
-            x = x + self.positions(position_ids, x.dtype)
-        x = x if self.streams is None else self.streams.split(x)
+        if token_types is not None and (self.token_types is None or token_types.shape != input_ids.shape):
+            raise UsageError(
+                f"token_types of shape {tuple(token_types.shape)} for token ids of {(batch, steps)}",
+                "They are as many as the ids, of a model that has a table of types.",
+            )
+        x, inputs = _embedded(self, input_ids, position_ids, token_types)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         for layer, block in enumerate(self.blocks):
@@ -312,8 +391,8 @@ class Decoder(nn.Module):
             cache.length += steps
         x = x if self.joined is None else self.joined.join(x)
         x = x if self.final_norm is None else self.final_norm(x)
-        logits: Tensor = self.head(x[:, -1:] if last_only else x, self.embedding.weight)
-        return logits
+        x = x[:, -1:] if last_only else x
+        return x if self.head is None else self.head(x, self.embedding.weight)
 
 
 def positions_in(documents: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def generate(
             than the table of positions, a negative max_new_tokens.
         GptkitError: while running: logits that are NaN.
     """
+    model.spec.predicts("generate")
     prompt = _prompt(model, input_ids)
     if max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")

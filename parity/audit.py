@@ -324,7 +324,7 @@ def _pairs(subject: _Subject, spec: ModelSpec, family: Architecture) -> _Pairs:
         known = family.canonical_name(name, pairs.declared, layers)
         if known is None or (known not in pairs.declared and family.carries(name, layers)):
             continue
-        if known == family.head and spec.head.tied:
+        if known == family.head and spec.tied:
             pairs.heads.append(name)
         elif known not in pairs.declared:
             pairs.extra.append(name)

@@ -126,6 +126,8 @@ def compare_heads(
     width = max(each.shape[1] for each in states) * states[0].element_size()
     step = max(1, min(_CHUNK_BYTES // width, _CHUNK_BYTES // (8 * max(1, min(count, _ROWS)))))
     total = before.spec.vocab_size if tokens is None else len(tokens[0])
+    if before.spec.head is None:  # hidden states in the place of logits
+        total, tokens = states[0].shape[1], None
     parts = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     kept = [None, None] if tokens is None else [torch.as_tensor(ids) for ids in tokens]
     heads = [

@@ -238,7 +238,7 @@ def _by_names(side: TensorFiles) -> TensorFiles:
 
 
 def _is_tied(side: TensorFiles) -> bool:
-    return isinstance(side, Checkpoint) and side.spec.head.tied
+    return isinstance(side, Checkpoint) and side.spec.tied
 
 
 def _parameters(checkpoint: TensorFiles) -> list[Parameter]:

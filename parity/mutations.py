@@ -154,7 +154,7 @@ def _disordered(name: str, back: bool = False) -> _Apply:
 
 def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     """The head at random, as a class leaves what it does not find and does not tie."""
-    if not spec.head.tied:
+    if spec.head is None or not spec.head.tied:
         return None
     table = weights["embedding.weight"]
     # On the meta device the shape alone is asked for, and a table may be large.

@@ -29,10 +29,11 @@ from ..errors import GptkitError, InvalidInput, UsageError
 from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
 from .mutations import Weights, of_ports
+from .outputs import outputs_of
 from .passes import hooked
 from .probe import Batch, limits, longest, passed, probe
 from .score import assigned, run_tree, wide_weights
-from .sides import Stream, default_dtype, load_reference, logits_of, quiet, reference_folder, stream_candidate
+from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE
 
 _SHOWN = 3  # mistakes that explain the place and not all of the rest
@@ -337,7 +338,7 @@ def _seen(model: Any, watched: Sequence[Tap], ours: bool, batch: Batch) -> dict[
         seen[index] = valid_rows(value, batch).clone()  # Falcon adds to a module's output in place
 
     with torch.inference_mode(), watching(model, watched, ours, see):
-        logits_of(model, batch.input_ids, batch.attention_mask)
+        outputs_of(model, batch)
     return seen
 
 

@@ -38,12 +38,15 @@ Tokens = tuple[Sequence[int], Sequence[int]]  # the same tokens' ids in two voca
 
 @dataclass(frozen=True)
 class Batch:
-    """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all."""
+    """One probe: token ids (B, T), their mask where there is padding, the rows looked at where those are not all, and
+    the types of tokens (B, T) where some are not of the first.
+    """
 
     name: str
     input_ids: Tensor
     attention_mask: Tensor | None = None
     rows: Tensor | None = None
+    token_types: Tensor | None = None
 
     def valid(self, logits: Tensor) -> Tensor:
         """The logits of real tokens, (N, V): what a model says at padding means nothing. Of a long row every so many,
@@ -122,6 +125,10 @@ def probe(
                 mask[row, slice(0, width) if side == "left" else slice(-width, None)] = 0
         if int(mask.min()) == 0:
             batches.append(Batch(f"{side} padding", padded, mask))
+    if spec.token_types is not None and min(each.token_types.count for each in (spec, *others) if each.token_types) > 1:
+        count = min(each.token_types.count for each in (spec, *others) if each.token_types is not None)
+        types = torch.arange(count).repeat_interleave(-(-padded.shape[1] // count))[: padded.shape[1]]
+        batches.append(Batch("types of tokens", padded[:1], token_types=types[None]))
     reached = [limit for limit in limits(spec, *others) if passed(limit, most, long)]
     batches += [Batch(f"past the {limit}", tokens(1, limit.beyond)) for limit in reached]
     if all(limit.beyond < LONG for limit in reached):
@@ -264,14 +271,15 @@ class Scope:
             spec = msgspec.structs.replace(
                 spec,
                 embedding=msgspec.structs.replace(spec.embedding, vocab_size=len(kept)),
-                head=msgspec.structs.replace(spec.head, vocab_size=len(kept)),
+                head=None if spec.head is None else msgspec.structs.replace(spec.head, vocab_size=len(kept)),
             )
         found = []
         for batch in probe(spec, self.after):
             ids = batch.input_ids[:, : self.most]
             mask = None if batch.attention_mask is None else batch.attention_mask[:, : self.most]
             if mask is None or bool(mask.any()):
-                found.append(Batch(batch.name, ids if kept is None else kept[ids], mask))
+                types = None if batch.token_types is None else batch.token_types[:, : self.most]
+                found.append(Batch(batch.name, ids if kept is None else kept[ids], mask, token_types=types))
         return found
 
     def renamed(self, batch: Batch) -> Batch:

@@ -72,7 +72,7 @@ class Repaired:
         others = {name for name, shape in self._shapes.items() if changed.get(name) is not shape}
         self._changed = self.repair.values | others
         # A tied table is the head's too.
-        ends = ("embedding.weight",) if only == "back" and self.spec.head.tied else ()
+        ends = ("embedding.weight",) if only == "back" and self.spec.tied else ()
         self.touched = {name for name in self._changed if only is None or unit_of(name) == only or name in ends}
         self._made: tuple[frozenset[str], Weights] = frozenset(), {}
 
@@ -106,16 +106,17 @@ def unit_of(name: str) -> _Unit:
     """The unit of a parameter or component by its shared name."""
     if name.startswith("blocks."):
         return int(name.split(".", 2)[1])
-    return "back" if name.startswith(("final_norm", "head")) else "front"
+    return "back" if name.startswith(("final_norm", "head", "pooler")) else "front"
 
 
 def _within(own: ModelSpec, other: ModelSpec, unit: _Unit) -> ModelSpec:
     """A tree with one unit of another."""
     change = msgspec.structs.replace
     if unit == "front":
-        return change(own, embedding=other.embedding, positions=other.positions)
+        front = ("embedding", "token_types", "positions", "first_norm")
+        return change(own, **{name: getattr(other, name) for name in front})
     if unit == "back":
-        return change(own, final_norm=other.final_norm, head=other.head)
+        return change(own, final_norm=other.final_norm, head=other.head, pooler=other.pooler)
     return change(own, blocks=(*own.blocks[:unit], other.blocks[unit], *own.blocks[unit + 1 :]))
 
 
@@ -138,7 +139,7 @@ def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batc
         rows, steps = batch.input_ids.shape
         x, positions = inputs[id(batch)], torch.arange(steps)[None]
         context = Context(rows, steps, 0, False, positions, batch.attention_mask, dtype)
-        front = (batch.input_ids, positions, batch.attention_mask)
+        front = (batch.input_ids, positions, batch.attention_mask, batch.token_types)
         given = front if unit == "front" else (x,) if unit == "back" else (x, context)
         with torch.inference_mode():
             out = batch.valid(module(*given)).double()
@@ -293,7 +294,7 @@ def _repairs(source: Checkpoint, target: Checkpoint) -> Iterator[Repair]:
     for mutation in MUTATIONS:
         if mutation.name != "tied head ignored" and not mutation.in_code:  # a head at random puts nothing right
             yield Repair(mutation.repair, mutation.mend)
-    if spec.head.tied and not own.head.tied and not own.head.bias:
+    if spec.tied and own.head is not None and not own.head.tied and not own.head.bias:
         yield Repair("tying the head to the embedding", tie)
     shapes = {parameter.name: parameter.shape for parameter in own.parameters()}
     lost = frozenset(each.name for each in spec.parameters() if shapes.get(each.name) != each.shape)

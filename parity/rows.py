@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..converter.weights import Tree
-from ..modules.decoder import Decoder, HeadModule
+from ..modules.decoder import Decoder, HeadModule, HeadTransformModule
 from ..modules.layers import Linear, multiply
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
@@ -76,7 +76,9 @@ def states(
             yield parts.pop(0)
 
     with hooked(hooks):
-        found = run_together(lambda batch: model(batch.input_ids, batch.attention_mask), batches, serve)
+        found = run_together(
+            lambda batch: model(batch.input_ids, batch.attention_mask, token_types=batch.token_types), batches, serve
+        )
     if sum(each.nbytes for each in found) > _LARGE_BYTES:
         trim_heaps()
     return found
@@ -97,6 +99,13 @@ def head_rows(
     (N, hidden) to the logits (N, tokens) of these. To be used before the next is asked for.
     """
     head = tree.spec.head
+    if head is None:  # whose states are what is compared
+        yield from (lambda x, own=each: x[..., own] for each in columns)
+        return
+    transform = None
+    if head.transform is not None:
+        make = partial(HeadTransformModule, head.transform)
+        transform = filled(make, partial(tensor_of, tree), dtype, "head.transform")
     weight = tensor_of(tree, "embedding.weight" if head.tied else "head.weight")
     bias = tensor_of(tree, "head.bias") if head.bias else None
     projection = tensor_of(tree, "head.projection.weight") if head.width is not None else None
@@ -104,6 +113,7 @@ def head_rows(
         rows = weight[each].to(dtype)
         with torch.device("meta"):
             module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
+        module.transform = transform
         module.weight = nn.Parameter(rows, requires_grad=False)
         if module.projection is not None and projection is not None:
             module.projection.weight = nn.Parameter(projection.to(dtype), requires_grad=False)
@@ -160,7 +170,7 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
     """The decoder with its linear maps exchanged for `_Rows`, its tables on the meta device, and without its head."""
     with torch.device("meta"):
         model = Decoder(tree.spec).to(dtype).eval()
-    model.head = _Ends()  # type: ignore[assignment]
+    model.head, model.pooler = _Ends(), None  # type: ignore[assignment]
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
     for order, (name, linear) in enumerate(linears):
         parent, _, own = name.rpartition(".")

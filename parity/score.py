@@ -21,6 +21,7 @@ from ..modules import Decoder
 from ..modules.load import load_checkpoint
 from .compare import largest_gap
 from .mutations import Weights, applicable
+from .outputs import outputs_of
 from .probe import AFFORDABLE, LONG, SMALL, TABLES, Batch, limits, longest
 
 
@@ -157,7 +158,7 @@ def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Ite
     model = assigned(spec, weights)
     for batch in batches:
         with torch.inference_mode():
-            logits = batch.valid(model(batch.input_ids, batch.attention_mask))
+            logits = batch.valid(outputs_of(model, batch))
         yield logits
 
 
@@ -182,7 +183,7 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     return replace(
         copy,
         embedding=replace(copy.embedding, vocab_size=vocab),
-        head=replace(copy.head, vocab_size=vocab),
+        head=None if copy.head is None else replace(copy.head, vocab_size=vocab),
         positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
         layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, len(blocks), vocab),
     )

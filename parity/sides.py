@@ -13,7 +13,7 @@ import json
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
 from ..modules.decoder import Decoder
 from ..modules.load import filled, load_checkpoint, tensor_of, view_as_torch
+from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import Batch
 
@@ -101,11 +102,23 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits (B, T, V) of transformers' model or of gptkit's."""
-    given = model(input_ids=input_ids, attention_mask=attention_mask)
-    logits: Tensor = getattr(given, "logits", given)
-    return logits
+def auto_class(config: Mapping[str, Any]) -> Any:
+    """What transformers loads the model of a config.json as: of a causal language model, of one that fills in masked
+    tokens, or of one without a head.
+    """
+    import transformers
+
+    family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is None or not family.base_class:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel if family.spec(config).head is None else transformers.AutoModelForMaskedLM
+
+
+def leave_out(model: Any, parts: Iterable[str]) -> list[str]:
+    """Have transformers' model do without parts that files lack."""
+    for part in parts:
+        setattr(model, part, None)
+    return []
 
 
 def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
@@ -113,8 +126,6 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     its rotary frequencies too. Raises CheckpointError where transformers left a tensor at random or had no use for one,
     and GptkitError where it cannot load the folder at all.
     """
-    import transformers
-
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if (own := own_reference(config, dtype, attention)) is not None:
         stored = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
@@ -125,7 +136,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         return own.eval()
     try:
         with quiet():
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 folder,
                 **_class_options(dtype, attention),
                 output_loading_info=True,
@@ -135,6 +146,13 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()
         raise GptkitError(f"transformers cannot load {folder.name}: {reason[0] if reason else error!r}") from error
+    family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is not None and family.base_class:
+        layers = len(family.spec(config).blocks)
+        info["unexpected_keys"] = [each for each in info["unexpected_keys"] if not family.carries(each, layers)]
+        gone = {name.partition(".")[0] for name in info["missing_keys"]}
+        if gone <= {*family.optional}:
+            info["missing_keys"] = leave_out(model, gone)
     for kind, what in (
         ("missing_keys", "left tensors at random (missing)"),
         ("mismatched_keys", "left tensors at random (mismatched)"),
@@ -245,7 +263,7 @@ class Stream:
                 trim_heaps()
 
         def call(batch: Batch) -> Tensor:
-            return batch.valid(logits_of(self.model, batch.input_ids, batch.attention_mask))
+            return batch.valid(outputs_of(self.model, batch))
 
         stops = (unit.register_forward_pre_hook(lambda *_, n=n: ask(n)) for n, (unit, _) in enumerate(self._units))
         with hooked(stops):
@@ -297,10 +315,10 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, list[_Owner]]]:
 
 def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Stream:
     """gptkit's decoder of a tree, fed from where its tensors lie."""
-    tied = tree.spec.head.tied
+    tied = tree.spec.tied
     with torch.device("meta"):
         model = Decoder(tree.spec, attention).to(dtype).eval()
-    if tied:
+    if model.head is not None and tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
 
@@ -325,7 +343,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         model = own_reference(config, dtype, attention)
         if model is None:
             made = transformers.AutoConfig.for_model(**config)
-            model = transformers.AutoModelForCausalLM.from_config(made, **_class_options(dtype, attention))
+            model = auto_class(config).from_config(made, **_class_options(dtype, attention))
+            leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
@@ -337,8 +356,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
+        module_name = architecture.repeated.get(module_name, module_name)
         name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
-        leaf = table if name == architecture.head and checkpoint.spec.head.tied else leaves[name]
+        leaf = table if name == architecture.head and checkpoint.spec.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
         return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
 

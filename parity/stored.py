@@ -153,7 +153,7 @@ def rows_to_probe(
     first = 0 if source.spec.positions is None else source.spec.positions.offset  # before it is a row of padding
     positions = np.setdiff1d(rows.get(POSITIONS, ids[:0]) - first, np.arange(-first, tokens))
     if not required:
-        if source.spec.head.tied and target.spec.head.tied:
+        if source.spec.tied and target.spec.tied:
             embedding = embedding[:0]  # each row is a token's logit, whatever is read
         embedding = embedding[~_alike_at_the_ends(source, target, EMBEDDING, embedding)]
         positions = positions[~_alike_at_the_ends(source, target, POSITIONS, positions + first)]

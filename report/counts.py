@@ -171,17 +171,21 @@ def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResul
 def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
     spec = model.spec
     ends = spec.embedding if label == "embedding" else spec.head
-    matrix = f"{spec.vocab_size:,} × {ends.width or spec.hidden_size:,}"
-    if ends.width is not None:
+    width = None if ends is None else ends.width
+    matrix = f"{spec.vocab_size:,} × {width or spec.hidden_size:,}"
+    if width is not None:
         matrix += f", projected {'to' if label == 'embedding' else 'from'} {spec.hidden_size:,}"
     if label == "embedding":
-        return matrix
+        return matrix + (f", {spec.token_types.count:,} types of tokens" if spec.token_types is not None else "")
     if label == "positions" and spec.positions is not None:
         return f"learned, {spec.positions.length:,} × {spec.positions.size:,}"
-    if label == "head":
-        more = ["projection"] * (spec.head.width is not None) + ["bias"] * spec.head.bias
+    if label == "head" and spec.head is not None:
+        parts = {"projection": width is not None, "transform": spec.head.transform is not None, "bias": spec.head.bias}
+        more = [name for name, there in parts.items() if there]
         tied = f"tied to the embedding, counted once; {' and '.join(more)}"
-        return tied if spec.head.tied else matrix + " and bias" * spec.head.bias
+        return tied if spec.tied else matrix + " and bias" * spec.head.bias
+    if label == "pooler" and spec.pooler is not None:
+        return f"{spec.hidden_size:,} × {spec.hidden_size:,} and bias, of the first token"
     if label == "router":
         return "a row for each expert"
     aspect = words.get("norm" if label == "norms" else label, "")
@@ -191,7 +195,8 @@ def _what(label: str, model: ModelCount, words: Mapping[str, str]) -> str:
 def _side_by_side(models: Sequence[ModelCount], dtype: str | None, compared: bool) -> Sheet:
     counts = [model.count for model in models]
     labels = list(dict.fromkeys(label for count in counts for label in count.by_component))
-    labels += [] if "head" in labels else ["head"]  # tied in all of them, so that no count has it
+    headless = all(model.spec.head is None for model in models)
+    labels += [] if "head" in labels or headless else ["head"]  # tied in all of them, so that no count has it
     whole = "{:,}".format
     listed: list[tuple[str, Sequence[int | None], str | None, Any]] = []
     listed.append(("layers", [len(model.spec.blocks) for model in models], "dim", whole))
@@ -227,7 +232,8 @@ def _one_below_the_other(page: Layout, models: Sequence[ModelCount], dtype: str 
         columns.append(("active", [f"{count.active:,}" for count in counts]))
     columns.append(("no embedding", [f"{count.non_embedding:,}" for count in counts]))
     columns.append(("layers", [f"{len(model.spec.blocks):,}" for model in models]))
-    columns.append(("head", ["tied" if count.tied else "own" for count in counts]))
+    kinds = ["none" if model.spec.head is None else "tied" if model.spec.tied else "own" for model in models]
+    columns.append(("head", kinds))
     room = page.width - min(_NARROWEST_WORDS, max(len(model.name) for model in models))
     shown: list[tuple[str, list[str]]] = []
     for title, cells in columns:

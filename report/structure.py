@@ -199,16 +199,23 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
     last = f"{of}.{last}" if last.isdecimal() else last
     matrix = sizes(dict(operation.weights).get("weight", ()))
     match operation:
+        case ops.Tokens(types=True):
+            return _Caption("token types", formula="which segment each token is of")
         case ops.Tokens():
             return _Caption("token ids", formula="numbers of the vocabulary's entries")
+        case ops.Stream(id="hidden_states"):
+            return _Caption("hidden states")
         case ops.Stream():
             return _Caption("x", "" if operation.id.endswith(".past") else "the residual stream")
         case ops.Given(words=words, again=again):
             return _Caption(words, "made before this layer" if again else "")
+        case ops.Embed(inputs=(ids,)) if getattr(others.get(ids), "types", False):
+            return _Caption("token types", matrix, f"row of the type, {operation.shape[-1]:,} wide")
         case ops.Embed():
             return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
-        case ops.Positions(weights=weights, offset=offset):
+        case ops.Positions(weights=weights, offset=offset, padding=padding):
             of = f"of the position{f' + {offset}' if offset else ''}"
+            of += "" if padding is None else f", of tokens that are not {padding:,}"
             table = _Caption("positions", matrix, f"row {of}") if weights else None
             return table or _Caption("positions", "sines and cosines", f"sines and cosines {of}")
         case ops.Norm(kind=kind, formula=formula):
@@ -248,6 +255,10 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
         case ops.Cap(limit=limit):
             return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
+        case ops.Softmax(window=window, causal=False):
+            sight = "both directions" + ("" if window is None else f", {window:,} each")
+            near = "all keys" if window is None else f"the keys t − {window - 1:,} … t + {window - 1:,}"
+            return _Caption("softmax", sight, f"softmax over {near} of query t")
         case ops.Softmax(window=window, chunked=chunked):
             sight = "causal" if window is None else f"causal, {'chunks of' if chunked else 'last'} {window:,}"
             first = "0" if window is None else f"t − t mod {window}" if chunked else f"t − {window - 1:,}"
@@ -282,6 +293,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
                 return _Caption("+", "both branches", "attention + feed-forward")
             if isinstance(others.get(branch), ops.Positions):
                 return _Caption("+", "positions added")
+            if isinstance(others.get(branch), ops.Embed):
+                return _Caption("+", "token types added")
             stream = "the norm's output" if isinstance(others.get(past), ops.Norm) else "the stream"
             return _Caption("+", stream, f"{stream} + {branch}")
         case ops.Choose(top_k=top_k, scores=scores):

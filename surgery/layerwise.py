@@ -245,9 +245,11 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
 
 def head_weight(spec: ModelSpec) -> str:
     """The tensor [vocabulary, hidden] that reads the last norm; raises SwapRefused where it reads a projection."""
-    if spec.head.width is not None:
-        raise SwapRefused(f"head has width {spec.head.width}, where this swap expects that of the stream")
-    return "embedding.weight" if spec.head.tied else "head.weight"
+    head = spec.has_head()
+    if head.width is not None or head.transform is not None:
+        there = "a transform before it" if head.width is None else f"width {head.width}"
+        raise SwapRefused(f"head has {there}, where this swap expects that it reads the stream")
+    return "embedding.weight" if spec.tied else "head.weight"
 
 
 def written(spec: ModelSpec) -> list[tuple[str, int]]:
@@ -261,7 +263,7 @@ def written(spec: ModelSpec) -> list[tuple[str, int]]:
 def read_weights(spec: ModelSpec) -> list[str]:
     """What reads it, [out, hidden]; not a tied head, whose matrix is a table."""
     found = [each.weight for layer, block in enumerate(spec.blocks) for each in readers(block, f"blocks.{layer}")]
-    return found + ([] if spec.head.tied else ["head.weight"])
+    return found + ([] if spec.tied else ["head.weight"])
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------

@@ -355,6 +355,7 @@ def _run(
 @torch.inference_mode()
 def states_of(model: Decoder, ids: Tensor) -> Tensor:
     """What comes to the head, (B, T, hidden): the logits of a whole batch would be the most of its memory."""
+    assert model.head is not None
     kept: list[Tensor] = []
 
     def take(_: Any, inputs: Any) -> Any:
@@ -371,6 +372,7 @@ def predicted(model: Decoder, states: Tensor, targets: Tensor) -> list[tuple[Ten
     """Of states (N, hidden) and the tokens that follow: what is lost in nats, in fp64, and how many tokens are
     likelier, of equal ones those with a smaller id.
     """
+    assert model.head is not None
     found, step = [], max(1, _LOGITS // model.spec.vocab_size)
     for part, wanted in zip(torch.split(states, step), torch.split(targets, step), strict=True):
         logits = model.head(part, model.embedding.weight).double()

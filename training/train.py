@@ -347,10 +347,11 @@ def settings_of(
 
 
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
-    """Raise UsageError for a layer that carries a state from token to token, which no mask keeps within a document; and
-    for one whose tokens choose experts, where several processes each have tokens of their own: FSDP2 adds up gradients
-    of what all of them have met.
+    """Raise MissingComponent where no next token is predicted; UsageError for a layer that carries a state from token
+    to token, which no mask keeps within a document, and for one whose tokens choose experts, where several processes
+    each have tokens of their own: FSDP2 adds up gradients of what all of them have met.
     """
+    spec.predicts("training on texts")
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
             if apart and isinstance(each, ops.Scan | ops.Convolve):

@@ -42,7 +42,7 @@ def _written(spec: ModelSpec) -> Mapping[str, Any]:
     return {
         "v_head_dim": spec.blocks[0].attention.value_dim,  # type: ignore[union-attr]
         "scale_depth": next((each for each in tried if each / root == multiplier), multiplier * root),
-        "dim_model_base": max(round(spec.head.multiplier * spec.hidden_size), 1),
+        "dim_model_base": max(round(spec.has_head().multiplier * spec.hidden_size), 1),
     }
 
 

@@ -114,7 +114,7 @@ def plan(request: Request) -> Plan:
     like = plan_output(spec, origin, to, dtypes, compute, None, request.max_shard_bytes, request.source.texts)
     shards = tuple(_lay_out(f"__0_{i}.distcp", shard.outputs) for i, shard in enumerate(like.shards))
     tied = {}
-    if to == "hf" and spec.head.tied:
+    if to == "hf" and spec.tied:
         tied[named(str(request.source.origin.family)).head] = "embedding.weight"
     texts = {name: text for name, text in like.texts.items() if name != INDEX}
     return replace(

@@ -116,8 +116,8 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "experts": blocks(lambda block: hasattr(block.mixer("feed_forward"), "experts")),
     "parallel": blocks(lambda block: block.parallel),
     "serial": blocks(lambda block: not block.parallel),
-    "tied": lambda spec: spec.head.tied,
-    "untied": lambda spec: not spec.head.tied,
+    "tied": lambda spec: spec.tied,
+    "untied": lambda spec: not spec.tied,
     "biases": blocks(has_bias),
     "no biases": lambda spec: not any(map(has_bias, spec.blocks)),
 }
@@ -214,10 +214,10 @@ def ends_row(spec: ModelSpec) -> list[str]:
     counted = count(spec)
     table = spec.vocab_size * spec.hidden_size
     return [
-        "tied" if spec.head.tied else "untied",
+        "tied" if spec.tied else "untied",
         f"{spec.vocab_size:,} × {spec.hidden_size:,}",
         f"{counted.total:,}",
-        share(table * (1 if spec.head.tied else 2), counted.total),
+        share(table * (1 if spec.tied else 2), counted.total),
         f"{costs_of(spec).flops['head']:,}",
     ]
 

@@ -295,7 +295,7 @@ class _LayerFit:
             bias = bias if readers is None else bias[:, list(readers)]
             biased = scores + (bias * spec.scale if position.scaled else bias)
         biased = capped(biased, spec.cap)
-        mask = context.additive_mask(spec.window, spec.window, spec.chunked)
+        mask = context.additive_mask(spec.window, spec.window, spec.chunked, spec.causal)
         biased = biased if mask is None else biased + mask
         if attention.sinks is None:
             return scores, torch.softmax(biased, dim=-1)

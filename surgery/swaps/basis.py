@@ -89,7 +89,7 @@ def in_basis(
     if on_table is not None:
         made["embedding.weight"] = lambda model: into(model, table_rows(model, on_table))
     new = exchanged(spec, {path: norm_of(path, norm) for path, norm in stream_norms(spec)})
-    new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.head, tied=False))
+    new = replace(new, embedding=replace(spec.embedding, norm=None), head=replace(spec.has_head(), tied=False))
     return resized(new, size), tensors | {name: Computed(make) for name, make in made.items()}
 
 

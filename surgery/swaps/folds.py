@@ -131,7 +131,7 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
     notes = ("the head was untied from the embedding: it takes the last norm's weight",)
     summary = {"layers": list(asked.chosen(spec)), "head": whole}
-    return Swapped(new, "exact", tensors, summary, notes if whole and spec.head.tied else ())
+    return Swapped(new, "exact", tensors, summary, notes if whole and spec.tied else ())
 
 
 def _without_bias(norm: Norm) -> Norm:
@@ -170,7 +170,7 @@ def _biases_of(spec: ModelSpec, what: str, layers: tuple[int, ...] | None = None
     """The bias tensors that a name of `NAMES` stands for, in some layers or in all of the model."""
     own = {path: node for path, node in spec.nodes() if what != "norm.bias" or isinstance(node, Norm)}
     if what == "head.bias":
-        own = {"head": spec.head}
+        own = {"head": spec.has_head()}
     found = {f"{path}.{name}" for path, node in own.items() for name in node.weights() if name in NAMES[what]}
     return [
         p.name

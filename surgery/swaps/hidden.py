@@ -92,7 +92,7 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
         tensors = _mapped(spec, again, appended)
         for path, name in _vectors(spec):
             # A tied head multiplies by every copy of the table.
-            tensors[name] = taken(name, appended if path == "final_norm" and spec.head.tied else again)
+            tensors[name] = taken(name, appended if path == "final_norm" and spec.tied else again)
         return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
     centred = {norm.centred for _, norm in every_norm(spec)}
     multiples = f"Possible: multiples of {old}, as {2 * old}"
@@ -145,10 +145,10 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
     if norm is not None:
         # Its output has a mean of its own, so it is worked into the table, which a tied head cannot then share.
         tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
-        if spec.head.tied:
+        if spec.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
             notes = ("the head was untied from the embedding, which took in its norm",)
-        ends = {"embedding": replace(changed.embedding, norm=None), "head": replace(changed.head, tied=False)}
+        ends = {"embedding": replace(changed.embedding, norm=None), "head": replace(changed.has_head(), tied=False)}
         changed = replace(changed, **ends)
     return Swapped(changed, "exact", tensors, {"method": "means"}, notes)
 
@@ -205,7 +205,7 @@ def _are_copies(model: Model, new: int) -> bool:
         return False
     if any(model.wide(name)[:, new:].any() for name in read_weights(spec)):
         return False
-    first = {"final_norm"} if spec.head.tied else set()
+    first = {"final_norm"} if spec.tied else set()
     return all(is_its(name, read if path in first else write) for path, name in _vectors(spec))
 
 
@@ -273,7 +273,7 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
 
     found, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
     notes = ("the head was untied from the embedding: it reads behind the last norm's weight",)
-    return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.head.tied else ())
+    return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.tied else ())
 
 
 ORDER = 170

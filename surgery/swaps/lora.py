@@ -184,10 +184,10 @@ def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
     _require_fitting(adapter, changes, len(spec.blocks))
     changes = _without_copies(adapter, changes, asked)
     new, notes = spec, _about_base(adapter, asked.origin)
-    if spec.head.tied:
+    if spec.tied:
         changes, untied = _ends(adapter, changes, leaves[architecture.head], asked)
         if untied:
-            new = replace(spec, head=replace(spec.head, tied=False))
+            new = replace(spec, head=replace(spec.has_head(), tied=False))
             notes.append("the head was untied from the embedding: the adapter does not change both alike")
     made: dict[str, Tensor] = {HEAD: Moved(EMBEDDING)} if new is not spec else {}
     for change in changes.values():
@@ -217,7 +217,7 @@ def _leaves(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dict[
         raise SwapRefused(
             f"an adapter goes by {family}'s names, and {error.message}", "Merge it before other swaps."
         ) from error
-    if spec.head.tied:
+    if spec.tied:
         shape = (spec.vocab_size, spec.hidden_size)
         leaves[architecture.head] = BoundLeaf(architecture.head, shape, (HEAD,), (shape,), IDENTITY, {})
     return architecture, leaves
@@ -250,7 +250,7 @@ def _changes(
         raise SwapRefused(reason + some_of(unknown, _TOLD), _hint(adapter))
     if not found:
         raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
-    tied = architecture.head if spec.head.tied else ""
+    tied = architecture.head if spec.tied else ""
     sources = {name: (EMBEDDING,) if name == tied else leaves[name].shared for name in found}
     return {name: _Change(leaves[name], sources[name], **what) for name, what in found.items()}
 

@@ -110,7 +110,7 @@ def shifts_taken(
     """The blocks of some layers, or of all with the head, whose linears have biases that take up those of the norms
     that they read; the tensors go into `made`. Raises SwapRefused where a router would have to, but for `routers`.
     """
-    blocks, head = {}, spec.head
+    blocks, head = {}, spec.has_head()
     for layer in range(len(spec.blocks)) if layers is None else layers:
         block, path = spec.blocks[layer], f"blocks.{layer}"
         shifting = {name for name, norm in norms(block, path) if has_bias(norm)}
@@ -159,7 +159,7 @@ def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
     """The exact swap, for all norms or those of some layers."""
     _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = _centred_tree(spec, layers)
-    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.head.tied else ()
+    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.tied else ()
     return Swapped(new, "exact", tensors, _of_layer_norms(spec, layers), notes)
 
 
@@ -300,7 +300,7 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
 
     new, tensors = in_basis(spec, size, lambda _, rows: _off_the_mean(rows), norm_of)
     notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
-    if spec.head.tied:
+    if spec.tied:
         notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
     return Swapped(new, "exact", tensors, record | {"hidden_size": [old, size]}, tuple(notes))
 

@@ -207,9 +207,9 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
     norm = spec.embedding.norm
     if norm is None:
         tensors["embedding.weight"] = joining("embedding.weight")
-        if spec.head.tied:
+        if spec.tied:
             tensors["head.weight"] = Moved("embedding.weight")
-            after = replace(after, head=replace(spec.head, tied=False))
+            after = replace(after, head=replace(spec.has_head(), tied=False))
             notes.append("the head was untied from the embedding: it needs the table without the mean position")
         return after
     if not isinstance(norm, LayerNorm):

@@ -37,7 +37,8 @@ _TOLD = 4  # tokens that a message names
 
 def _tables(spec: ModelSpec) -> list[str]:
     """The tensors that have a row, or an element, for every token."""
-    return ["embedding.weight", *(f"head.{name}" for name in spec.head.shapes() if "." not in name)]
+    rows = {} if spec.head is None else spec.head.shapes()
+    return ["embedding.weight", *(f"head.{name}" for name in rows if "." not in name)]
 
 
 def _picked(ids: Sequence[int]) -> Callable[[Array], Array]:
@@ -60,7 +61,8 @@ def _sized(
     **summary: Any,
 ) -> Swapped:
     """The tree with so many tokens; `tokens` that are kept, by their old ids and by their new ones."""
-    new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=replace(spec.head, vocab_size=size))
+    head = None if spec.head is None else replace(spec.head, vocab_size=size)
+    new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=head)
     told = {"from": spec.vocab_size, "to": size, **summary}
     promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
     return Swapped(new, "exact", _moved(spec, move), told, tuple(notes), promise, files or {})
@@ -210,21 +212,21 @@ _BOTH = ("embedding.weight", "head.weight")
 
 def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
     """The tree with its head tied to the embedding where it was not, or untied."""
-    tied, words = spec.head.tied, {True: "tied", False: "untied"}
-    new = replace(spec, head=replace(spec.head, tied=not tied))
+    tied, words = spec.tied, {True: "tied", False: "untied"}
+    new = replace(spec, head=replace(spec.has_head(), tied=not tied))
     return Swapped(new, guarantee, made, {"from": words[tied], "to": words[not tied], **more}, notes)
 
 
 def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
     """The head with a copy of the table."""
-    if not spec.head.tied:
+    if not spec.has_head().tied:
         raise SwapRefused("the head has a matrix of its own already", "--tie makes it one with the embedding's.")
     return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
 def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
     """One matrix for both: the one that both are, or the mean; with `approximate`, the embedding's for both."""
-    if spec.head.tied:
+    if spec.has_head().tied:
         raise SwapRefused("the head is tied to the embedding already", "--untie gives it a matrix of its own.")
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     table, head = (shapes[name] for name in _BOTH)

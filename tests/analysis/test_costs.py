@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from helpers.covering import covered, facts, few
-from helpers.families import CONFIGS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
+from helpers.families import CONFIGS, DECODERS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
 from helpers.trees import TREES as OTHERS
@@ -290,7 +290,7 @@ def test_six_n() -> None:
 
 
 @few(16)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", DECODERS, ids=str)
 def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, new = spec_of(variant.config), 6
     architecture = architecture_of(variant.config)

@@ -78,7 +78,7 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 
 
 @covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].head is not None])
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ALL[name]
@@ -206,7 +206,8 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
 def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> None:
     spec, batch, tokens = ALL[name], 2, 128
     for dtype in (torch.float32, torch.bfloat16):
-        measured = prefill_peak(model_of(spec, "sdpa", dtype), drawn_ids(spec, batch, tokens), last_only)
+        last = last_only and spec.causal
+        measured = prefill_peak(model_of(spec, "sdpa", dtype), drawn_ids(spec, batch, tokens), last)
         told = peak(spec, Pass(tokens, batch, SIZES[dtype]), "last" if last_only else "all")
         assert told == pytest.approx(measured, rel=0.06)
 

@@ -18,13 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
-from gptkit.architectures.config import (
-    COMMON_IRRELEVANT,
-    ConfigReader,
-    parse_config_text,
-    quantisation,
-    read_config_file,
-)
+from gptkit.architectures.config import ConfigReader, parse_config_text, quantisation, read_config_file
 from gptkit.components import ModelSpec, Rotary
 from gptkit.errors import CannotExpress, ConfigError, GptkitError, UnknownFamily
 from gptkit.modules.positions import inverse_frequencies
@@ -259,8 +253,7 @@ def test_what_is_refused_says_why(family):
 @families
 def test_what_is_irrelevant_changes_nothing(family):
     architecture, config = ARCHITECTURES[family], REPRESENTATIVES[family].config
-    declared = {**COMMON_IRRELEVANT, **architecture.irrelevant}
-    extra = {name: ["anything", math.nan] for name in declared if name != "model_type"}
+    extra = {name: ["anything", math.nan] for name in architecture.ignored if name != "model_type"}
     assert architecture.spec_and_unknown({**config, **extra}) == (architecture.spec(config), [])
 
 

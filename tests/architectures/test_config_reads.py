@@ -17,7 +17,6 @@ from helpers.covering import few
 from helpers.families import REPRESENTATIVES, hf_config, randomised_reference, spec_of
 
 from gptkit.architectures import ARCHITECTURES
-from gptkit.architectures.config import COMMON_IRRELEVANT
 from gptkit.components import Block
 from gptkit.errors import ConfigError
 
@@ -112,7 +111,7 @@ def test_what_was_taken_for_irrelevant_is_of_training_or_output(family: str) -> 
     """A field that the forward code reads may be irrelevant only for a reason that a forward pass without gradients
     gives, or where another value of it changes no bit of transformers' logits.
     """
-    reasons = {**COMMON_IRRELEVANT, **ARCHITECTURES[family].irrelevant}
+    reasons = ARCHITECTURES[family].ignored
     given = {name: reasons[name] for name in read_by_transformers(family) if name in reasons}
     known = (
         "training",

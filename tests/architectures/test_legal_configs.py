@@ -19,6 +19,8 @@ import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import ConfigError
 from gptkit.modules import Cache, Decoder
+from gptkit.parity.outputs import outputs_of
+from gptkit.parity.probe import Batch
 from gptkit.parity.sides import forget_lengths
 from gptkit.parity.verify import verify
 
@@ -69,7 +71,7 @@ def prefill(reference: Any, decoder: Decoder, chosen: random.Random) -> bool:
     reference(
         input_ids=torch.zeros(1, 1, dtype=torch.long)
     )  # a length below every original context forgets longer ones
-    theirs, ours = reference(input_ids=ids, attention_mask=mask).logits, decoder(ids, mask)
+    theirs, ours = (outputs_of(model, Batch("", ids, mask)) for model in (reference, decoder))
     if mask is not None:
         theirs, ours = theirs[mask.bool()], ours[mask.bool()]
     assert bool(theirs.isfinite().all())
@@ -110,6 +112,7 @@ def computed(config: Config, number: int) -> list[str]:
                 # Of a window of 1 transformers' cache keeps everything; see the test of it.
                 if (
                     not keeps_all
+                    and spec.causal
                     and has_cache(reference)
                     and not all(decoding(reference, decoder, chosen) for _ in range(2))
                 ):

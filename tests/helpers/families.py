@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from gptkit.architectures import architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
+from gptkit.parity.sides import auto_class
 
 VOCAB = 97
 
@@ -135,6 +136,25 @@ LLAMA4 = {
     "num_local_experts": 4,
     "attention_chunk_size": 16,
     "floor_scale": 10,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+}
+MODERNBERT = {**BERT, "model_type": "modernbert", "local_attention": 20, "pad_token_id": 0}
+DISTILBERT = {
+    "model_type": "distilbert",
+    "vocab_size": VOCAB,
+    "dim": 48,
+    "hidden_dim": 72,
+    "n_layers": 2,
+    "n_heads": 6,
+    "max_position_embeddings": 256,
 }
 PHIMOE_ROPE = {**LONG_ROPE, "short_mscale": 1.243, "long_mscale": 1.243}
 GRANITE_SWA = {
@@ -1618,6 +1638,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "norm_epsilon": 1e-4,
     },
+    "bert": BERT,
+    "bert-model": {**BERT, "architectures": ["BertModel"], "hidden_act": "relu", "type_vocab_size": 3},
+    "roberta": {**BERT, "model_type": "roberta", "type_vocab_size": 1},
+    "roberta-model": {
+        **BERT,
+        "model_type": "roberta",
+        "architectures": ["RobertaModel"],
+        "pad_token_id": 5,
+        "hidden_act": "gelu_new",
+    },
+    "xlm-roberta": {**BERT, "model_type": "xlm-roberta", "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "camembert": {**BERT, "model_type": "camembert", "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "distilbert": {**DISTILBERT, "tie_word_embeddings": False},
+    "distilbert-model": {**DISTILBERT, "architectures": ["DistilBertModel"], "activation": "relu"},
+    "modernbert": {**MODERNBERT, "num_hidden_layers": 4},
+    "modernbert-biases": {
+        **MODERNBERT,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "local_attention": 33,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+        },
+        **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+        "decoder_bias": False,
+        "classifier_activation": "relu",
+        "tie_word_embeddings": False,
+    },
+    "modernbert-model": {
+        **MODERNBERT,
+        "architectures": ["ModernBertModel"],
+        "global_attn_every_n_layers": 2,
+        "global_rope_theta": 8e4,
+        "local_rope_theta": 2e4,
+    },
     "vaultgemma": {**GEMMA2, "model_type": "vaultgemma"},
     "vaultgemma-uncapped": {
         **GEMMA2,
@@ -1643,17 +1699,23 @@ class Variant:
         return self.name
 
 
+HYPHENED = ("openai-gpt", "xlm-roberta")
+"""Families whose own names have a hyphen."""
+
+
 def _variants() -> list[Variant]:
     seen: set[str] = set()
     variants = []
     for name, config in CONFIGS.items():
-        family = "openai-gpt" if name.startswith("openai-gpt") else name.split("-")[0]
+        family = next((each for each in HYPHENED if name.startswith(each)), name.split("-")[0])
         variants.append(Variant(name, family, config, family not in seen))
         seen.add(family)
     return variants
 
 
 VARIANTS = _variants()
+DECODERS = [variant for variant in VARIANTS if architecture_of(variant.config).spec(variant.config).causal]
+"""Those that generate."""
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 
 DISTINCT = (
@@ -1723,9 +1785,7 @@ def randomised_reference(
 
     Norms' factors vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
     """
-    model = transformers.AutoModelForCausalLM.from_config(
-        hf_config(config), dtype=dtype, attn_implementation=attention
-    ).eval()
+    model = auto_class(config).from_config(hf_config(config), dtype=dtype, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype

@@ -851,7 +851,69 @@ def qwen3_next(chosen: random.Random) -> Config:
     return found | sometimes(chosen, {"norm_topk_prob": False, "mlp_only_layers": dense, "decoder_sparse_step": 2})
 
 
+def bert(chosen: random.Random, hf_name: str = "Bert") -> Config:
+    heads = chosen.choice((1, 2, 3, 5))
+    found = {
+        "hidden_size": heads * chosen.choice(ODD),
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "num_attention_heads": heads,
+        "max_position_embeddings": 256,
+        "architectures": [chosen.choice((f"{hf_name}ForMaskedLM", f"{hf_name}Model"))],
+    }
+    more = {"hidden_act": activation(chosen), "layer_norm_eps": 1e-3, "type_vocab_size": chosen.choice((1, 3))}
+    return found | sometimes(chosen, more)
+
+
+def roberta(chosen: random.Random, hf_name: str = "Roberta") -> Config:
+    return bert(chosen, hf_name) | sometimes(chosen, {"pad_token_id": chosen.choice((0, 3, 40))})
+
+
+def distilbert(chosen: random.Random) -> Config:
+    found = bert(chosen, "DistilBert")
+    names = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}
+    names |= {"num_attention_heads": "n_heads", "hidden_act": "activation"}
+    found = {names.get(name, name): value for name, value in found.items() if name not in ("type_vocab_size",)}
+    found.pop("layer_norm_eps", None)
+    return found | sometimes(chosen, {"tie_word_embeddings": False})
+
+
+def modernbert(chosen: random.Random) -> Config:
+    heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
+    found = {
+        "hidden_size": heads * head_dim,
+        "pad_token_id": 0,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "num_hidden_layers": chosen.choice((1, 2, 3, 4)),
+        "num_attention_heads": heads,
+        "architectures": [chosen.choice(("ModernBertForMaskedLM", "ModernBertModel"))],
+    }
+    kinds = {
+        kind: {**scaling(chosen, head_dim), "rope_theta": 37.5} for kind in ("full_attention", "sliding_attention")
+    }
+    kinds = {kind: each if each["rope_type"] == "linear" else {"rope_theta": 1e4} for kind, each in kinds.items()}
+    flags = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+    more = {
+        **dict.fromkeys(flags, True),
+        "decoder_bias": False,
+        "tie_word_embeddings": False,
+        "hidden_activation": activation(chosen),
+        "classifier_activation": activation(chosen),
+        "norm_eps": 1e-3,
+        "local_attention": chosen.choice((2, 5, 17, 32)),
+        "global_attn_every_n_layers": chosen.choice((1, 2)),
+        "rope_parameters": kinds,
+    }
+    return found | sometimes(chosen, more)
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
+    "bert": bert,
+    "roberta": roberta,
+    "xlm-roberta": lambda chosen: roberta(chosen, "XLMRoberta"),
+    "camembert": lambda chosen: roberta(chosen, "Camembert"),
+    "distilbert": distilbert,
+    "modernbert": modernbert,
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,

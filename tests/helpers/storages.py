@@ -102,7 +102,7 @@ def prefill_peak(model: Decoder, ids: Tensor, last_only: bool) -> int:
     with torch.no_grad():
         model(ids)  # matrices are joined once and for all
         with Alive(model) as alive:
-            model(ids, cache=Cache(model.spec), last_only=last_only)
+            model(ids, cache=Cache(model.spec) if model.spec.causal else None, last_only=last_only)
     return alive.peak
 
 

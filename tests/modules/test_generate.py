@@ -9,6 +9,7 @@ import transformers
 from helpers.covering import examples, few
 from helpers.families import (
     BLOOM,
+    DECODERS,
     FALCON_7B,
     FALCON_RW,
     GPT2,
@@ -17,7 +18,6 @@ from helpers.families import (
     MISTRAL,
     QWEN2,
     QWEN3,
-    VARIANTS,
     VOCAB,
     WINDOWED,
     decoder_from,
@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2-window": {**QWEN2, **WINDOWED},
     "qwen3": QWEN3,
 }
-EVERY = {variant.name: variant.config.get("text_config", variant.config) | UNTIED for variant in VARIANTS} | CASES
+EVERY = {variant.name: variant.config.get("text_config", variant.config) | UNTIED for variant in DECODERS} | CASES
 """All variants of all families: the prompt and what follows go beyond their windows and original contexts."""
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]

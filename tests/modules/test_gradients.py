@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gptkit.architectures import architecture_of
 from gptkit.modules.load import load_random
+from gptkit.parity.outputs import outputs_of
 from gptkit.parity.sides import default_dtype
 from gptkit.testing import Probe, probes
 
@@ -75,11 +76,12 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     if decoder.spec.layer_inputs is not None:  # a token beyond its rows has the first, which is that of padding
         ids = ids.clamp(max=decoder.spec.layer_inputs.table.vocab_size - 1)
     probe = Probe(probe.name, ids, probe.attention_mask)
-    weights = torch.randn(*ids.shape, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    width = 2 * decoder.spec.hidden_size if decoder.spec.head is None else VOCAB
+    weights = torch.randn(*ids.shape, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if probe.attention_mask is not None:
         weights *= probe.attention_mask[..., None]
-    (reference(input_ids=ids, attention_mask=probe.attention_mask).logits * weights).sum().backward()
-    (decoder(ids, probe.attention_mask) * weights).sum().backward()
+    for model in (reference, decoder):
+        (outputs_of(model, probe) * weights).sum().backward()
     found = {name: parameter.grad for name, parameter in decoder.named_parameters()}
     with torch.no_grad():  # a gradient lies in a checkpoint as its parameter does
         for parameter in reference.parameters():

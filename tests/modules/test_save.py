@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from helpers.command import call
 from helpers.covering import few
 from helpers.families import CONFIGS, REPRESENTATIVES, Variant, save_hf, spec_of
@@ -21,6 +20,9 @@ from gptkit.converter.resolve import read_spec
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, InvalidInput, UsageError
 from gptkit.modules import Decoder
+from gptkit.parity.outputs import outputs_of
+from gptkit.parity.probe import Batch
+from gptkit.parity.sides import auto_class
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
 
@@ -75,11 +77,11 @@ def test_transformers_loads_what_was_trained(variant: Variant, tmp_path: Path) -
     model = trained(gptkit.load(tmp_path / "hf", dtype="float32"))
     gptkit.save(model, tmp_path / "out", "hf")
     path = ARCHITECTURES[variant.family].reference(model.spec)[0]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = auto_class(variant.config).from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation=path
     )
     with torch.inference_mode():
-        assert torch.equal(reference.eval()(IDS).logits, logits(model))
+        assert torch.equal(outputs_of(reference.eval(), Batch("", IDS)), outputs_of(model, Batch("", IDS)))
     gptkit.convert(gptkit.save(model, tmp_path / "local"), tmp_path / "by convert", "hf")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "by convert" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()

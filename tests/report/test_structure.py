@@ -68,7 +68,7 @@ class Following:
         return self.decoder.get_submodule(path + node.id)
 
     def tokens(self, node: Node, path: str) -> Tensor:
-        return self.ids
+        return torch.zeros_like(self.ids) if node.operation.types else self.ids  # type: ignore[union-attr]
 
     def embed(self, node: Node, path: str, ids: Tensor) -> Tensor:
         table = self.module(node, path).weight
@@ -92,6 +92,10 @@ class Following:
         module = self.module(node, path)
         if module.weight is None:
             return sinusoids(module.spec, self.at + module.spec.offset).to(torch.float64)
+        padding = node.operation.padding  # type: ignore[union-attr]
+        if padding is not None:
+            real = (self.ids != padding).long()
+            return module.weight[real.cumsum(1) * real - 1 + module.spec.offset]
         return module.weight[self.at + module.spec.offset]
 
     def norm(self, node: Node, path: str, x: Tensor) -> Tensor:
@@ -160,7 +164,9 @@ class Following:
     def softmax(self, node: Node, path: str, scores: Tensor) -> Tensor:
         window = node.operation.window  # type: ignore[union-attr]
         keys, queries = torch.arange(self.total)[None], self.at[:, None]
-        seen = keys <= queries
+        seen = keys <= queries if node.operation.causal else torch.ones(self.total, self.total, dtype=torch.bool)  # type: ignore[union-attr]
+        if window is not None and not node.operation.causal:  # type: ignore[union-attr]
+            seen &= keys < queries + window
         if node.operation.chunked:  # type: ignore[union-attr]
             seen &= keys // window == queries // window
         elif window is not None:

@@ -27,12 +27,12 @@ from gptkit import generate, load, open_checkpoint
 from gptkit.analysis.memory import training_memory
 from gptkit.components import operations as ops
 from gptkit.converter.manifest import check_manifest, manifest_of
-from gptkit.errors import GptkitError, InvalidInput, UsageError
+from gptkit.errors import GptkitError, InvalidInput, MissingComponent, UsageError
 from gptkit.modules.load import load_random
 from gptkit.training import loop, state
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
 from gptkit.training.parallel import Group
-from gptkit.training.train import peak_flops
+from gptkit.training.train import peak_flops, require_trainable
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -114,6 +114,10 @@ def test_every_family_takes_a_step(tmp_path: Path, name: str, dtype: str) -> Non
     again into another's memory.
     """
     spec = spec_of(CONFIGS[name])
+    if not spec.causal:
+        with pytest.raises(MissingComponent, match="both directions"):
+            require_trainable(spec, True, False)
+        return
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, (2, 17))
     windows = Windows(ids[:, :-1].copy(), ids[:, 1:].copy(), np.repeat([[0] * 5 + [1] * 7 + [2] * 4], 2, 0))
     if any(isinstance(each, ops.Scan | ops.Convolve) for b in spec.blocks for each in spec.block_operations(b)):

@@ -1,0 +1,127 @@
+"""What encoders have in common beside `decoder`'s table: attention in both directions, and what stands at either end.
+
+One family has trees of two kinds, by the class that config.json names: with the head of a masked language model, or
+without any, as sentence encoders and classifiers have them (`Architecture.base_class`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..components import FeedForward, Head, HeadTransform, LayerNorm, ModelSpec, Pooler, TokenTypes
+from .config import ConfigReader
+from .decoder import BIASED, Decoder, Field, Fields
+from .families.opt import POST
+from .obstacles import Kinds, of_kind
+
+BERT_FIELDS: Fields = {
+    "vocab_size": Field("vocab", 30522),
+    "hidden_size": Field("hidden", 768),
+    "num_hidden_layers": Field("layers", 12),
+    "num_attention_heads": Field("heads", 12),
+    "intermediate_size": Field("intermediate", 3072),
+    "hidden_act": Field("activation", "gelu"),
+    "max_position_embeddings": Field("context", 512),
+    "layer_norm_eps": Field("eps", 1e-12),
+}
+"""The fields of BertConfig, which most config classes of encoders have."""
+
+OF_BERT: dict[str, str | None] = {
+    **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "training only"),
+    **dict.fromkeys(
+        (
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "pooler_type",
+        ),
+        "a note of TensorFlow's checkpoints",
+    ),
+    "architectures": None,
+}
+"""`Architecture.irrelevant` of BERT's kin, which read the class."""
+
+DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_decoder": ((False, None), "as a decoder this family's attention is causal, and gptkit reads encoders"),
+    "position_embedding_type": (("absolute", None), "positions relative to the query have no component here"),
+}
+"""Fields that BERT's kin refuse beside the common ones."""
+
+ALWAYS_TIED = {"tied": True}
+"""`Decoder.fixed` beside these of families that refuse a head of its own."""
+
+TIED = {"tie_word_embeddings": ((True, None), "a head of its own has two biases in this family, of which one is read")}
+
+TASKS = ("classifier.", "qa_outputs.")
+"""How names begin of what stands on hidden states for another task than to fill in masked tokens."""
+
+
+BOTH_WAYS: dict[str, Any] = {
+    "attention.causal": False,
+    "attention.lie": "as projected",
+    "attention.softmax": "input",
+    "final_norm": False,
+    "head.bias": True,
+}
+"""`Decoder.fixed` of encoders."""
+
+
+@dataclass(frozen=True)
+class Encoder(Decoder):
+    """What is the same in all trees of a family of encoders.
+
+    masked: the classes whose trees have a head. first_norm: whether a norm stands behind all that is embedded. types:
+    the field that says how many types of tokens there are, and what is assumed, where there is a table of them.
+    pooled: whether trees without a head have a pooler, unless files lack it. transform: what its config says of what is
+    before the head, where it is not the layers' activation, or has no bias.
+    """
+
+    inner: type[Any] = FeedForward
+    norm: type[Any] = LayerNorm
+    norms: Any = POST
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {**BOTH_WAYS, **BIASED, **ALWAYS_TIED})
+    rotary: Any = None
+    learned: bool = True
+    masked: tuple[str, ...] = ()
+    first_norm: bool = True
+    types: tuple[str, int] | None = ("type_vocab_size", 2)
+    pooled: bool = False
+    transform: Callable[[ConfigReader], Mapping[str, Any]] = lambda _: {}
+
+    @property
+    def kinds(self) -> Kinds:
+        ends = {HeadTransform, *(() if self.types is None else (TokenTypes,)), *((Pooler,) if self.pooled else ())}
+        return super().kinds | ends
+
+    def read(self, config: ConfigReader, **more: Any) -> ModelSpec:
+        spec = super().read(config, **more)
+        hidden, norm = spec.hidden_size, next(iter(spec.blocks[-1].norms().values()))
+        types = None if self.types is None else config.integer(*self.types)
+        classes = config.raw("architectures")
+        ends: dict[str, Any] = {"head": None}
+        if not isinstance(classes, list) or not classes or not {*map(str, classes)}.isdisjoint(self.masked):
+            own: Any = of_kind(spec.blocks[0].feed_forward, self.inner)
+            transform = {"activation": own.activation, "bias": True, **self.transform(config)}
+            made = HeadTransform(hidden_size=hidden, norm=norm, **transform)
+            ends = {"head": replace(spec.has_head(), transform=made)}
+        elif self.pooled:
+            ends["pooler"] = Pooler(hidden_size=hidden, activation="tanh")
+        return replace(
+            spec,
+            token_types=None if types is None else TokenTypes(count=types, hidden_size=hidden),
+            first_norm=norm if self.first_norm else None,
+            **ends,
+        )
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        types = {} if self.types is None or spec.token_types is None else {self.types[0]: spec.token_types.count}
+        if spec.head is not None:
+            return {**super().write(spec), **types}
+        usual = Head(vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, tied=True)
+        fields = super().write(replace(spec, head=usual, pooler=None))
+        about = {name for name, each in self.fields.items() if each.role.startswith("head.")}
+        return {**{name: value for name, value in fields.items() if name not in about}, **types}

@@ -1,0 +1,156 @@
+"""ModernBERT (Warner et al. 2412.13663): an encoder with rotary positions, gated feed-forwards, norms before sub-layers
+but for the first, and a window on both sides in two layers of three, which turn by a base of their own.
+
+Source: transformers models/modernbert/{configuration,modeling}_modernbert.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from ...components import GatedFeedForward, ModelSpec
+from ..base import Leaf, leaves_of, qkv
+from ..config import ConfigReader
+from ..decoder import PRE, Field, activation_named, name_of, turned_by_kind, write_by_kind
+from ..encoder import BOTH_WAYS, Encoder
+from ..layout import Layout
+from ..rope import ROTARY, RotaryKind
+
+_CONTEXT = Field("context", 8192)
+_KINDS = {
+    "full_attention": RotaryKind(160_000.0, "global_rope_theta", rounding="tables"),
+    "sliding_attention": RotaryKind(10_000.0, "local_rope_theta", rounding="tables"),
+}
+
+
+def _windows(config: ConfigReader, layers: int, _head_dim: int) -> Sequence[Mapping[str, Any]]:
+    """Each layer's: half of `local_attention` on either side, and the token itself."""
+    every = config.integer("global_attn_every_n_layers", 3)
+    types = config.layer_types(["sliding_attention" if layer % every else "full_attention" for layer in range(layers)])
+    window = config.integer("local_attention", 128) // 2 + 1
+    return [{"window": window if each == "sliding_attention" else None} for each in types]
+
+
+def _transform(config: ConfigReader) -> dict[str, Any]:
+    """What is before the head."""
+    bias = config.boolean("classifier_bias", False)
+    return {"activation": activation_named(config, "classifier_activation", "gelu"), "bias": bias}
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    """The config fields that `_windows` and `_transform` read."""
+    fields, transform = write_by_kind(_KINDS)(spec), None if spec.head is None else spec.head.transform
+    sides = 2 * (fields.pop("sliding_window") - 1)
+    fields |= {"local_attention": max(sides, 1)} if "sliding_attention" in fields["layer_types"] else {}
+    if transform is not None:
+        fields |= {"classifier_bias": transform.bias, "classifier_activation": name_of(transform.activation)}
+    return fields
+
+
+_ENCODER = Encoder(
+    {
+        "vocab_size": Field("vocab", 50368),
+        "hidden_size": Field("hidden", 768),
+        "intermediate_size": Field("intermediate", 1152),
+        "num_hidden_layers": Field("layers", 22),
+        "num_attention_heads": Field("heads", 12),
+        "hidden_activation": Field("activation", "gelu"),
+        "max_position_embeddings": _CONTEXT,
+        "norm_eps": Field("eps", 1e-5),
+        "norm_bias": Field("norm.bias", False),
+        "attention_bias": Field("attention.qkv_bias attention.output_bias", False),
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "decoder_bias": Field("head.bias", True),
+        "tie_word_embeddings": Field("tied", True),
+    },
+    masked=("ModernBertForMaskedLM",),
+    inner=GatedFeedForward,
+    norms=PRE,
+    fixed={
+        **{role: value for role, value in BOTH_WAYS.items() if role not in ("attention.softmax", "head.bias")},
+        "attention.fused": True,
+        "attention.fused_rows": "by part",
+        "feed_forward.fused": True,
+        "final_norm": True,
+    },
+    learned=False,
+    embedding_norm=True,
+    first_norm=False,
+    types=None,
+    layers=turned_by_kind(_windows, _KINDS, _CONTEXT),
+    written=_written,
+    transform=_transform,
+)
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree: the first layer reads what the embedding's norm gives."""
+    spec = _ENCODER.read(config)
+    return structs.replace(spec, blocks=(spec.blocks[0].replaced(attention_norm=None), *spec.blocks[1:]))
+
+
+_B, _T = "blocks.{layer}.", "model.layers.{layer}."
+_PARTS = ("1", "1", "1")
+_GATED = (_B + "feed_forward.gate_proj", _B + "feed_forward.up_proj")
+
+MODERNBERT = _ENCODER.architecture(
+    "modernbert",
+    "ModernBertForMaskedLM",
+    (
+        *leaves_of(
+            {
+                "model.embeddings.tok_embeddings": "embedding",
+                "model.embeddings.norm": "embedding.norm",
+                _T + "attn_norm": _B + "attention_norm",
+            }
+        ),
+        Leaf(
+            _T + "attn.Wqkv.weight", qkv("weight"), Layout("(part heads head_dim) hidden", split="part", parts=_PARTS)
+        ),
+        Leaf(_T + "attn.Wqkv.bias", qkv("bias"), Layout("(part heads head_dim)", split="part", parts=_PARTS)),
+        *leaves_of({_T + "attn.Wo": _B + "attention.o_proj", _T + "mlp_norm": _B + "feed_forward_norm"}),
+        Leaf(
+            _T + "mlp.Wi.weight",
+            (f"{_GATED[0]}.weight", f"{_GATED[1]}.weight"),
+            Layout("(part intermediate) hidden", split="part", parts=("1", "1")),
+        ),
+        Leaf(
+            _T + "mlp.Wi.bias",
+            (f"{_GATED[0]}.bias", f"{_GATED[1]}.bias"),
+            Layout("(part intermediate)", split="part", parts=("1", "1")),
+        ),
+        *leaves_of(
+            {
+                _T + "mlp.Wo": _B + "feed_forward.down_proj",
+                "model.final_norm": "final_norm",
+                "head.dense": "head.transform.dense",
+                "head.norm": "head.transform.norm",
+                "decoder": "head",
+            }
+        ),
+    ),
+    released="2024-12",
+    hf_config="ModernBertConfig",
+    base_class="ModernBertModel",
+    head="decoder.weight",
+    kinds=_ENCODER.kinds | ROTARY,
+    read=_read,
+    token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},
+    carried={"tasks": ("head.", "decoder.", "classifier.")},
+    irrelevant={
+        **dict.fromkeys(
+            ("embedding_dropout", "mlp_dropout", "initializer_cutoff_factor", "sparse_pred_ignore_index"),
+            "training only",
+        ),
+        **dict.fromkeys(("cls_token_id", "sep_token_id"), "tokenizer"),
+        "architectures": None,
+        "classifier_pooling": "classification heads",
+        "deterministic_flash_attn": "which kernel computes gradients",
+        "layer_norm_eps": "an older spelling that transformers does not read",
+        "position_embedding_type": "not read by transformers",
+        "reference_compile": "whether transformers compiled it",
+        "repad_logits_with_grad": "training only",
+        "sparse_prediction": "training only",
+    },
+)

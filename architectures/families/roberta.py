@@ -1,0 +1,82 @@
+"""RoBERTa (Liu et al. 1907.11692): BERT's layers, and a table of positions in which tokens of padding are not counted
+and have a row of their own, whatever the attention mask says. XLM-RoBERTa and CamemBERT are it under other names.
+
+Source: transformers models/roberta/{configuration,modeling}_roberta.py.
+"""
+
+from typing import Any
+
+from msgspec import structs
+
+from ...components import LearnedPositions, ModelSpec
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import with_defaults
+from ..encoder import BERT_FIELDS, DECODING, OF_BERT, TASKS, TIED, Encoder
+from ..obstacles import of_kind
+from .bert import embeddings_of, layers_of, renamed_norms
+
+_PADDING = "pad_token_id"
+
+
+def like_roberta(name: str, hf_name: str, released: str, vocab: int) -> Architecture:
+    """A family of these trees under the names that transformers has for it."""
+    encoder = Encoder(
+        with_defaults(BERT_FIELDS, vocab_size=vocab),
+        masked=(f"{hf_name}ForMaskedLM",),
+        pooled=True,
+        transform=lambda _: {"activation": "gelu"},
+    )
+
+    def read(config: ConfigReader) -> ModelSpec:
+        padding, rows = config.raw(_PADDING, 1), config.integer("max_position_embeddings", 512)
+        if type(padding) is not int or not 0 <= padding < rows - 1:
+            raise config.fail(_PADDING, padding, f"an integer from 0, of which positions begin, below {rows - 1}")
+        spec = encoder.read(config)
+        table = LearnedPositions(length=rows - padding - 1, size=spec.hidden_size, offset=padding + 1, padding=padding)
+        return structs.replace(spec, positions=table, context_length=table.length)
+
+    def write(spec: ModelSpec) -> dict[str, Any]:
+        table = of_kind(spec.positions, LearnedPositions)
+        if table.padding is None:
+            raise CannotExpress(f"{name} counts no tokens of padding among positions")
+        rows = {"max_position_embeddings": table.length + table.offset, _PADDING: table.padding}
+        return {**encoder.write(spec), **rows}
+
+    prefix = "roberta."
+    layer = prefix + "encoder.layer.{layer}."
+    norms = ("embeddings.LayerNorm", "encoder.layer.{layer}.attention.output.LayerNorm")
+    norms = (*norms, "encoder.layer.{layer}.output.LayerNorm")
+    return encoder.architecture(
+        name,
+        f"{hf_name}ForMaskedLM",
+        (
+            *embeddings_of(prefix),
+            *layers_of(layer),
+            *leaves_of({prefix + "pooler.dense": "pooler.dense"}),
+            Leaf("lm_head.bias", "head.bias"),
+            *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.layer_norm": "head.transform.norm"}),
+            Leaf("lm_head.decoder.weight", "head.weight"),
+        ),
+        released=released,
+        hf_config=f"{hf_name}Config",
+        base_class=f"{hf_name}Model",
+        head="lm_head.decoder.weight",
+        optional=("pooler",),
+        token_ids={"bos_token_id": 0, "eos_token_id": 2},
+        read=read,
+        write=write,
+        prefix=prefix,
+        aliases=renamed_norms(*(prefix + each for each in norms)),
+        repeated={"lm_head.decoder.bias": "lm_head.bias"},
+        carried={
+            "unused": (f"{prefix}embeddings.position_ids", "lm_head.decoder.bias"),
+            "tasks": (f"{prefix}pooler.", "lm_head.", *TASKS),
+        },
+        irrelevant={**OF_BERT, _PADDING: None},
+        refused={**DECODING, **TIED},
+    )
+
+
+ROBERTA = like_roberta("roberta", "Roberta", "2019-07", 50265)
