@@ -125,6 +125,14 @@ QWEN3_5 = {
 QWEN3_NEXT = {**QWEN3_5, **EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 56}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text"}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
+BAMBA = {
+    **GROUPED_LLAMA,
+    **MAMBA2,
+    "model_type": "bamba",
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1461,6 +1469,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "attention_bias": True,
         },
         "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 24},
+    },
+    "bamba": BAMBA,
+    "bamba-biased": {
+        **BAMBA,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 2,
+        "mamba_expand": 1,
+        "mamba_d_head": GROUPED_LLAMA["hidden_size"] // 8,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": [0.2, 1.5],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        "tie_word_embeddings": True,
     },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {
