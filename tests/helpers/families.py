@@ -133,6 +133,20 @@ BAMBA = {
     "num_hidden_layers": 3,
     "attn_layer_indices": [1],
 }
+GRANITEMOEHYBRID = {
+    **GROUPED_LLAMA,
+    **MAMBA2,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 40,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 4,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.3,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1485,6 +1499,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
         "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "granitemoehybrid-dense": {
+        **GRANITEMOEHYBRID,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "mamba_proj_bias": True,
+        "mamba_d_conv": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e5,
     },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {
