@@ -181,9 +181,10 @@ class Mamba2(Mixer, Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end = "recurrence", f"{path}.o_proj"
         tokens: Sizes = ("B", "T")
-        inner: Sizes = (*tokens, self.heads, self.head_dim)
+        heads: Sizes = (*tokens, self.heads, self.head_dim)
+        inner: Sizes = (*tokens, self.inner)
         group: Sizes = (*tokens, self.groups, self.state_size)
-        sizes: dict[str, Sizes] = {"gate": inner, "x": inner, "b": group, "c": group, "dt": (*tokens, self.heads)}
+        sizes: dict[str, Sizes] = {"gate": inner, "x": heads, "b": group, "c": group, "dt": (*tokens, self.heads)}
         parts: dict[str, Any] = {"together": f"{path}.read", "fused": True}
         found: list[AnyOperation] = [
             linear(self, f"{name}_proj", path, source, size, row, end, **parts) for name, size in sizes.items()
@@ -196,6 +197,7 @@ class Mamba2(Mixer, Component, frozen=True):
         inputs = (*(f"{path}.{name}_activated" for name in _MIXED), f"{path}.dt_proj")
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))
         wide, long, chunk = self.head_dim, self.state_size, self.chunk
+        kept = -(-wide * long // chunk)  # a state's share of a token
         scan = Scan(
             f"{path}.state",
             inputs,
@@ -214,7 +216,9 @@ class Mamba2(Mixer, Component, frozen=True):
             # In a chunk c with b, that with x, what b brings to the state, and what the state says to c.
             chunk_products=self.heads * chunk * (chunk * (wide + long) + 2 * wide * long),
             between=self.heads * wide * long,
-            alive=self.heads * (4 * chunk + 3 * wide + 2 * long),
+            # Weights of pairs, or what the states say, or its sum with what a chunk says; beside each some of a head.
+            alive=self.heads
+            * (5 + max(3 * chunk + 2 * (wide + long), 4 * wide + 3 * long + 3 * kept, 6 * wide + 2 * long + 2 * kept)),
         )
         found.append(scan)
         narrow = self.norm is None

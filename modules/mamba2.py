@@ -101,7 +101,8 @@ class _Mamba2Module(nn.Module):
         states, state = states[:, :-1], states[:, -1]
         said = torch.einsum("bclhn,bchpn->bclhp", c, states) * so_far.exp().permute(0, 2, 3, 1)[..., None]
         y = (within + said).contiguous().reshape(batch, -1, heads, x.shape[-1]) + beside
-        return (y[:, :steps] if padding else y), state.clone()
+        y = y[:, :steps].clone() if padding else y  # of what it is cut from nothing is held
+        return y, state.clone()
 
 
 def _sums(x: Tensor) -> Tensor:

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...components import Mamba2, ModelSpec, RMSNorm
+from ...components import Attention, Mamba2, ModelSpec, RMSNorm, Rotary
 from ...errors import CannotExpress
 from ..base import Leaf, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..decoder import USUAL, Decoder, Field, one_of, with_defaults
 from ..layout import Layout
 from ..obstacles import of_kind
-from ..rope import PART, RotaryKind
+from ..rope import PART, RotaryKind, write_rotaries
 from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
 
+LINEAR = "linear_attention"
 _INFINITE = ({"__float__": "Infinity"}, math.inf)  # as transformers writes it
 
 
@@ -96,8 +97,10 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
         raise config.fail("attn_layer_indices", whole, wanted)
     if config.raw(PART, 0.5) != 0.5:
         raise config.fail(PART, config.raw(PART), "0.5, which is what transformers takes whatever this says")
+    types = ["full_attention" if layer in whole else LINEAR for layer in range(count)]
+    one_of(config, count, types, LINEAR)  # `layer_types` may say the same
     mixer = mamba(config, values)
-    return [None if layer in whole else mixer for layer in range(count)]
+    return [mixer if kind == LINEAR else None for kind in types]
 
 
 def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[ModelSpec], dict[str, Any]]:
@@ -109,6 +112,15 @@ def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[Model
         return {**({} if first is None else write_mamba(first)), **types([each is None for each in mixers])}
 
     return written
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    """Which part of a head turns is read among the rope parameters alone."""
+    mixers = [block.mixer("attention") for block in spec.blocks]
+    attention = of_kind(next((each for each in mixers if each is not None), None), Attention)
+    found = write_rotaries({"all": of_kind(attention.position, Rotary)}, attention.head_dim)
+    own = written_by(lambda whole: {"attn_layer_indices": [n for n, each in enumerate(whole) if each]})
+    return {**own(spec), "rope_scaling": None, "rope_parameters": found["rope_parameters"]["all"], PART: 0.5}
 
 
 _DECODER = Decoder(
@@ -126,7 +138,7 @@ _DECODER = Decoder(
     },
     rotary=RotaryKind(part=PART, whole=0.5),
     recurrent=_recurrences,
-    written=written_by(lambda whole: {"attn_layer_indices": [n for n, each in enumerate(whole) if each]}),
+    written=_written,
 )
 
 

@@ -14,11 +14,10 @@ from ..config import ConfigReader
 from ..decoder import Decoder, Field, Mixtures, none_or_more, one_of
 from ..layout import Layout
 from ..obstacles import of_kind
-from .bamba import mamba, mixer_leaves, written_by
+from .bamba import LINEAR, mamba, mixer_leaves, written_by
 from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
 from .llama import LLAMA_DROPPED, B, T
 from .qwen2_moe import OF_ROUTERS
-from .qwen3_next import LINEAR
 
 
 def _some(config: ConfigReader, name: str, default: int) -> int | None:

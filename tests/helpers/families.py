@@ -1498,6 +1498,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "hidden_act": "gelu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 0.5,
         "tie_word_embeddings": True,
     },
     "granitemoehybrid": GRANITEMOEHYBRID,
@@ -1802,6 +1803,17 @@ def randomised_reference(
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
     return "past_key_values" in inspect.signature(reference.forward).parameters
+
+
+def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
+    """What transformers' class makes of tokens behind a cache, where it has one. Bamba's counts positions from 0 there,
+    unless it is told them, as `generate` does.
+    """
+    told = {} if mask is None else {"attention_mask": mask}
+    if past is not None and reference.config.model_type == "bamba":
+        seen = past.get_seq_length()
+        told["position_ids"] = torch.arange(seen, seen + ids.shape[1])[None]
+    return reference(input_ids=ids, past_key_values=past, use_cache=True, **told)
 
 
 def checkpoint_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
