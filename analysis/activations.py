@@ -12,6 +12,7 @@ one number a row instead of scores, and "eager". torch has no fused kernel where
 out as well, in fp32 whatever the dtype.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -262,7 +263,8 @@ class Keeping:
 
     def _bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
-        return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
+        itemsize = run.wide if operation.kept_wide else run.size
+        return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * itemsize
 
     def _given(self, operation: ops.AnyOperation, index: int = 0) -> _View:
         """An input; what a program is given from outside is as large as what reads it, or as a linear's rows."""
@@ -284,7 +286,7 @@ class Keeping:
     def _follow(self, operation: ops.AnyOperation) -> _View:
         """What an operation keeps, and where its result lies."""
         run, found, size = self.run, self.found, self._bytes(operation)
-        numbers = size // run.size
+        numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
@@ -322,7 +324,7 @@ class Keeping:
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
-                if inside or run.size == run.wide:
+                if inside or self._given(operation).size == numbers * run.wide:
                     self._keep(self._given(operation), "norms")
                 else:  # a copy of its input in fp32
                     found["norms"] += numbers * run.wide
@@ -335,7 +337,9 @@ class Keeping:
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
                 found[operation.row] += size  # tokens and channels exchanged
-                found[operation.row] += operation.parameters * run.size if operation.joined else 0
+                found[operation.row] += (
+                    math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
+                )
                 result.storage.size += (width - 1) * size // run.tokens
             case ops.Linear():
                 self._keep(self._given(operation))

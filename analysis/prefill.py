@@ -96,7 +96,7 @@ class Following:
         """Of a result; of copies that run one after the other, of one."""
         run = self.run
         numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
-        return -(-numbers // operation.apart) * run.size
+        return -(-numbers // operation.apart) * (run.wide if operation.kept_wide else run.size)
 
     def _step(self, operation: ops.AnyOperation) -> _Step:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
@@ -123,7 +123,7 @@ class Following:
             case ops.AltUp():  # what is multiplied, or put together
                 return _Step(size, size)
             case ops.Norm():
-                numbers = size // run.size
+                numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
                 if operation.lies == "kernel":
                     return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
                 # Without its mean, divided, and multiplied by a gain; or divided, beside a copy of narrow rows.

@@ -203,9 +203,12 @@ class Block(Component, frozen=True):
         elif self.residual == "normed":
             short, whole = "serial, residual from the norm", "serial, residual from the norms' output"
         words = {"block": Words(short, data, whole), "norm": self._norms(), "norm eps": self._eps()}
-        for each in self.sublayers:
-            slot, fields = each.mixer.slot, each.untold()
+        untold = {each.mixer.slot: each.untold() for each in self.sublayers}
+        first, *others = untold.values()
+        alike = bool(others) and all(each == first for each in others)
+        for slot, fields in ({"branch": first} if alike else untold).items():
             words["block"] = words["block"].also({f"{slot} {n}": (f"{slot} {w}", v) for n, (w, v) in fields.items()})
+        for each in self.sublayers:
             for aspect, said in each.mixer.aspects().items():
                 words[aspect] = words[aspect].beside(said) if aspect in words else said
         return words | {"bias": self._biases()}

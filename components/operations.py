@@ -42,7 +42,7 @@ class Operation(msgspec.Struct, frozen=True):
     its result are counted. weights: the module's own, by name. copies: so many modules alike, of which a token takes
     some. apart: so many are run one after the other, each on its share of the tokens. held: the id of the operation
     until which the module has a name for the result; without one it is gone after its last use. tied: the operation
-    whose weights it uses.
+    whose weights it uses. kept_wide: its result stays in fp32 at least.
     """
 
     id: str
@@ -54,6 +54,7 @@ class Operation(msgspec.Struct, frozen=True):
     apart: int = 1
     held: str = ""
     tied: str | None = None
+    kept_wide: bool = False
 
     @property
     def parameters(self) -> int:
@@ -252,8 +253,9 @@ class Scan(Operation, frozen=True, kw_only=True):
 
     chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
     takes `chunk_products` multiplications, of which the first is `spared` those with a state, and `alive` numbers a
-    token of it at the worst moment beside inputs and result. Chunks are made again for the backward pass, which keeps
-    none of their steps.
+    token of it at the worst moment beside inputs and result. States of chunks are sums over all of them, the one before
+    the first among them, which takes `between` multiplications for each with each. Chunks are made again for the
+    backward pass, which keeps none of their steps.
     """
 
     state: Shape
@@ -266,6 +268,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     chunk: int = 1
     chunk_products: int = 0
     spared: int = 0
+    between: int = 0
     alive: int = 0
 
 

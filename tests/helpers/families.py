@@ -126,6 +126,22 @@ QWEN3_5 = {
 QWEN3_NEXT = {**QWEN3_5, **EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 56}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text"}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
+BAMBA = {**GROUPED_LLAMA, **MAMBA2, "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}
+GRANITEMOEHYBRID = {
+    **GROUPED_LLAMA,
+    **MAMBA2,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 40,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 4,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.3,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1482,6 +1498,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 24},
     },
+    "bamba": BAMBA,
+    "bamba-biased": {
+        **BAMBA,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 2,
+        "mamba_expand": 1,
+        "mamba_d_head": GROUPED_LLAMA["hidden_size"] // 8,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": [0.2, 1.5],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "granitemoehybrid-dense": {
+        **GRANITEMOEHYBRID,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "mamba_proj_bias": True,
+        "mamba_d_conv": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e5,
+    },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {
         **LLAMA4,
@@ -1811,6 +1857,17 @@ def randomised_reference(
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
     return "past_key_values" in inspect.signature(reference.forward).parameters
+
+
+def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
+    """What transformers' class makes of tokens behind a cache, where it has one. Bamba's counts positions from 0 there,
+    unless it is told them, as `generate` does.
+    """
+    told = {} if mask is None else {"attention_mask": mask}
+    if past is not None and reference.config.model_type == "bamba":
+        seen = past.get_seq_length()
+        told["position_ids"] = torch.arange(seen, seen + ids.shape[1])[None]
+    return reference(input_ids=ids, past_key_values=past, use_cache=True, **told)
 
 
 def checkpoint_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:

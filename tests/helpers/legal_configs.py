@@ -3,6 +3,7 @@
 What is drawn may be small, odd or useless; nothing of it is wrong, so gptkit computes it all.
 """
 
+import math
 import random
 from collections.abc import Callable
 from importlib import import_module
@@ -907,6 +908,71 @@ def modernbert(chosen: random.Random) -> Config:
     return found | sometimes(chosen, more)
 
 
+def mamba2_mixer(chosen: random.Random, hidden: int) -> Config:
+    """Fields of `mamba_`; heads divide what the width is `expand` times."""
+    expand = chosen.choice((1, 2, 3))
+    heads = chosen.choice([each for each in range(1, 13) if hidden * expand % each == 0])
+    own = {
+        "mamba_d_head": hidden * expand // heads,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+    }
+    return {
+        "mamba_n_heads": heads,
+        "mamba_expand": expand,
+        "mamba_n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        "mamba_chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(chosen, own),
+    }
+
+
+def bamba(chosen: random.Random) -> Config:
+    found = llama_like(chosen)
+    found = {name: value for name, value in found.items() if not name.startswith("rope_")}
+    whole = [n for n, kind in enumerate(layer_types(chosen, found, "")) if kind]
+    part = chosen.choice((0.5, 1.0))
+    return {
+        **found,
+        **mamba2_mixer(chosen, found["hidden_size"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 37.5, "partial_rotary_factor": part},
+        "head_dim": chosen.choice((4, 8, 16)),
+        "attn_layer_indices": whole,
+        **sometimes(chosen, {"attention_bias": True, "mlp_bias": True}),
+    }
+
+
+def granitemoehybrid(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found, experts = llama_like(chosen), chosen.choice((0, 1, 2, 3, 5))
+    width = chosen.choice((8, 24, 40, 64)) if experts else found["hidden_size"]
+    head = found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    return {
+        **found,
+        "hidden_size": width,
+        "head_dim": head,
+        **mamba2_mixer(chosen, width),
+        "layer_types": layer_types(chosen, found, "linear_attention"),
+        "intermediate_size": chosen.choice((8, 24, 40)),
+        "shared_intermediate_size": chosen.choice((8, 40)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen.randint(min(1, experts), experts),
+        **sometimes(
+            chosen,
+            {
+                "position_embedding_type": "rope",
+                "attention_bias": True,
+                "embedding_multiplier": 12.0,
+                "attention_multiplier": 0.3,
+                "residual_multiplier": 0.22,
+                "logits_scaling": 6.0,
+            },
+        ),
+    }
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bert": bert,
     "roberta": roberta,
@@ -914,6 +980,8 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "camembert": lambda chosen: roberta(chosen, "Camembert"),
     "distilbert": distilbert,
     "modernbert": modernbert,
+    "bamba": bamba,
+    "granitemoehybrid": granitemoehybrid,
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,

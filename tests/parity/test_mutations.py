@@ -443,7 +443,7 @@ def test_every_mistake_has_a_tree_that_it_can_be_made_in():
     assert IN_TRAITS_ALONE - made == {"head bias dropped"}
 
 
-OUTSIDE = ("granitemoeshared", "granitemoe_swa")
+OUTSIDE = ("granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 """Families whose shared experts transformers adds outside the mixture's module: no module there gives the whole sum."""
 
 

@@ -193,8 +193,27 @@ class Following:
         return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
 
     def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
-        """The gated delta rule, token by token."""
-        assert node.title == "gated delta rule"
+        """Token by token."""
+        made = {"gated delta rule": self.delta_rule, "state space": self.state_space}[node.title]
+        return made(node, path, *given)
+
+    def state_space(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        x, b, c, dt = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        b, c = (each.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for each in (b, c))
+        step = F.softplus(dt + own.dt_bias)
+        if x.shape[1] > 1:
+            step = step.clamp(own.spec.least, own.spec.most)
+        state = self.cached.get(path + node.id, x.new_zeros(x.shape[0], *node.operation.state))  # type: ignore[union-attr]
+        found = []
+        for t in range(x.shape[1]):
+            state = state * torch.exp(-own.A_log.exp() * step[:, t])[:, :, None, None]
+            state = state + torch.einsum("bh,bhp,bhn->bhpn", step[:, t], x[:, t], b[:, t])
+            found.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + own.D[:, None] * x[:, t])
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1).flatten(2)
+
+    def delta_rule(self, node: Node, path: str, *given: Tensor) -> Tensor:
         q, k, v, beta, decay = given
         own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
         q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
