@@ -178,8 +178,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = 
 
 
 class _Shard(NamedTuple):
-    """A rank's part of a tensor: what it holds, the whole's shape, how each dimension of the mesh of ranks shares it out
-    (the dimension of the tensor, None where all hold the same), and where in the mesh the rank is, None where not told.
+    """A rank's part of a tensor: what it holds, the whole's shape, for each dimension of the mesh of ranks the tensor's
+    that is shared out over it (None where all hold the same), and where in the mesh the rank is, None where not told.
     """
 
     local: _Tensor
@@ -501,13 +501,13 @@ class _Stand:
 
     state: Any = None
 
-    def __new__(cls, *args: Any, **named: Any) -> Any:
+    def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
 
     def __init__(self, *args: Any) -> None:
         pass
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *_: Any) -> Any:
         return self
 
     def __setstate__(self, state: Any) -> None:
