@@ -61,7 +61,7 @@ def open_checkpoint(
         reference=found.text,
         path=found.path,
         revision=found.revision,
-        format=str(found.format),
+        format=opened.format or str(found.format),
         spec=opened.spec,
         leaves=opened.leaves,
         dtype="F32",
