@@ -20,6 +20,7 @@ from .delta import *
 from .ends import *
 from .feed_forward import *
 from .latent_attention import *
+from .linear_attention import *
 from .mixture import *
 from .model import *
 from .norms import *
