@@ -281,7 +281,11 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
     heads, width = c.size("n_head"), c.size("n_embd")
     # litgpt adds one to the weights of norms where the model is called so (Config.norm_class).
     c[_OFFSET] = "Gemma" in str(c["name"])
-    filled: dict[str, int | None] = {"n_query_groups": heads, "head_size": width // heads, "intermediate_size": 4 * width}
+    filled: dict[str, int | None] = {
+        "n_query_groups": heads,
+        "head_size": width // heads,
+        "intermediate_size": 4 * width,
+    }
     filled["padded_vocab_size"] = rows
     c.update({name: value for name, value in filled.items() if c[name] is None})
     found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)

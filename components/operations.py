@@ -252,10 +252,11 @@ class Scan(Operation, frozen=True, kw_only=True):
     None where none of its families has such a state.
 
     chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
-    takes `chunk_products` multiplications, of which the first is `spared` those with a state, and `alive` numbers a
-    token of it at the worst moment beside inputs and result. States of chunks are sums over all of them, the one before
-    the first among them, which takes `between` multiplications for each with each. Chunks are made again for the
-    backward pass, which keeps none of their steps.
+    takes `chunk_products` multiplications, of which the first is `spared` those with a state; at the worst moment there
+    are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
+    first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
+    takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
+    their steps.
     """
 
     state: Shape
@@ -270,6 +271,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     spared: int = 0
     between: int = 0
     alive: int = 0
+    within: tuple[int, int] = (0, 0)
 
 
 class Convolve(Operation, frozen=True, kw_only=True):

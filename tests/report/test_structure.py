@@ -193,8 +193,12 @@ class Following:
         return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
 
     def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
-        """Token by token."""
-        made = {"gated delta rule": self.delta_rule, "state space": self.state_space}[node.title]
+        """A recurrence, token by token."""
+        made = {
+            "gated delta rule": self.delta_rule,
+            "state space": self.state_space,
+            "linear attention": self.linear_attention,
+        }[node.title]
         return made(node, path, *given)
 
     def state_space(self, node: Node, path: str, *given: Tensor) -> Tensor:
@@ -228,6 +232,20 @@ class Following:
             found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / q.shape[-1] ** 0.5)
         self.cached[path + node.id] = state
         return torch.stack(found, dim=1)
+
+    def linear_attention(self, node: Node, path: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        """Weights (1 + s + s²/2) of every earlier token, and what decays have left of them."""
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        cached = self.cached.get(path + node.id)
+        kept = [k, v, F.logsigmoid(-gate)]
+        kept = kept if cached is None else [torch.cat(each, dim=1) for each in zip(cached, kept, strict=True)]
+        self.cached[path + node.id] = kept
+        k, v, g = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in kept)
+        s = torch.einsum("bthd,bshd->bhts", q, k) * own.spec.scale
+        past, total = k.shape[1] - q.shape[1], g.cumsum(dim=1).transpose(1, 2)
+        left = (total[:, :, past:, None] - total[:, :, None]).exp().tril(past)
+        weights = (1 + s + s**2 / 2) * left
+        return torch.einsum("bhts,bshd->bthd", weights / weights.sum(dim=-1, keepdim=True), v)
 
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
         learnt = dict(node.weights)
