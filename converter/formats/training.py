@@ -145,7 +145,7 @@ def _described(config: dict[str, Any]) -> tuple[ModelSpec, Origin, list[str]]:
 
 def _with_head(spec: ModelSpec, origin: Origin, unknown: list[str], tied: bool) -> tuple[ModelSpec, Origin, list[str]]:
     """The same with a head that is the embedding, or of its own."""
-    if spec.head.tied == tied or origin.config is None:
+    if spec.tied == tied or origin.config is None:
         return spec, origin, unknown
     return _described({**origin.config, "tie_word_embeddings": tied})
 
