@@ -89,7 +89,7 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def weights(self) -> dict[str, Weight]:
         found = {f"{name}_proj.weight": Weight((size, self.hidden_size), "reads") for name, size in self.widths.items()}
-        found |= {f"{name}_conv.weight": Weight((self.widths[name], self.kernel), "inner") for name in _MIXED}
+        found |= {f"{name}_conv.weight": Weight((self.widths[name], self.kernel), "kernel") for name in _MIXED}
         if self.bias:
             found |= {f"{name}_proj.bias": bias(size) for name, size in self.widths.items()}
         if self.conv_bias:
