@@ -62,5 +62,6 @@ DISTILBERT = _ENCODER.architecture(
         **dict.fromkeys(("dropout", "qa_dropout", "seq_classif_dropout"), "training only"),
         "sinusoidal_pos_embds": "how training begins: the table is stored",
         "output_past": "generation",
+        "tie_weights_": "a note of its authors' code",
     },
 )

@@ -20,8 +20,10 @@ from .bert import embeddings_of, layers_of, renamed_norms
 _PADDING = "pad_token_id"
 
 
-def like_roberta(name: str, hf_name: str, released: str, vocab: int) -> Architecture:
-    """A family of these trees under the names that transformers has for it."""
+def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_first: bool = False) -> Architecture:
+    """A family of these trees under the names that transformers has for it. head_first: whether its class has the head
+    before the rest, which decides the order of tensors in files.
+    """
     encoder = Encoder(
         with_defaults(BERT_FIELDS, vocab_size=vocab),
         masked=(f"{hf_name}ForMaskedLM",),
@@ -48,17 +50,16 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int) -> Architec
     layer = prefix + "encoder.layer.{layer}."
     norms = ("embeddings.LayerNorm", "encoder.layer.{layer}.attention.output.LayerNorm")
     norms = (*norms, "encoder.layer.{layer}.output.LayerNorm")
+    head = (
+        Leaf("lm_head.bias", "head.bias"),
+        *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.layer_norm": "head.transform.norm"}),
+        Leaf("lm_head.decoder.weight", "head.weight"),
+    )
+    base = (*embeddings_of(prefix), *layers_of(layer), *leaves_of({prefix + "pooler.dense": "pooler.dense"}))
     return encoder.architecture(
         name,
         f"{hf_name}ForMaskedLM",
-        (
-            *embeddings_of(prefix),
-            *layers_of(layer),
-            *leaves_of({prefix + "pooler.dense": "pooler.dense"}),
-            Leaf("lm_head.bias", "head.bias"),
-            *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.layer_norm": "head.transform.norm"}),
-            Leaf("lm_head.decoder.weight", "head.weight"),
-        ),
+        (*head, *base) if head_first else (*base, *head),
         released=released,
         hf_config=f"{hf_name}Config",
         base_class=f"{hf_name}Model",

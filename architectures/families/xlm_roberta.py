@@ -5,4 +5,4 @@ Source: transformers models/xlm_roberta/{configuration,modeling}_xlm_roberta.py.
 
 from .roberta import like_roberta
 
-XLM_ROBERTA = like_roberta("xlm-roberta", "XLMRoberta", "2019-11", 30522)
+XLM_ROBERTA = like_roberta("xlm-roberta", "XLMRoberta", "2019-11", 30522, head_first=True)

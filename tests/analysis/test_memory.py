@@ -127,6 +127,7 @@ MEASURED = {
         "gpt_oss": 0.003,
         **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), 0.01),
         "flint": 0.0006,
+        "modernbert": 0.003,
         "llama4_text": 0.33,
     },
     "sdpa": {"cohere": 0.14, "cohere2": 0.15, "cohere2_moe": 0.12, "gpt_neox": 0.14, "llama4_text": 0.39},
@@ -136,7 +137,7 @@ makes a mask for each sequence. Of ERNIE, GLM and Helium neighbours turn as slic
 indices and masks of groups and choices. Of gpt-oss it keeps numbers of the experts'
 rows, but tables half as wide. Of Llama 4 all experts are given all tokens. Of GPT-NeoX sdpa is handed two tensors as
 wide as the model that are made for it. Of Gemma 3n's and 4's norms it keeps the mean of squares and a power of it. Of
-Flint's routers, which it is not to have in bf16, it keeps a copy in fp32.
+Flint's routers, which it is not to have in bf16, it keeps a copy in fp32. Of ModernBERT it keeps a mask less.
 """
 
 

@@ -10,6 +10,7 @@ from helpers.processes import imported
 from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import PATH, Preset, find, nearest, presets, repo_of
+from gptkit.parity.sides import auto_class
 
 UNKNOWN_FIELDS = {"max_sequence_length"}
 """In huggyllama's config.json files, a copy of max_position_embeddings that nothing reads."""
@@ -51,6 +52,9 @@ PUBLISHED = {
     "lfm2-350m": 354_483_968,
     "lfm2-1.2b": 1_170_340_608,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "all-minilm-l6-v2": 22_713_216,
+    "roberta-base": 124_697_433,
+    "distilbert-base-uncased": 66_985_530,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
@@ -60,30 +64,32 @@ every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets
 @every_preset
 def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     (tmp_path / "config.json").write_text(json.dumps(preset.config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    # named_parameters names a tied weight once, by the embedding's name; modules may hold several tensors in one. What
-    # the choice of experts is biased with is a buffer there.
-    stored = model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    named = revert_weight_conversion(model, dict(model.named_parameters()) | buffers)
+        model = auto_class(preset.config).from_config(AutoConfig.from_pretrained(tmp_path))
+    # Modules may hold several tensors in one. What the choice of experts is biased with is a buffer there.
+    state = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    named = revert_weight_conversion(model, every | buffers)
     theirs = {name: tuple(parameter.shape) for name, parameter in named.items()}
 
     architecture = architecture_of(preset.config)
     spec = architecture.spec(preset.config)
-    assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == theirs
+    assert {leaf.checkpoint: leaf.shape for leaf in architecture.bind(spec)} == stored(architecture, spec, theirs)
     biased = sum(buffer.numel() for buffer in buffers.values())
     assert count(spec).total == model.num_parameters() + biased
     # A tied head is the embedding's parameter under a second name, and in neither count.
     twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = spec.vocab_size * (spec.embedding.width or spec.hidden_size) if spec.head.tied else 0
+    tied = spec.vocab_size * (spec.embedding.width or spec.hidden_size) if spec.tied else 0
+    tied += sum(every[name].numel() for name in architecture.repeated if name in every)
     assert twice + biased == count(spec).total + tied
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.head.tied
-    assert [type(model).__name__] == [architecture.hf_class] == preset.config["architectures"]
+    if spec.head is not None:
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.tied
+    assert [type(model).__name__] == [architecture.class_of(spec)] == preset.config["architectures"]
 
 
 @every_preset
@@ -103,6 +109,15 @@ def test_the_tree_goes_back_into_a_config(preset: Preset) -> None:
 @pytest.mark.parametrize(("name", "total"), PUBLISHED.items())
 def test_published_totals(name: str, total: int) -> None:
     assert count(spec_of(name)).total == total
+
+
+@pytest.mark.parametrize(("name", "total"), [("bert-base-uncased", 109_482_240), ("bert-large-uncased", 335_141_888)])
+def test_published_totals_without_the_head(name: str, total: int) -> None:
+    """What is told of BERT is BertModel with its pooler; the files say BertForMaskedLM."""
+    preset = find(name)
+    assert preset is not None
+    config = {**preset.config, "architectures": ["BertModel"]}
+    assert count(architecture_of(config).spec(config)).total == total
 
 
 def spec_of(name: str):
