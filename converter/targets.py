@@ -17,14 +17,14 @@ FORMATS = {
         ("nanogpt", "nanogpt"),
         ("nanogpt_tanh", "nanogpt:TANH"),
         ("dcp", "dcp"),
-        ("training", "training"),
+        ("trained", "trained"),
     )
 }
 """The module of each format (see `formats.Format`), and behind a colon what in it is the format where it is not all of
 it; those of plugins included."""
 
 
-READ_ONLY = "training"
+READ_ONLY = "trained"
 """The one that is read, and not written: what training programs leave (its module tells whose it is)."""
 
 

@@ -33,7 +33,7 @@ _NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
 
-finds = describe = read = None  # a pickle, whose it is is told by what is in it (`training`)
+finds = describe = read = None  # a pickle, whose it is is told by what is in it (`trained`)
 
 
 def opened(file: Path, content: Any) -> Opened:

@@ -234,7 +234,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(f"{path} has {len(weights.info)} tensors for {len(spec.blocks)} layers")
     architecture = family if model.stack is None else None
-    name = "training" if model.stack is None else model.stack.name
+    name = "trained" if model.stack is None else model.stack.name
     return Opened(spec, origin, leaves, weights, tuple(files), notes=notes, architecture=architecture, format=name)
 
 
