@@ -336,7 +336,9 @@ class Keeping:
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
                 found[operation.row] += size  # tokens and channels exchanged
-                found[operation.row] += math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
+                found[operation.row] += (
+                    math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
+                )
                 result.storage.size += (width - 1) * size // run.tokens
             case ops.Linear():
                 self._keep(self._given(operation))

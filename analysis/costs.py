@@ -41,7 +41,8 @@ class Work(msgspec.Struct, frozen=True):
     state: those that are there once for a sequence however long. repeats: how often transformers' cache has them; None
     where none of its families has such a cache. wide: they are in fp32 at least. Tokens that are read at once take
     `a_chunk` multiplications for each `chunk` of them, begun or full, where there is one, `spared` less, and `between`
-    for each of these, and what is before the first, with each; and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
+    for each of these, and what is before the first, with each; and as many more
+    tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
     """
 
     a_token: int = 0

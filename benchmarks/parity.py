@@ -24,15 +24,7 @@ import transformers
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers.families import (  # noqa: E402
-    VARIANTS,
-    Variant,
-    continued,
-    decoder_from,
-    has_cache,
-    randomised_reference,
-    spec_of,
-)
+from helpers.families import VARIANTS, Variant, continued, decoder_from, has_cache, randomised_reference, spec_of  # noqa: E402
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402

@@ -126,13 +126,7 @@ QWEN3_NEXT = {**QWEN3_5, **EXPERTS, "model_type": "qwen3_next", "shared_expert_i
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text"}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
-BAMBA = {
-    **GROUPED_LLAMA,
-    **MAMBA2,
-    "model_type": "bamba",
-    "num_hidden_layers": 3,
-    "attn_layer_indices": [1],
-}
+BAMBA = {**GROUPED_LLAMA, **MAMBA2, "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}
 GRANITEMOEHYBRID = {
     **GROUPED_LLAMA,
     **MAMBA2,

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.covering import covered
-from helpers.families import BLOOM, FALCON, GPT2, GROUPED, LLAMA, VOCAB, continued, decoder_from, randomised_reference, spec_of
+from helpers.families import (
+    BLOOM,
+    FALCON,
+    GPT2,
+    GROUPED,
+    LLAMA,
+    VOCAB,
+    continued,
+    decoder_from,
+    randomised_reference,
+    spec_of,
+)
 
 from gptkit.architectures import architecture_of
 from gptkit.modules import Cache, Decoder
