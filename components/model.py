@@ -5,6 +5,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, ClassVar
 
+import msgspec
+
 from ..display import Shown
 from ..errors import ConfigError
 from .base import Component, Mixer, Parameter, Size
