@@ -101,7 +101,8 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
     largest layer's are there once, under "layer".
     """
-    inputs = len(spec.blocks) * run.rows * spec.stream_size * run.size
+    wide = sum(block.wide for block in spec.blocks[:-1])  # whose result is the next one's input
+    inputs = run.rows * spec.stream_size * (wide * run.wide + (len(spec.blocks) - wide) * run.size)
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
     return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
@@ -324,7 +325,8 @@ class Keeping:
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
-                if inside or self._given(operation).size == numbers * run.wide:
+                narrowed = operation.narrowed and run.size < run.wide
+                if inside or (self._given(operation).size == numbers * run.wide and not narrowed):
                     self._keep(self._given(operation), "norms")
                 else:  # a copy of its input in fp32
                     found["norms"] += numbers * run.wide

@@ -32,7 +32,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     for block in spec.blocks:
         worst = max(worst, held + layers[block].most)
         held += layers[block].left
-    last = stream = run.rows * spec.stream_size * run.size
+    last = stream = run.rows * spec.stream_size * (run.wide if spec.blocks[-1].wide else run.size)
     if ends:  # norms of all tokens, and then logits of those that are asked for
         program = spec.after_blocks()
         first = next(index for index, each in enumerate(program) if each.row == "head")

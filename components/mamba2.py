@@ -25,13 +25,13 @@ class Mamba2(Mixer, Component, frozen=True):
 
         S ← e^(−Δ · exp(A_log)) S + Δ x bᵀ,  y = S c + D x
 
-    with Δ = softplus(dt_proj(x) + dt_bias), which is kept between `least` and `most` where tokens are read at once. Each
-    of `groups` b and c is for heads / groups heads in a row. x, b and c go through a causal convolution, a kernel of
-    `kernel` tokens a channel, and the `activation`. y is multiplied by silu(gate_proj(x)) and normed, in the `groups`
-    too, or with `gated` "behind norm" the other way round.
+    with Δ = softplus(dt_proj(x) + dt_bias), which is kept between `least` and `most` where tokens are read at once.
+    Each of `groups` b and c is for heads / groups heads in a row. x, b and c go through a causal convolution, a kernel
+    of `kernel` tokens a channel, and the `activation`. y is multiplied by silu(gate_proj(x)) and normed, or with
+    `gated` "behind norm" the other way round.
 
-    Tokens that are read at once are taken in chunks of `chunk`, in fp32 at least, as states are. With `bias` the linears
-    that read the stream have one, with `output_bias` what writes it, with `conv_bias` the convolutions.
+    Tokens that are read at once are taken in chunks of `chunk`, in fp32 at least, as states are. With `bias` the
+    linears that read the stream have one, with `output_bias` what writes it, with `conv_bias` the convolutions.
     """
 
     label = "recurrence"
@@ -45,7 +45,7 @@ class Mamba2(Mixer, Component, frozen=True):
         "output_bias": "bias out of the recurrence dropped",
         "conv_bias": "biases of convolutions dropped",
         "norm": "norm of the recurrence left out",
-        "gated": "gate before the norm of the recurrence, not behind it",
+        "gated": "gate before the recurrence's norm, not behind",
         "least": "steps of the recurrence with no least",
         "most": "steps of the recurrence with no most",
     }
@@ -69,8 +69,8 @@ class Mamba2(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.heads % self.groups:
             raise ConfigError(f"{self.heads} heads of a recurrence are no multiple of its {self.groups} groups")
-        if self.norm is not None and (self.norm.size, self.norm.groups) != (self.inner, self.groups):
-            raise ConfigError(f"a norm of {self.norm.size} in {self.norm.groups} on {self.inner} in {self.groups}")
+        if self.norm is not None and self.norm.size != self.inner:
+            raise ConfigError(f"a norm of size {self.norm.size} on heads that are {self.inner} wide together")
 
     @property
     def inner(self) -> int:
@@ -129,8 +129,10 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def share(self, devices: int) -> Self:
         groups = divided(self.groups, devices, "groups of the recurrence")
-        norm = None if self.norm is None else msgspec.structs.replace(self.norm, size=self.inner // devices)
-        norm = None if norm is None else msgspec.structs.replace(norm, groups=groups)
+        norm = self.norm
+        if norm is not None:
+            in_groups = divided(norm.groups, devices, "groups of the recurrence's norm")
+            norm = msgspec.structs.replace(norm, size=norm.size // devices, groups=in_groups)
         return msgspec.structs.replace(self, heads=self.heads // devices, groups=groups, norm=norm)
 
     def small(self, hidden: int) -> Self:
@@ -138,7 +140,7 @@ class Mamba2(Mixer, Component, frozen=True):
         heads = groups * min(self.heads // self.groups, 2)
         norm = self.norm
         if norm is not None:
-            norm = msgspec.structs.replace(norm, size=heads * self.head_dim, groups=groups)
+            norm = msgspec.structs.replace(norm, size=heads * self.head_dim, groups=min(norm.groups, groups))
         return msgspec.structs.replace(self, hidden_size=hidden, groups=groups, heads=heads, norm=norm)
 
     def slips(self) -> dict[str, Self]:
@@ -146,7 +148,7 @@ class Mamba2(Mixer, Component, frozen=True):
         found = {"another activation": msgspec.structs.replace(self, activation=other)}
         if self.norm is not None and self.gated == "before norm":
             behind = msgspec.structs.replace(self, gated="behind norm")
-            found["gate behind the norm of the recurrence, not before it"] = behind
+            found["gate behind the recurrence's norm, not before"] = behind
         return found
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:

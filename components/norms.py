@@ -87,7 +87,8 @@ class LayerNorm(Norm, Component, frozen=True):
         _check_groups(self)
 
     def small(self, size: int) -> Self:
-        return _small(self, size)
+        groups = _groups(self, size)
+        return msgspec.structs.replace(self, size=size, groups=groups)
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
@@ -134,7 +135,8 @@ class RMSNorm(Norm, Component, frozen=True):
         _check_groups(self)
 
     def small(self, size: int) -> Self:
-        return _small(self, size)
+        groups = _groups(self, size)
+        return msgspec.structs.replace(self, size=size, groups=groups)
 
     def weights(self) -> dict[str, Weight]:
         return self.gains()
@@ -153,10 +155,9 @@ def _check_groups(norm: Any) -> None:
         raise ConfigError(f"a row of {norm.size} cannot be cut into {norm.groups} groups")
 
 
-def _small(norm: Any, size: int) -> Any:
-    """For rows of that size, in as many groups as are of the same width."""
-    groups = 1 if norm.groups == 1 else size * norm.groups // norm.size
-    return msgspec.structs.replace(norm, size=size, groups=groups)
+def _groups(norm: Any, size: int) -> int:
+    """As many in rows of that size as are of the same width."""
+    return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:

@@ -104,7 +104,7 @@ class Norm(Operation, frozen=True, kw_only=True):
     kind, formula: what its component says it is. lies: where rows are before the gain: inside a "kernel", or, as steps
     in fp32 at least, in tensors of the "input"'s dtype or of "float32". statistics: numbers a row that are kept for the
     backward pass. gain: what is multiplied by. centred: rows without their mean are a tensor of their own, and the gain
-    is taken in fp32 at least.
+    is taken in fp32 at least. narrowed: of a stream in fp32, which it reads as narrow as the model is.
     """
 
     kind: str
@@ -113,6 +113,7 @@ class Norm(Operation, frozen=True, kw_only=True):
     statistics: int = 1
     gain: Literal["weight", "1 + weight", "none"] = "weight"
     centred: bool = False
+    narrowed: bool = False
 
 
 class Linear(Operation, frozen=True, kw_only=True):

@@ -254,7 +254,7 @@ class RMSNormModule(nn.Module):
         """Of x, and in its dtype; or in another, to which it returns where x is wider."""
         dtype = x.dtype if dtype is None else dtype
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide if self.spec.groups == 1 else wide.unflatten(-1, (self.spec.groups, -1))
+        wide = wide if self.spec.groups == 1 else torch.unflatten(wide, -1, (self.spec.groups, -1))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.eps)
         wide = wide if self.spec.groups == 1 else wide.flatten(-2)
         cast_first = self.spec.cast == "before_weight"

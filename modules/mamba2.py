@@ -67,8 +67,9 @@ class _Mamba2Module(nn.Module):
         wide = torch.promote_types(y.dtype, torch.float32)
         opened = F.silu(gate.to(wide))
         if self.spec.gated == "behind norm":
-            return (self.norm(y.to(wide)) * opened).to(y.dtype)
-        return self.norm(y.to(wide) * opened, y.dtype)  # type: ignore[no-any-return]
+            return torch.mul(self.norm(y.to(wide)), opened).to(y.dtype)
+        normed: Tensor = self.norm(y.to(wide) * opened, y.dtype)
+        return normed
 
     def _chunks(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """y (B, T, heads, head_dim) of many tokens, in fp32 at least, and the state that they leave."""
@@ -82,7 +83,8 @@ class _Mamba2Module(nn.Module):
         padding = -steps % spec.chunk
 
         def chunks(each: Tensor) -> Tensor:
-            return F.pad(each, (0, 0) * (each.dim() - 2) + (0, padding)).unflatten(1, (-1, spec.chunk))
+            padded = F.pad(each, (0, 0) * (each.dim() - 2) + (0, padding))
+            return torch.unflatten(padded, 1, (-1, spec.chunk))
 
         beside = passed[..., None] * F.pad(x, (0, 0, 0, 0, 0, padding))
         decay = -rates.to(wide).exp() * dt.to(wide)

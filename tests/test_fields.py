@@ -70,6 +70,7 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("YarnScaling", "beta_fast"): yarn(beta_fast=4.0),
         ("YarnScaling", "beta_slow"): yarn(beta_slow=3.0),
         ("YarnScaling", "truncate"): yarn(truncate=False),
+        ("Mamba2", "gated"): changed(SPECS["bamba"], "Mamba2", gated="behind norm"),
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],

@@ -4,6 +4,7 @@ Source: transformers models/bamba/{configuration,modeling}_bamba.py.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,29 +19,29 @@ from ..rope import PART, RotaryKind, write_rotaries
 from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, B, T
 
 LINEAR = "linear_attention"
-_INFINITE = ({"__float__": "Infinity"}, math.inf)  # as transformers writes it
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 def limits(config: ConfigReader) -> dict[str, Any]:
     """Between what steps are kept, `least` and `most` of the component, by `time_step_limit`."""
-    found = config.raw("time_step_limit", (0.0, math.inf))
-    least, most = found if isinstance(found, list | tuple) and len(found) == 2 else (None, None)
-    most = math.inf if most in _INFINITE else most
-    fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (least, most))
-    if not fine or not 0 <= least <= 1e30 or not (least <= most <= 1e30 or most == math.inf) or not most:
+    found: Any = config.raw("time_step_limit", (0.0, math.inf))
+    numbers = [math.inf if each == _INFINITE else each for each in found] if isinstance(found, list | tuple) else []
+    fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+    if len(numbers) != 2 or not fine or not 0 <= numbers[0] <= min(1e30, numbers[1]) or not 0 < numbers[1]:
         raise config.fail("time_step_limit", found, "two numbers from 0, the larger one last")
-    return {"least": float(least), "most": None if most == math.inf else float(most)}
+    least, most = (float(min(each, sys.float_info.max)) for each in numbers)
+    return {"least": least, "most": None if numbers[1] == math.inf else most}
 
 
 def write_limits(mixer: Mamba2) -> dict[str, Any]:
     """The field that `limits` reads, where it says something."""
     if (mixer.least, mixer.most) == (0, None):
         return {}
-    return {"time_step_limit": [mixer.least, _INFINITE[0] if mixer.most is None else mixer.most]}
+    return {"time_step_limit": [mixer.least, _INFINITE if mixer.most is None else mixer.most]}
 
 
 def sizes(config: ConfigReader, values: Mapping[str, Any], *, inner: int | None = None) -> dict[str, Any]:
-    """The sizes of Mamba-2 by fields of `mamba_`; `inner`: how wide its heads are together, where another field says."""
+    """The sizes of Mamba-2 by fields of `mamba_`; `inner`: how wide its heads are together, where they say it not."""
     heads, expand = config.integer("mamba_n_heads", 128), config.integer("mamba_expand", 2)
     inner = values["hidden"] * expand if inner is None else inner
     groups, width = config.integer("mamba_n_groups", 1), config.raw("mamba_d_head", "auto")

@@ -237,7 +237,7 @@ def test_greedy_decode_is_transformers_to_the_bit(variant, dtype, attention):
     ids = next(probes(10, 1, (), VOCAB)).input_ids
     worst = []
     with torch.inference_mode():
-        theirs = reference(input_ids=ids, use_cache=True)
+        theirs = continued(reference, ids, None)
         ours = decoder(ids, cache=cache)
         for _ in range(48 if variant.representative and variant.family in WHOLE else 24):
             worst.append(largest_difference(ours, theirs.logits))

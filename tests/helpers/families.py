@@ -142,6 +142,17 @@ GRANITEMOEHYBRID = {
     "residual_multiplier": 0.7,
     "logits_scaling": 1.3,
 }
+MAMBA2_ALONE = {
+    "model_type": "mamba2",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 12,
+    "n_groups": 2,
+    "state_size": 12,
+    "chunk_size": 16,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1528,6 +1539,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 2e5,
     },
+    "mamba2": MAMBA2_ALONE,
+    "mamba2-narrow": {
+        **MAMBA2_ALONE,
+        "n_groups": 8,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-3,
+        "hidden_act": "gelu",
+    },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {
         **LLAMA4,
@@ -1856,7 +1879,7 @@ def randomised_reference(
 
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
-    return "past_key_values" in inspect.signature(reference.forward).parameters
+    return not {"past_key_values", "cache_params"}.isdisjoint(inspect.signature(reference.forward).parameters)
 
 
 def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
@@ -1864,6 +1887,10 @@ def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor |
     unless it is told them, as `generate` does.
     """
     told = {} if mask is None else {"attention_mask": mask}
+    if "cache_params" in inspect.signature(reference.forward).parameters:
+        found = reference(input_ids=ids, cache_params=past, use_cache=True, **told)
+        found.past_key_values = found.cache_params
+        return found
     if past is not None and reference.config.model_type == "bamba":
         seen = past.get_seq_length()
         told["position_ids"] = torch.arange(seen, seen + ids.shape[1])[None]

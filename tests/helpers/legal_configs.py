@@ -973,6 +973,35 @@ def granitemoehybrid(chosen: random.Random) -> Config:
     }
 
 
+def mamba2(chosen: random.Random) -> Config:
+    expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
+    while heads * width % expand:
+        expand -= 1
+    return {
+        "hidden_size": heads * width // expand,
+        "expand": expand,
+        "num_heads": heads,
+        "head_dim": width,
+        "n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(
+            chosen,
+            {
+                "use_bias": True,
+                "use_conv_bias": False,
+                "residual_in_fp32": False,
+                "tie_word_embeddings": True,
+                "hidden_act": activation(chosen),
+                "layer_norm_epsilon": 1e-3,
+                "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+            },
+        ),
+    }
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bert": bert,
     "roberta": roberta,
@@ -982,6 +1011,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "modernbert": modernbert,
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
+    "mamba2": mamba2,
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,

@@ -452,10 +452,14 @@ def test_every_component_with_a_weight_is_looked_at(variant):
     architecture = architecture_of(variant.config)
     spec = architecture.spec(variant.config)
     watched = {tap.label for tap in taps(architecture, spec)}
+    slots = {each.mixer.slot for block in spec.blocks for each in block.sublayers}
     inside = {MIXED["attention.o_proj"], *(["feed-forward experts"] if _mixtures(spec) else MIXED.values())}
+    heads = {f"attention {each}" for each in "qkv"}
+    inside, heads = (inside, heads) if "attention" in slots else (set(), set())
     last = {"final norm"} if spec.final_norm is not None and spec.final_norm.weights() else set()
     seen = inside - {"feed-forward experts"} if variant.family in OUTSIDE else inside
-    assert {"embedding", "attention q", "attention k", "attention v", *seen, *last} <= watched
+    assert {"embedding", *heads, *seen, *last} <= watched
+    assert slots <= {label.split()[0].replace("-", "_") for label in watched}
     assert inside == seen or not inside <= watched
     reference = randomised_reference(variant.config, torch.float32, architecture.reference(spec)[0])
     modules = dict(reference.named_modules())
