@@ -54,8 +54,8 @@ def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibr
             missing = (layer.x - here) / sublayer.multiplier if added(sublayer) else 0
             bias = 0 if mixer.o_proj.bias is None else mixer.o_proj.bias
             stream = layer.x + sublayer.multiplier * made
-            start = mixer.o_proj.weight.double()
-            mixer.o_proj.weight.copy_(refit(start, inner, made - bias + missing, stream))
+            weight: Tensor = mixer.o_proj.weight
+            weight.copy_(refit(weight.double(), inner, made - bias + missing, stream))
         names = [name for name in mixer.state_dict() if name.startswith(("q_proj", "gate_proj", "o_proj.weight"))]
         found = {f"blocks.{layer.index}.recurrence.{name}": mixer.state_dict()[name].double() for name in names}
         student, down = refit_down(new, here, layer.output, context)
