@@ -29,9 +29,9 @@ def generate(
     seed: int | None = option("N", "The seed of sampling, for the same text twice.", min=0),
     beams: int | None = option("N", "Search with so many beams for the likeliest text.", min=2),
     length_penalty: float | None = option(
-        "P", "Beams: what ends is scored by its log-probability over its length to this power. [default: 1]"
+        "P", "With --beams: divide log-probabilities by lengths to this power, by default 1."
     ),
-    early_stopping: bool = flag("--early-stopping", "Beams: stop as soon as so many have ended."),
+    early_stopping: bool = flag("--early-stopping", "With --beams: end with the first so many texts."),
     dtype: str | None = option(
         "DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS)
     ),

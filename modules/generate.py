@@ -192,28 +192,27 @@ def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageE
 
 
 class _Limits:
-    """What a model says of how long a text may be, as it grows; `tell` is told once of each."""
+    """What a model says of how long a text may be, in a line where it is so long, as it grows."""
 
-    def __init__(self, spec: ModelSpec, tell: Callable[[str], None]) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
         grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
         self.table, self.context = spec.positions, spec.context_length if rotaries and not grows else None
         scalings = [each.scaling for each in rotaries if isinstance(each.scaling, LongRopeScaling)]
         self.renewing = {each.original_context for each in scalings if each.renewed}
-        self.tell = tell
 
-    def end(self, read: int) -> bool:
-        """Whether a text of so many tokens is one too long to be read."""
-        full = self.table is not None and read > self.table.length
-        if full and self.table is not None:
-            self.tell(f"the text ends here: the model's table of {self.table.length:,} positions is full")
-        return full
+    def full(self, read: int) -> str:
+        """Of a text of so many tokens that is too long to be read."""
+        if self.table is None or read <= self.table.length:
+            return ""
+        return f"the text ends here: the model's table of {self.table.length:,} positions is full"
 
-    def passed(self, read: int, first: bool) -> None:
-        """Tell where a text of so many tokens goes past the context."""
-        if self.context is not None and read > self.context and (first or read == self.context + 1):
-            told = f"the text is longer than the model's context of {self.context:,} tokens"
-            self.tell(f"{told}: expect nonsense from there on")
+    def passed(self, read: int, first: bool) -> str:
+        """Of a text of so many tokens that is the first beyond the context."""
+        if self.context is None or read <= self.context or not (first or read == self.context + 1):
+            return ""
+        told = f"the text is longer than the model's context of {self.context:,} tokens"
+        return f"{told}: expect nonsense from there on"
 
     def renewed(self, read: int) -> bool:
         """Whether what tokens before the last left was turned by other angles than a text of so many tokens is."""
@@ -236,13 +235,15 @@ def _stream(
             generator.seed()
         else:
             generator.manual_seed(sampling.seed)
-    limits = _Limits(spec, tell)
+    limits = _Limits(spec)
     ids, text = prompt, prompt[0].tolist()
     for step in range(max_new_tokens):
         read = prompt.shape[1] + step
-        if limits.end(read):
+        if line := limits.full(read):
+            tell(line)
             return
-        limits.passed(read, step == 0)
+        if line := limits.passed(read, step == 0):
+            tell(line)
         if step and limits.renewed(read):
             cache, ids = Cache(spec), prompt.new_tensor([text])
         ids = _next(model, ids, cache, sampling, generator)
@@ -268,14 +269,20 @@ def _searched(
 ) -> Iterator[int]:
     """The best continuation, when it is asked for."""
     if max_new_tokens:
-        yield from _search(model, prompt, max_new_tokens, beams, stop, _Limits(model.spec, tell))
+        found, lines = _search(model, prompt, max_new_tokens, beams, stop)
+        for line in lines:
+            tell(line)
+        yield from found
 
 
 @torch.inference_mode()
 def _search(
-    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int], limits: _Limits
-) -> list[int]:
-    """As transformers' _beam_search, whose tensors have the same shapes: what ties is chosen in one order."""
+    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int]
+) -> tuple[list[int], list[str]]:
+    """The best continuation, and what is to be told. As transformers' _beam_search, whose tensors have the same shapes:
+    what ties is chosen in one order.
+    """
+    limits, lines = _Limits(model.spec), list[str]()
     count, length, cache = beams.count, prompt.shape[1], Cache(model.spec)
     candidates = max(2, 1 + len(stop)) * count
     running = ids = prompt.repeat(count, 1)  # (count, tokens)
@@ -286,7 +293,7 @@ def _search(
     done = torch.zeros(1, count, dtype=torch.bool, device=prompt.device)
     improving = True
     for step in range(max_new_tokens):
-        limits.passed(length + step, step == 0)
+        lines.append(limits.passed(length + step, step == 0))
         if step and limits.renewed(length + step):
             cache, ids = Cache(model.spec), running
         logits = model(ids, cache=cache, last_only=True)[:, -1].float()
@@ -295,7 +302,9 @@ def _search(
         found = (logits.log_softmax(dim=-1) + scores[0, :, None]).reshape(1, -1)
         best, places = found.topk(candidates)
         rows, tokens = places[0] // logits.shape[-1], places[0] % logits.shape[-1]
-        last = step + 1 == max_new_tokens or limits.end(length + step + 1)
+        full = "" if step + 1 == max_new_tokens else limits.full(length + step + 1)
+        lines.append(full)
+        last = step + 1 == max_new_tokens or bool(full)
         ends = torch.tensor([[last or token in stop for token in tokens.tolist()]], device=prompt.device)
         # Those that end here, if they are among the first, in one order with those that ended before.
         new = best / (step + 1) ** beams.length_penalty
@@ -317,7 +326,7 @@ def _search(
             improving = improving and bool(scores[0, 0] / (step + 1) ** beams.length_penalty > ended.min())
         if not improving or (bool(done.all()) and beams.early_stopping) or bool(ends.all()):
             break
-    return texts[0]
+    return texts[0], [line for line in lines if line]
 
 
 # Step by step, because around a `yield` the mode would hold in the caller's code too.

@@ -91,7 +91,8 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     every = torch.stack([errors(rate) for rate in _RATES])  # (rates, factors, H)
     least = torch.unflatten(every.amin(dim=1), -1, (spec.kv_heads, -1)).sum(dim=-1)  # (rates, KV)
     rates = least.argmin(dim=0)
-    mixer.gate_proj.bias.copy_(torch.tensor([_opened(_RATES[each]) for each in rates.tolist()]))
+    gates: Any = mixer.gate_proj
+    gates.bias.copy_(torch.tensor([_opened(_RATES[each]) for each in rates.tolist()]))
     chosen = every[rates.repeat_interleave(spec.group), :, torch.arange(spec.heads)].argmin(dim=1)  # (H,)
     scale = torch.tensor(factors)[chosen].repeat_interleave(spec.head_dim)
     mixer.q_proj.weight.mul_(scale[:, None])
