@@ -54,8 +54,8 @@ def fitted_layers(model: Model, blocks: Mapping[int, Block], calibration: Calibr
             missing = (layer.x - here) / sublayer.multiplier if added(sublayer) else 0
             bias = 0 if mixer.o_proj.bias is None else mixer.o_proj.bias
             stream = layer.x + sublayer.multiplier * made
-            start = mixer.o_proj.weight.double()
-            mixer.o_proj.weight.copy_(refit(start, inner, made - bias + missing, stream))
+            weight: Tensor = mixer.o_proj.weight
+            weight.copy_(refit(weight.double(), inner, made - bias + missing, stream))
         names = [name for name in mixer.state_dict() if name.startswith(("q_proj", "gate_proj", "o_proj.weight"))]
         found = {f"blocks.{layer.index}.recurrence.{name}": mixer.state_dict()[name].double() for name in names}
         student, down = refit_down(new, here, layer.output, context)
@@ -91,7 +91,8 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
     every = torch.stack([errors(rate) for rate in _RATES])  # (rates, factors, H)
     least = torch.unflatten(every.amin(dim=1), -1, (spec.kv_heads, -1)).sum(dim=-1)  # (rates, KV)
     rates = least.argmin(dim=0)
-    mixer.gate_proj.bias.copy_(torch.tensor([_opened(_RATES[each]) for each in rates.tolist()]))
+    gates: Any = mixer.gate_proj
+    gates.bias.copy_(torch.tensor([_opened(_RATES[each]) for each in rates.tolist()]))
     chosen = every[rates.repeat_interleave(spec.group), :, torch.arange(spec.heads)].argmin(dim=1)  # (H,)
     scale = torch.tensor(factors)[chosen].repeat_interleave(spec.head_dim)
     mixer.q_proj.weight.mul_(scale[:, None])
