@@ -281,7 +281,11 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
     heads, width = c.size("n_head"), c.size("n_embd")
     # litgpt adds one to the weights of norms where the model is called so (Config.norm_class).
     c[_OFFSET] = "Gemma" in str(c["name"])
-    filled: dict[str, int | None] = {"n_query_groups": heads, "head_size": width // heads, "intermediate_size": 4 * width}
+    filled: dict[str, int | None] = {
+        "n_query_groups": heads,
+        "head_size": width // heads,
+        "intermediate_size": 4 * width,
+    }
     filled["padded_vocab_size"] = rows
     c.update({name: value for name, value in filled.items() if c[name] is None})
     found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
@@ -304,9 +308,9 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     """params.json -> config.json."""
     c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size",))
     width, heads, inner = c.size("dim"), c.size("n_heads"), c["hidden_dim"]
+    factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
     if inner is None:
         # Meta's FeedForward: two thirds of four times the width, by a factor, up to a multiple.
-        factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
         if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
             raise c.fail("ffn_dim_multiplier")
         inner = int(2 * (4 * width) / 3)
