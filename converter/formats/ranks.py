@@ -46,14 +46,13 @@ def joined(
     for index, table in enumerate(parts):
         for name in table:
             holders.setdefault(name, []).append(index)
-    if any(len(each) > 1 for each in holders.values()) or any(
-        isinstance(each, Shard) and any(way is not None for way in each.placements) for each in parts[0].values()
-    ):
+    ranks = any(len(each) > 1 for each in holders.values())
+    if ranks or any(isinstance(each, Shard) for each in parts[0].values()):
         _all_ranks(files)
     found = {}
     for name, indices in holders.items():
         values = {files[index]: parts[index][name] for index in indices}
-        if len(values) not in (1, len(files)):
+        if ranks and len(values) < len(files):
             lacking = next(file for file in files if file not in values)
             raise CheckpointError(
                 f"{name!r:.80} is in {len(values)} of {len(files)} files, and not in {lacking}", _HINT

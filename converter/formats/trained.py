@@ -47,7 +47,7 @@ _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 """What wrappers put between the parts of a name, which no family does."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
-_MAX_CONFIG = 2**18  # bytes
+_MAX_CONFIG, _MAX_MARKS = 2**15, 2**6  # bytes of a config; what nests, in YAML
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -166,6 +166,8 @@ def _parsed(path: Path) -> dict[str, Any]:
         return parse_json_object(text.encode(), str(path))
     import yaml  # type: ignore[import-untyped]
 
+    if sum(map(text.count, "[{&!")) > _MAX_MARKS or text.count("- - ") > _MAX_MARKS:  # its time goes by their square
+        raise ConfigError(f"{path} is nested more deeply than any config")
     try:
         found = yaml.load(text, Loader=yaml.SafeLoader)  # the one in Python, whose recursion has an end
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -204,7 +206,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if pickled and not allow_pickle:
         raise untrusted(pickled[0], "Pass --allow-pickle if you trust where it comes from.")
     files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
-    contents = [arrays(file) if file.suffix == ".npz" else next(unpickled([file])) for file in files]
+    others = unpickled([file for file in files if file.suffix != ".npz"])
+    contents = [arrays(file) if file.suffix == ".npz" else next(others) for file in files]
     if len(files) == 1 and isinstance(contents[0], dict) and isinstance(contents[0].get("model_args"), dict):
         return nanogpt.opened(files[0], contents[0])
     _same_step(files, contents)

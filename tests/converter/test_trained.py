@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers.covering import examples
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS
@@ -63,10 +64,10 @@ def same(folder: Path, original: Path) -> Any:
 
 def refused(folder: Path, message: str, kind: type[GptkitError] = CheckpointError) -> None:
     """Opening and converting fail with one message, and nothing is written."""
-    for act in (lambda: open_checkpoint(folder, allow_pickle=True), lambda: convert(folder, "out", allow_pickle=True)):
-        with pytest.raises(kind, match=message):
-            act()
-    assert not Path("out").exists()
+    out = folder.parent / "out"
+    with pytest.raises(kind, match=message):
+        convert(folder, out, allow_pickle=True)
+    assert not out.exists()
 
 
 # --- whose names: litgpt, Meta, nanochat
@@ -94,14 +95,26 @@ def litgpt_state(state: State, layers: int) -> State:
 def litgpt_config(original: Path, **changes: Any) -> str:
     c = json.loads((original / "config.json").read_text())
     said = {
-        **{"name": "Llama-x", "hf_config": {}, "block_size": c["max_position_embeddings"], "bias": False},
-        **{"n_layer": c["num_hidden_layers"], "n_embd": c["hidden_size"], "n_head": c["num_attention_heads"]},
-        **{"n_query_groups": c["num_key_value_heads"], "padded_vocab_size": c["vocab_size"], "rope_base": 10000},
-        **{"norm_class_name": "RMSNorm", "norm_eps": c["rms_norm_eps"], "mlp_class_name": "LLaMAMLP"},
-        **{"intermediate_size": c["intermediate_size"], "parallel_residual": False, "rotary_percentage": 1.0},
+        "name": "Llama-x",
+        "hf_config": {},
+        "block_size": c["max_position_embeddings"],
+        "bias": False,
+        "n_layer": c["num_hidden_layers"],
+        "n_embd": c["hidden_size"],
+        "n_head": c["num_attention_heads"],
+        "head_size": c["head_dim"],
+        "n_query_groups": c["num_key_value_heads"],
+        "padded_vocab_size": c["vocab_size"],
+        "rope_base": 10000,
+        "norm_class_name": "RMSNorm",
+        "norm_eps": c["rms_norm_eps"],
+        "mlp_class_name": "LLaMAMLP",
+        "intermediate_size": c["intermediate_size"],
+        "parallel_residual": False,
+        "rotary_percentage": 1.0,
         **changes,
     }
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in said.items())
+    return str(yaml.dump(said))
 
 
 @pytest.fixture
@@ -115,7 +128,7 @@ def litgpt(original: Path, state: State, tmp_path: Path) -> Path:
 
 
 def test_litgpt(litgpt: Path, original: Path, tmp_path: Path) -> None:
-    with pytest.raises(UntrustedInput, match="allow-pickle|pickle"):
+    with pytest.raises(UntrustedInput, match="is a pickle"):
         open_checkpoint(litgpt)
     assert params(str(litgpt))[0].count.total == params(str(original))[0].count.total, "told without the pickle"
     found = same(litgpt, original)
@@ -142,13 +155,17 @@ def test_litgpts_older_rows(tmp_path: Path) -> None:
     torch.save(found, tmp_path / "old" / "lit_model.pth")
     spec = open_checkpoint(tmp_path / "original").spec
     said = {
-        **{"name": "pythia-x", "n_layer": len(spec.blocks), "n_embd": spec.hidden_size},
-        **{"n_head": c["num_attention_heads"], "block_size": c["max_position_embeddings"]},
-        **{"intermediate_size": c["intermediate_size"], "padded_vocab_size": spec.vocab_size},
-        **{"rotary_percentage": spec.blocks[0].attention.position.dim / spec.blocks[0].attention.head_dim},
-        **{"parallel_residual": spec.blocks[0].parallel},
+        "name": "pythia-x",
+        "n_layer": len(spec.blocks),
+        "n_embd": spec.hidden_size,
+        "n_head": c["num_attention_heads"],
+        "block_size": c["max_position_embeddings"],
+        "intermediate_size": c["intermediate_size"],
+        "padded_vocab_size": spec.vocab_size,
+        "rotary_percentage": spec.blocks[0].attention.position.dim / spec.blocks[0].attention.head_dim,
+        "parallel_residual": spec.blocks[0].parallel,
     }
-    (tmp_path / "old" / "model_config.yaml").write_text("".join(f"{k}: {json.dumps(v)}\n" for k, v in said.items()))
+    (tmp_path / "old" / "model_config.yaml").write_text(yaml.dump(said))
     assert same(tmp_path / "old", tmp_path / "original").origin.family == "gpt_neox"
 
 
@@ -172,7 +189,19 @@ def test_what_litgpt_says_and_is_not_read(change: dict[str, Any], message: str, 
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [", "- 1", "", "a: &x [*x]", "[" * 60_000, "x" * 300_000, "a: !!python/name:os.system"]
+    "text",
+    [
+        "a: [",
+        "- 1",
+        "",
+        "a: &x [*x]",
+        "[" * 30_000,
+        "- " * 16_000,
+        "? " * 16_000,
+        "a: " * 10_000,
+        "x" * 300_000,
+        "a: !!python/name:os.system",
+    ],
 )
 def test_configs_that_are_none(text: str, litgpt: Path) -> None:
     (litgpt / "model_config.yaml").write_text(text)
@@ -233,7 +262,7 @@ def meta(original: Path, state: State, tmp_path: Path) -> Path:
         torch.save(shard, folder / f"consolidated.{rank:02}.pth")
     said = {"dim": c["hidden_size"], "n_layers": c["num_hidden_layers"], "n_heads": c["num_attention_heads"]}
     said |= {"n_kv_heads": c["num_key_value_heads"], "vocab_size": -1, "norm_eps": c["rms_norm_eps"]}
-    said |= {"hidden_dim": c["intermediate_size"], "multiple_of": 32}
+    said |= {"hidden_dim": c["intermediate_size"], "multiple_of": 32, "head_dim": c["head_dim"]}
     (folder / "params.json").write_text(json.dumps(said))
     return folder
 
@@ -348,7 +377,7 @@ def fsdp(folder: Path, state: State) -> Path:
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     for rank in range(2):
@@ -358,10 +387,7 @@ def fsdp(folder: Path, state: State) -> Path:
             parts = {}
             for i, (name, tensor) in enumerate(state.items()):
                 way = (Shard(0), Shard(tensor.ndim - 1), Replicate())[i % 3]
-                chunks = [tensor, tensor] if way.is_replicate() else list(tensor.chunk(2, way.dim))
-                parts[name] = DTensor.from_local(
-                    chunks[rank].contiguous(), mesh, [way], run_check=False, shape=tensor.shape, stride=tensor.stride()
-                )
+                parts[name] = distribute_tensor(tensor, mesh, [way], src_data_rank=None)
             torch.save(parts, folder / f"model_world_size_2_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
@@ -380,7 +406,7 @@ def test_parts_of_two_ranks(fsdp: Path, original: Path, state: State) -> None:
     refused(fsdp, "are missing, or there twice")
     (fsdp / "kept").rename(rank)
     edited(rank, lambda data: data.replace(b"model.norm.weight", b"model.nurm.weight"))
-    refused(fsdp, "not in")
+    refused(fsdp, "'model.norm.weight' is in 1 of 2 files, and not in .*rank_1.pt")
 
 
 def edited(path: Path, edit: Callable[[bytes], bytes]) -> None:
@@ -500,7 +526,7 @@ def test_no_code_is_run(folder: Path, state: State, tmp_path: Path) -> None:
     torch.save({"model": state, "x": Bad(os.system, f"touch {made}")}, folder / "x.pt")
     refused(folder, "posix.system|nt.system")
     torch.save({"model": state, "x": Bad(Path.touch, made), "y": Bad(np.save, str(made), np.ones(1))}, folder / "x.pt")
-    with pytest.raises(CheckpointError, match="getattr|attribute"):
+    with pytest.raises(CheckpointError, match=r"getattr|attribute"):
         open_checkpoint(folder, allow_pickle=True)
     torch.save({"model": state, "y": Bad(np.save, str(made), 1), "z": made}, folder / "x.pt")
     open_checkpoint(folder, allow_pickle=True)
@@ -511,7 +537,7 @@ def mutated(folder: Path, out: Path, count: int) -> tuple[int, int]:
     """How many of so many mutations of a folder's files were opened and read whole, and how many refused."""
     generator = random.Random(0)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    opened = 0
+    opened = long = 0
     shutil.copytree(folder, out)
     for _ in range(count):
         path = generator.choice(files)
@@ -528,8 +554,9 @@ def mutated(folder: Path, out: Path, count: int) -> tuple[int, int]:
                 pass
             opened += 1
         except GptkitError as error:
-            assert len(str(error)) < 4000
+            long += len(str(error)) > 4000
         target.write_bytes(path.read_bytes())
+    assert not long
     return opened, count - opened
 
 
@@ -539,7 +566,7 @@ KINDS = ("litgpt", "meta", "fsdp", "deepspeed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutations(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(kind)
-    opened, refused = mutated(folder, tmp_path / "mutated", max(examples(30), 6))
+    opened, refused = mutated(folder, tmp_path / "mutated", max(examples(24), 4))
     assert opened + refused and refused
 
 
