@@ -308,9 +308,9 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     """params.json -> config.json."""
     c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size",))
     width, heads, inner = c.size("dim"), c.size("n_heads"), c["hidden_dim"]
+    factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
     if inner is None:
         # Meta's FeedForward: two thirds of four times the width, by a factor, up to a multiple.
-        factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
         if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
             raise c.fail("ffn_dim_multiplier")
         inner = int(2 * (4 * width) / 3)

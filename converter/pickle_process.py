@@ -227,6 +227,7 @@ _KNOWN: dict[tuple[str, str], _Known] = {
     for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
+_KNOWN |= {place: _Known("class") for place in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))}
 _KNOWN["torch.storage", "UntypedStorage"] = _Known("storage", _STORAGES["Untyped"])
 _KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, element in _STORAGES.items()}
 _KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEMENTS.items()}
@@ -432,7 +433,7 @@ def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
     end = at + int.from_bytes(length, "little")
     text = head[at:end].decode("latin-1").strip()
     found = re.fullmatch(
-        r"\{'descr': '[<|]([fiub])(\d)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\), \}", text
+        r"\{'descr': '[<|]([fiub])(\d)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\),? ?\}", text
     )
     if head[:6] != b"\x93NUMPY" or end > len(head) or found is None:
         raise _RefusedError(f"holds {name!r:.80}, which is no plain array of numbers")

@@ -46,14 +46,13 @@ def joined(
     for index, table in enumerate(parts):
         for name in table:
             holders.setdefault(name, []).append(index)
-    if any(len(each) > 1 for each in holders.values()) or any(
-        isinstance(each, Shard) and any(way is not None for way in each.placements) for each in parts[0].values()
-    ):
+    ranks = any(len(each) > 1 for each in holders.values())
+    if ranks or any(isinstance(each, Shard) for each in parts[0].values()):
         _all_ranks(files)
     found = {}
     for name, indices in holders.items():
         values = {files[index]: parts[index][name] for index in indices}
-        if len(values) not in (1, len(files)):
+        if ranks and len(values) < len(files):
             lacking = next(file for file in files if file not in values)
             raise CheckpointError(
                 f"{name!r:.80} is in {len(values)} of {len(files)} files, and not in {lacking}", _HINT
@@ -172,9 +171,13 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     if not holders:
         return {}
     folder = files[0].parent
-    states = [file.with_name(file.name.replace("_model_states.pt", "_optim_states.pt")) for file in files]
-    if missing := [file for file in states if not file.is_file()]:
-        raise CheckpointError(f"{missing[0]} is missing: ZeRO-3 keeps the weights in it", _HINT)
+    states = []
+    for file in files:  # bf16_zero_pp_rank_0_…, without a type where it is fp16
+        name = file.name.replace("_model_states.pt", "_optim_states.pt")
+        kept = [path for path in folder.glob("*_optim_states.pt") if path.name.removeprefix("bf16_") == name]
+        if len(kept) != 1:
+            raise CheckpointError(f"{folder / name} is missing, or there twice: ZeRO-3 keeps the weights in it", _HINT)
+        states.append(kept[0])
     _all_ranks(states)
     groups = [_groups(file, content, len(files)) for file, content in zip(states, unpickled(states), strict=True)]
     found, at = {}, 0

@@ -20,7 +20,7 @@ from ...architectures.base import bind
 from ...architectures.stacks import STACKS, Stack
 from ...components import ModelSpec, differences, without_rounding
 from ...components.ranges import some_of
-from ...errors import CheckpointError, ConfigError, InvalidInput
+from ...errors import CannotExpress, CheckpointError, ConfigError, InvalidInput
 from ..names import (
     CONFIG,
     INDEX,
@@ -47,7 +47,7 @@ _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 """What wrappers put between the parts of a name, which no family does."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
-_MAX_CONFIG = 2**18  # bytes
+_MAX_CONFIG, _MAX_MARKS = 2**15, 2**6  # bytes of a config; what nests, in YAML
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -116,12 +116,12 @@ def _tree(
     own = [(each, path) for pattern, each in stacks.items() for path in sorted(folder.glob(pattern))]
     if len(own) > 1:
         raise InvalidInput(f"{folder} holds several configs: {some_of([path.name for _, path in own], 4)}", _ONE)
-    places = (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
-    theirs = next((each / CONFIG for each in places if (each / CONFIG).is_file()), None)
-    found = None if theirs is None else read_description(theirs, theirs.parent, folder=True)
+    found = _theirs(folder)
     if not own:
         return found if found is None or tied is None else _with_head(*found, tied)
     stated = own[0][0].config(_parsed(own[0][1]), rows)
+    if stated["vocab_size"] is None:
+        return found  # which the weights alone say
     spec, origin, _ = _with_head(*_described(stated), bool(tied))
     if found is None:
         return spec, origin, []
@@ -131,6 +131,13 @@ def _tree(
         what = some_of(other, 3, ", …")
         raise InvalidInput(f"{folder}: {own[0][1].name} and {CONFIG} say different models ({what})", _ONE)
     return _with_head(*found, bool(tied))
+
+
+def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
+    """What a family's config.json says: beside the weights, where verl puts it, or beside DeepSpeed's `latest`."""
+    places = (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
+    file = next((each / CONFIG for each in places if (each / CONFIG).is_file()), None)
+    return None if file is None else read_description(file, file.parent, folder=True)
 
 
 _ONE = "Leave the one that belongs to the weights."
@@ -159,6 +166,8 @@ def _parsed(path: Path) -> dict[str, Any]:
         return parse_json_object(text.encode(), str(path))
     import yaml  # type: ignore[import-untyped]
 
+    if sum(map(text.count, "[{&!")) > _MAX_MARKS or text.count("- - ") > _MAX_MARKS:  # its time goes by their square
+        raise ConfigError(f"{path} is nested more deeply than any config")
     try:
         found = yaml.load(text, Loader=yaml.SafeLoader)  # the one in Python, whose recursion has an end
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -197,32 +206,32 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     if pickled and not allow_pickle:
         raise untrusted(pickled[0], "Pass --allow-pickle if you trust where it comes from.")
     files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
-    contents = [arrays(file) if file.suffix == ".npz" else next(unpickled([file])) for file in files]
+    others = unpickled([file for file in files if file.suffix != ".npz"])
+    contents = [arrays(file) if file.suffix == ".npz" else next(others) for file in files]
     if len(files) == 1 and isinstance(contents[0], dict) and isinstance(contents[0].get("model_args"), dict):
         return nanogpt.opened(files[0], contents[0])
     _same_step(files, contents)
-    described = _tree(folder)
+    described = _theirs(folder)
     family = None if described is None or described[1].family is None else named(described[1].family)
     tables = [dict(ranks.tables(content)) for content in contents]
     model = _only(files, tables, described, family)
     if model is None:
         raise not_as_it_is(files[0], contents[0])
     own = [_named(table.get(model.where, {}), model.prefix) for table in tables]
+    names = list(dict.fromkeys(name for table in own for name in table))
+    rows = None if model.stack is None else _rows(own, model.stack.embedding)
     flat = ranks.partitioned(files, contents, own)
-    first = next(table for table in own if table)
-    rows = None if model.stack is None else next(first[n].shape[0] for n in first if n == model.stack.embedding)
     found = _tree(folder, model.stack, rows, None if model.stack is None else False)
     if found is None:
         wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
         raise InvalidInput(f"{files[0]} does not say what model it holds", f"Put its {wanted} beside it.")
     spec, origin, _ = found
-    leaves = family.bind_files(spec, first) if model.stack is None and family else _leaves(model.stack, spec)
+    leaves = family.bind_files(spec, names) if model.stack is None and family else _leaves(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
     canonical = None if model.stack is not None or family is None else family
     known = {
         name: shapes.get((canonical.canonical_name(name, shapes, len(spec.blocks)) or "") if canonical else name)
-        for table in own
-        for name in table
+        for name in names
     }
     weights = chunked({**ranks.joined(files, own, known), **flat})
     notes = _notes(model, tables, contents)
@@ -238,9 +247,19 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     return Opened(spec, origin, leaves, weights, tuple(files), notes=notes, architecture=architecture, format=name)
 
 
+def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
+    """The rows of an embedding that is not shared out by rows, as old vocabularies that no config states are not."""
+    found = {table[embedding].shape[:1] for table in tables if embedding in table}
+    return next(iter(found))[0] if len(found) == 1 and () not in found else None
+
+
 def _leaves(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
     assert stack is not None
-    return bind(stack.name, stack.leaves, spec)
+    try:
+        return bind(stack.name, stack.leaves, spec)
+    except CannotExpress as error:
+        told = f"the names are {stack.name}, and the config is of a model that has others"
+        raise CheckpointError(f"{told}: {error.message}", _ONE) from error
 
 
 def _only(
