@@ -73,7 +73,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "use_conv_bias": mixer.conv_bias,
         "layer_norm_epsilon": norm.eps,
         "residual_in_fp32": spec.blocks[0].wide,
-        "tie_word_embeddings": spec.head.tied,
+        "tie_word_embeddings": spec.tied,
         **write_limits(mixer),
     }
 
