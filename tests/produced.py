@@ -134,7 +134,7 @@ def zero(stage: int) -> Callable[[Path, Path, int], None]:
         """A step of DeepSpeed, one matrix frozen; the logits are those of what its zero_to_fp32.py makes of it."""
         os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
-        import deepspeed.comm.torch  # noqa: F401
+        import deepspeed.comm.torch
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as whole
 
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # would compile

@@ -227,7 +227,7 @@ def meta_shards(state: State, config: dict[str, Any], ranks: int) -> list[State]
         rows, width = weight.shape
         return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
 
-    found = {
+    found: dict[str, tuple[int | None, torch.Tensor]] = {
         "tok_embeddings.weight": (1, state["model.embed_tokens.weight"]),
         "output.weight": (0, state["lm_head.weight"]),
     }
@@ -271,6 +271,15 @@ def test_meta(meta: Path, original: Path, tmp_path: Path) -> None:
     assert same(meta, original).format == "Meta's"
     convert(meta, tmp_path / "local", allow_pickle=True)
     assert verify(original, tmp_path / "local", mutations=False).passed
+
+
+def test_what_meta_does_not_say_of_positions(meta: Path) -> None:
+    said = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps({**said, "use_scaled_rope": True}))
+    refused(meta, "use_scaled_rope", InvalidInput)
+    (meta / "params.json").write_text(json.dumps({**said, "use_scaled_rope": True, "rope_scaling_factor": 32}))
+    position = open_checkpoint(meta, allow_pickle=True).spec.blocks[0].attention.position
+    assert position.scaling.factor == 32
 
 
 def test_metas_width_of_the_feed_forward() -> None:
@@ -356,7 +365,7 @@ def test_files_that_share_out_the_names(folder: Path, state: State, original: Pa
 
 def test_arrays_of_numpy(folder: Path, original: Path, state: State, tmp_path: Path) -> None:
     convert(original, tmp_path / "wide", "hf", dtype="float32")
-    arrays = {name: tensor.float().numpy() for name, tensor in state.items()}
+    arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in state.items()}
     arrays["model.embed_tokens.weight"] = np.asfortranarray(arrays["model.embed_tokens.weight"])
     np.savez(folder / "weights.npz", **arrays)
     found, expected = open_checkpoint(folder), open_checkpoint(tmp_path / "wide")
