@@ -5,8 +5,8 @@ A stack is a second table of leaves over shared names. Its checkpoints are told 
 read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
 what it has to be, is refused by its name.
 
-Sources: litgpt 0.5 (config.py, model.py, scripts/convert_lit_checkpoint.py); Meta's llama and llama-models (model.py);
-transformers models/llama/convert_llama_weights_to_hf.py; nanochat (gpt.py, checkpoint_manager.py).
+Sources: litgpt 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of `llama2c`; its
+params.json, and nanochat's names and meta file, are as others describe them: no checkpoint of theirs was read.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ _META_DEFAULTS: dict[str, Any] = {
 
 
 def _nanochat(said: _Said, rows: int | None) -> dict[str, Any]:
-    """meta_STEP.json -> config.json. Heads are normed with the eps that transformers' conversion has."""
+    """meta_STEP.json -> config.json. Its eps is that of transformers' config class."""
     inner = said.get("model_config")
     if not isinstance(inner, dict):
         raise ConfigError("nanochat's meta file has no model_config")
