@@ -5,8 +5,8 @@ A stack is a second table of leaves over shared names. Its checkpoints are told 
 read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
 what it has to be, is refused by its name.
 
-Sources: litgpt 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of `llama2c`; its
-params.json, and nanochat's names and meta file, are as others describe them: no checkpoint of theirs was read.
+Source of litgpt: version 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of
+`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them: none of theirs was read.
 """
 
 from __future__ import annotations
