@@ -5,8 +5,8 @@ A stack is a second table of leaves over shared names. Its checkpoints are told 
 read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
 what it has to be, is refused by its name.
 
-Sources: litgpt 0.5 (config.py, model.py, scripts/convert_lit_checkpoint.py); Meta's llama and llama-models (model.py);
-transformers models/llama/convert_llama_weights_to_hf.py; nanochat (gpt.py, checkpoint_manager.py).
+Source of litgpt: version 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of
+`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them: none of theirs was read.
 """
 
 from __future__ import annotations
@@ -176,6 +176,12 @@ def _rms(c: _Fields) -> dict[str, Any]:
     return {**shape, "rms_norm_eps": c["norm_eps"], "rope_theta": c["rope_base"], **_scaling(c)}
 
 
+def _square(c: _Fields) -> None:
+    """Refuse heads that are not together as wide as the model, where the family's config has no field for them."""
+    if c["head_size"] != c["n_embd"] // c["n_head"]:
+        raise c.fail("head_size")
+
+
 def _neox(c: _Fields) -> dict[str, Any]:
     sizes = {"layer_norm_eps": c["norm_eps"], "rotary_emb_base": c["rope_base"], "rotary_pct": c["rotary_percentage"]}
     if c["n_query_groups"] != c["n_head"]:
@@ -190,7 +196,8 @@ def _neox(c: _Fields) -> dict[str, Any]:
 
 def _phi(c: _Fields) -> dict[str, Any]:
     turned = {"rope_theta": c["rope_base"], "partial_rotary_factor": c["rotary_percentage"]}
-    heads = {"num_key_value_heads": c["n_query_groups"], "head_dim": c["head_size"]}
+    _square(c)
+    heads = {"num_key_value_heads": c["n_query_groups"]}
     return {**turned, **heads, "layer_norm_eps": c["norm_eps"], "hidden_act": _gelu(c)}
 
 
@@ -199,7 +206,8 @@ def _falcon(c: _Fields) -> dict[str, Any]:
     fixed = {"bias": False, "alibi": False, "parallel_attn": True, "multi_query": groups == 1}
     grouped = {"new_decoder_architecture": not shared or groups not in (1, c["n_head"])}
     norms = {"num_ln_in_parallel_attn": (1 if shared else 2) if grouped["new_decoder_architecture"] else None}
-    sizes = {"num_kv_heads": groups, "head_dim": c["head_size"], "ffn_hidden_size": c["intermediate_size"]}
+    sizes = {"num_kv_heads": groups, "ffn_hidden_size": c["intermediate_size"]}
+    _square(c)
     rest = {"layer_norm_epsilon": c["norm_eps"], "rope_theta": c["rope_base"], "activation": _gelu(c)}
     return {**fixed, **grouped, **norms, **sizes, **rest}
 
@@ -320,6 +328,9 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
         "rope_type": "llama3", "factor": c["rope_scaling_factor"], "low_freq_factor": 1.0,
         "high_freq_factor": c["rope_high_freq_factor"], "original_max_position_embeddings": 8192,
     }  # fmt: skip
+    if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
+        hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
+        raise ConfigError("params.json: use_scaled_rope does not say by what positions are scaled", hint)
     context = c["max_seq_len"] or (131072 if c["use_scaled_rope"] else 2048)
     config = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
@@ -335,16 +346,16 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
 _META_DEFAULTS: dict[str, Any] = {
     "n_kv_heads": None, "vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": None, "hidden_dim": None,
     "norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": None, "head_dim": None, "use_scaled_rope": False,
-    "rope_scaling_factor": 8, "rope_high_freq_factor": 4, "sliding_window": None,
+    "rope_scaling_factor": None, "rope_high_freq_factor": 4, "sliding_window": None,
 }  # fmt: skip
-"""Meta's ModelArgs, of a field that params.json leaves out; 8 is what its code scales positions by."""
+"""Meta's ModelArgs, of a field that params.json leaves out."""
 
 
 # --- nanochat ---
 
 
 def _nanochat(said: _Said, rows: int | None) -> dict[str, Any]:
-    """meta_STEP.json -> config.json. Heads are normed with the eps that transformers' conversion has."""
+    """meta_STEP.json -> config.json. Its eps is that of transformers' config class."""
     inner = said.get("model_config")
     if not isinstance(inner, dict):
         raise ConfigError("nanochat's meta file has no model_config")

@@ -4,7 +4,7 @@ How a tensor is shared out is told where the files tell it (DTensor: FSDP 2, ten
 partitions, which DeepSpeed's zero_to_fp32.py puts together), and else by its shapes: the one dimension along which the
 parts add up to what the tree has (Meta's column- and row-parallel layers). What all ranks hold has to be the same.
 
-Sources: torch distributed/tensor/placement_types.py; DeepSpeed utils/zero_to_fp32.py; fairscale nn/model_parallel.
+Source of ZeRO-3: DeepSpeed 0.19.8, utils/zero_to_fp32.py.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def meta_shards(state: State, config: dict[str, Any], ranks: int) -> list[State]
         rows, width = weight.shape
         return weight.view(heads, 2, rows // heads // 2, width).transpose(1, 2).reshape(rows, width)
 
-    found = {
+    found: dict[str, tuple[int | None, torch.Tensor]] = {
         "tok_embeddings.weight": (1, state["model.embed_tokens.weight"]),
         "output.weight": (0, state["lm_head.weight"]),
     }
@@ -273,6 +273,15 @@ def test_meta(meta: Path, original: Path, tmp_path: Path) -> None:
     assert verify(original, tmp_path / "local", mutations=False).passed
 
 
+def test_what_meta_does_not_say_of_positions(meta: Path) -> None:
+    said = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps({**said, "use_scaled_rope": True}))
+    refused(meta, "use_scaled_rope", InvalidInput)
+    (meta / "params.json").write_text(json.dumps({**said, "use_scaled_rope": True, "rope_scaling_factor": 32}))
+    position = open_checkpoint(meta, allow_pickle=True).spec.blocks[0].attention.position
+    assert position.scaling.factor == 32
+
+
 def test_metas_width_of_the_feed_forward() -> None:
     """That of Llama 2 7B and 70B, by the formula of its model.py."""
     from gptkit.architectures.stacks import STACKS
@@ -291,7 +300,7 @@ def test_metas_width_of_the_feed_forward() -> None:
 
 
 def test_nanochat(tmp_path: Path) -> None:
-    save_hf(CONFIGS["nanochat"], tmp_path / "original")
+    save_hf({**CONFIGS["nanochat"], "intermediate_size": 4 * 48}, tmp_path / "original")  # as wide as its model has it
     spec = open_checkpoint(tmp_path / "original").spec
     state = load_file(tmp_path / "original" / "model.safetensors")
     c = json.loads((tmp_path / "original" / "config.json").read_text())
@@ -307,10 +316,7 @@ def test_nanochat(tmp_path: Path) -> None:
     said = {"n_embd": c["hidden_size"], "n_head": c["num_attention_heads"], "n_kv_head": c["num_key_value_heads"]}
     said |= {"n_layer": len(spec.blocks), "vocab_size": spec.vocab_size, "sequence_len": c["max_position_embeddings"]}
     (tmp_path / "own" / "meta_000650.json").write_text(json.dumps({"step": 650, "model_config": said}))
-    if c["intermediate_size"] == 4 * c["hidden_size"]:
-        assert same(tmp_path / "own", tmp_path / "original").origin.family == "nanochat"
-    else:  # its model has no other width
-        refused(tmp_path / "own", "another shape")
+    assert same(tmp_path / "own", tmp_path / "original").origin.family == "nanochat"
     (tmp_path / "own" / "meta_000650.json").write_text(json.dumps({"model_config": {**said, "window_pattern": "SSSL"}}))
     refused(tmp_path / "own", "window_pattern", InvalidInput)
 
@@ -356,7 +362,7 @@ def test_files_that_share_out_the_names(folder: Path, state: State, original: Pa
 
 def test_arrays_of_numpy(folder: Path, original: Path, state: State, tmp_path: Path) -> None:
     convert(original, tmp_path / "wide", "hf", dtype="float32")
-    arrays = {name: tensor.float().numpy() for name, tensor in state.items()}
+    arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in state.items()}
     arrays["model.embed_tokens.weight"] = np.asfortranarray(arrays["model.embed_tokens.weight"])
     np.savez(folder / "weights.npz", **arrays)
     found, expected = open_checkpoint(folder), open_checkpoint(tmp_path / "wide")
