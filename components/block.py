@@ -312,8 +312,8 @@ class Block(Component, frozen=True):
             return last.id
 
         def add(name: str, past: str, branch: str, residual: str | None) -> str:
-            kept = self.wide
-            found.append(Add(name, (past, branch), shape, "norms", held=end, residual=residual, kept_wide=kept))
+            inputs, wide = (past, branch), self.wide
+            found.append(Add(name, inputs, shape, "norms", held=end, residual=residual, kept_wide=wide))
             return name
 
         branches, total, shared = [], source, source

@@ -27,7 +27,8 @@ def limits(config: ConfigReader) -> dict[str, Any]:
     found: Any = config.raw("time_step_limit", (0.0, math.inf))
     numbers = [math.inf if each == _INFINITE else each for each in found] if isinstance(found, list | tuple) else []
     fine = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
-    if len(numbers) != 2 or not fine or not 0 <= numbers[0] <= min(1e30, numbers[1]) or numbers[1] <= 0:
+    fine = fine and len(numbers) == 2 and 0 <= numbers[0] <= numbers[1] and numbers[0] <= 1e30 and numbers[1] > 0
+    if not fine:
         raise config.fail("time_step_limit", found, "two numbers from 0, the larger one last")
     least, most = (float(min(each, sys.float_info.max)) for each in numbers)
     return {"least": least, "most": None if numbers[1] == math.inf else most}

@@ -153,6 +153,24 @@ MAMBA2_ALONE = {
     "state_size": 12,
     "chunk_size": 16,
 }
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 72,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1550,6 +1568,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "layer_norm_epsilon": 1e-3,
         "hidden_act": "gelu",
+    },
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h-dense": {
+        **{name: value for name, value in NEMOTRON_H.items() if name != "layers_block_type"},
+        "hybrid_override_pattern": "*-M",
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "time_step_min": 0.3,
+        "mlp_hidden_act": "gelu",
     },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {

@@ -54,7 +54,7 @@ def _scale(before: ModelSpec, asked: Asked) -> Step | None:
 
 def _kv_heads(before: ModelSpec, _: Asked) -> Step | None:
     """The step back from more heads, where all layers had the same number."""
-    counts = {getattr(block.attention, "kv_heads", None) for block in before.blocks} - {None}
+    counts = {getattr(block.mixer("attention"), "kv_heads", None) for block in before.blocks} - {None}
     return Step("attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
 
 

@@ -1002,6 +1002,45 @@ def mamba2(chosen: random.Random) -> Config:
     }
 
 
+def nemotron_h(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    types = [chosen.choice("M-*E") for _ in range(chosen.choice((1, 2, 3)))]
+    types.insert(chosen.randrange(len(types) + 1), "*")
+    experts, kv_heads, heads = chosen.choice((2, 3, 5)), chosen.choice((1, 2, 3)), chosen.choice((1, 2, 4, 6, 9))
+    return {
+        "hybrid_override_pattern": "".join(types),
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "num_attention_heads": kv_heads * chosen.choice((1, 2, 3)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": chosen.choice(ODD),
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": chosen.choice(ODD),
+        "n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "ssm_state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "moe_intermediate_size": chosen.choice((8, 24, 40)),
+        "moe_shared_expert_intermediate_size": chosen.choice((8, 40)),
+        **sometimes(
+            chosen,
+            {
+                "use_bias": True,
+                "use_conv_bias": False,
+                "mlp_bias": True,
+                "mlp_hidden_act": activation(chosen),
+                "mamba_hidden_act": activation(chosen),
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.5,
+                "time_step_min": 0.3,
+                "layer_norm_epsilon": 1e-3,
+            },
+        ),
+    }
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bert": bert,
     "roberta": roberta,
@@ -1012,6 +1051,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
