@@ -814,7 +814,7 @@ def lfm2_moe(chosen: random.Random) -> Config:
     return {
         **found,
         "hidden_size": chosen.choice((8, 24, 40, 64)),
-        "num_attention_heads": chosen.choice((2, 4)),
+        "num_attention_heads": 2,
         "num_key_value_heads": chosen.choice((1, 2)),
         "moe_intermediate_size": chosen.choice((8, 24)),
         "num_experts": experts,
