@@ -325,17 +325,18 @@ class Add(Operation, frozen=True, kw_only=True):
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
-    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
-    the sum of the `group_best` largest in each. Its bias, where it has one, is added for the choice alone, to scores or
-    to logits (`biased`); its weight is a factor of each expert, by which what it is weighed by is multiplied in the
-    end. of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed
-    by a softmax of its own, see `MixtureOfExperts`.
+    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum
+    and `added` with `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups`
+    best of these, by the sum of the `group_best` largest in each. Its bias, where it has one, is added for the
+    choice alone, to scores or to logits (`biased`); its weight is a factor of each expert, by which what it is
+    weighed by is multiplied in the end. of_chosen: scores are made of the chosen experts' logits alone. wide: in
+    fp32 at least. jitter: each is weighed by a softmax of its own, see `MixtureOfExperts`.
     """
 
     top_k: int
     experts: int
     normalise: bool
+    added: float = 0.0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     multiplier: float = 1.0
     groups: int = 1

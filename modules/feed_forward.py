@@ -222,7 +222,8 @@ class MixtureOfExpertsModule(nn.Module):
             weights, summed = self.weighing(scores).gather(1, chosen), False
         if spec.normalise and not summed:
             norm = spec.total == "norm"
-            weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
+            total = weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total + spec.added if spec.added else total)
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         weights = weights if self.expert_scale is None else self.expert_scale(weights, chosen)
         return (weights.to(x.dtype) if spec.rounded else weights), chosen

@@ -74,6 +74,7 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
+        ("MixtureOfExperts", "added"): changed(SPECS["lfm2_moe"], "MixtureOfExperts", added=0.3),
         ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 

@@ -163,6 +163,7 @@ NOT_BUILT = {
     **dict.fromkeys(
         ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), "transformers computes with its default head_dim, of none"
     ),
+    "lfm2_moe": "of its own default, layer_types null, transformers builds no model",
     "nemotron": "of its own default, num_key_value_heads null, transformers builds no model",
 }
 

@@ -1471,6 +1471,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
     },
     "lfm2": {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": {
+        **{name: value for name, value in LFM2.items() if name != "block_multiple_of"},
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 40,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7,
+    },
     "lfm2-biased": {
         **{name: value for name, value in LFM2.items() if name != "intermediate_size"},
         "block_ff_dim": 72,

@@ -806,6 +806,25 @@ def lfm2(chosen: random.Random) -> Config:
     }
 
 
+def lfm2_moe(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found = lfm2(chosen)
+    for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
+        found.pop(name, None)
+    experts = chosen.choice((2, 3, 8))
+    return {
+        **found,
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "num_attention_heads": 2,
+        "num_key_value_heads": chosen.choice((1, 2)),
+        "moe_intermediate_size": chosen.choice((8, 24)),
+        "num_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "num_dense_layers": chosen.randint(0, found["num_hidden_layers"]),
+        **sometimes(chosen, {"norm_topk_prob": False, "routed_scaling_factor": 2.5, "use_expert_bias": False}),
+    }
+
+
 def layer_types(chosen: random.Random, config: Config, other: str) -> list[str]:
     """At least one with attention, without which transformers' cache fails."""
     types = [chosen.choice(("full_attention", other)) for _ in range(config["num_hidden_layers"])]
@@ -1053,6 +1072,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
     "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,

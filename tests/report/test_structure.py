@@ -302,7 +302,9 @@ class Following:
             groups = groups.masked_fill((sums < least)[..., None], -torch.inf)
         self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
         weights = scores.gather(-1, self.chosen)
-        weights = record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+        weights = record.multiplier * (
+            weights / (weights.sum(-1, keepdim=True) + record.added) if record.normalise else weights
+        )
         factors = "weight" in dict(node.weights)
         return weights * self.module(node, path).weight[self.chosen] if factors else weights
 
