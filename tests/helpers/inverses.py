@@ -52,10 +52,10 @@ def _scale(before: ModelSpec, asked: Asked) -> Step | None:
     return Step("fold", "scale:head") if usual and asked.argument is None else None
 
 
-def _kv_heads(before: ModelSpec, _: Asked) -> Step | None:
+def _kv_heads(before: ModelSpec, asked: Asked) -> Step | None:
     """The step back from more heads, where all layers had the same number."""
     counts = {getattr(block.mixer("attention"), "kv_heads", None) for block in before.blocks} - {None}
-    return Step("attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
+    return again(asked, "attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
 
 
 def _gated(before: ModelSpec, asked: Asked) -> Step | None:
