@@ -153,9 +153,8 @@ def _usable(found: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec,
     """
     spec, origin, unknown = read_spec(found)
     method = quantised(found, origin)
-    if method is not None and (name := method[0].partition(",")[0]) not in methods:
+    if method is not None and method[0].partition(",")[0] not in methods:
         words, way = method
-        way = "--dtype bfloat16" if name in METHODS else way
         what = _FIRST_ONE.rstrip(".") + (f", or dequantise it with {way}" if way is not None else "")
         message = f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones"
         raise Quantised(message, f"{what}. params, compare and show need no weights.")

@@ -26,7 +26,7 @@ from .index import Stored
 from .safetensors import DTYPES
 from .weights import Weights
 
-_STEP = 2**17  # elements that are looked up at a time, so that their indices stay in a core's cache
+_STEP = 2**16  # elements that are looked up at a time, so that their indices stay in a core's cache
 _EXPONENTS = ("F8_E8M0", "U8")  # of two
 _BESIDE = ("input_scale", "activation_scale")
 """What scales a layer's input where it is computed in few bits too, which nothing here does."""
@@ -199,8 +199,7 @@ def _of_mxfp4(bits: Array, scales: Array) -> Array:
 def _pairs() -> Array:
     """What scale (the high byte) and byte stand for, in bf16: the number in the low four bits, then in the high."""
     byte = np.arange(256)
-    with np.errstate(over="ignore"):
-        scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
+    scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
     numbers = cast(scaled, "F32", "BF16").astype("<u4")
     pairs: Array = numbers[:, byte & 15] | numbers[:, byte >> 4] << 16
     return pairs.reshape(-1)

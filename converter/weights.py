@@ -63,7 +63,7 @@ class Weights:
         more._tensors = {**self._tensors, **tensors}
         info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         more.info = info if alone else {name: each for name, each in (self.info | info).items() if name not in without}
-        more.blocks = self.blocks | {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.decode}
+        more.blocks = self.blocks | {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
         return more
 
     def numeric(self) -> Weights:
