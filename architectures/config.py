@@ -82,9 +82,9 @@ QUANTISED = ("quantization_config", "quantization")
 _DEQUANTISED = {
     "bitsandbytes": "transformers' from_pretrained(MODEL).dequantize(), then save_pretrained",
     "compressed-tensors": "transformers with quantization_config=CompressedTensorsConfig(dequantize=True)",
-    "fp8": "transformers with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "fp8": "gptkit convert --dtype bfloat16",
     "mlx": "mlx_lm.convert --dequantize",
-    "mxfp4": "transformers with quantization_config=Mxfp4Config(dequantize=True)",
+    "mxfp4": "gptkit convert --dtype bfloat16",
 }
 """What makes floating-point weights of them again, by method."""
 
