@@ -30,6 +30,7 @@ NOT_OF_A_FILE = {
     "_attn_implementation": "chosen when a model is loaded; a file's is not taken over",
     "_experts_implementation": "chosen when a model is loaded; a file's is not taken over",
     "_is_quantized": "set by quantisers, which are refused",
+    "embedding_size": "asked for where heads do not share out the width, which is refused",
     "moe_intermediate_size": "of expert classes that no family here uses",
     "n_routed_experts": "of expert classes that no family here uses",
     "number_of_conv_states": "of layers of types that are refused",
