@@ -11,6 +11,7 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures import ARCHITECTURES, architecture_of
 from gptkit.architectures.presets import PATH, Preset, find, nearest, presets, repo_of
 from gptkit.parity.sides import auto_class
+from gptkit.testing import stored
 
 UNKNOWN_FIELDS = {"max_sequence_length"}
 """In huggyllama's config.json files, a copy of max_position_embeddings that nothing reads."""
