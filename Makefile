@@ -25,7 +25,7 @@ help:
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
-	@echo "make healing       docs/healing.md: what six swaps cost, and what training gives back, with controls"
+	@echo "make healing       docs/healing.md: what seven swaps cost, and what training gives back, with controls"
 	@echo "make healing-starts  docs/kv-healing.md: five closed forms of fewer key-value heads, healed alike"
 	@echo "make healing-smollm  SmolLM2-135M with one key-value head, healed (WHEEL=)"
 	@echo "make ablation      docs/ablation.md: what each step from GPT-2 to LLaMA gives (TEXT=tinyshakespeare.txt)"

@@ -12,6 +12,7 @@ one number a row instead of scores, and "eager". torch has no fused kernel where
 out as well, in fp32 whatever the dtype.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
     largest layer's are there once, under "layer".
     """
-    inputs = len(spec.blocks) * run.rows * spec.stream_size * run.size
+    wide = sum(block.wide for block in spec.blocks[:-1])  # whose result is the next one's input
+    inputs = run.rows * spec.stream_size * (wide * run.wide + (len(spec.blocks) - wide) * run.size)
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
     largest = max(Keeping(program, run).found.total() + tables(run, program) for program in programs)
     return {"inputs": inputs, "layer": largest, **_ends(spec, run, True)}
@@ -262,7 +264,8 @@ class Keeping:
 
     def _bytes(self, operation: ops.AnyOperation) -> int:
         run = self.run
-        return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * run.size
+        itemsize = run.wide if operation.kept_wide else run.size
+        return operation.numbers(B=run.batch, T=run.tokens, S=run.tokens) * itemsize
 
     def _given(self, operation: ops.AnyOperation, index: int = 0) -> _View:
         """An input; what a program is given from outside is as large as what reads it, or as a linear's rows."""
@@ -284,7 +287,7 @@ class Keeping:
     def _follow(self, operation: ops.AnyOperation) -> _View:
         """What an operation keeps, and where its result lies."""
         run, found, size = self.run, self.found, self._bytes(operation)
-        numbers = size // run.size
+        numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
         heads = operation.shape[2] if len(operation.shape) == 4 else 1
         result = _View(operation.id, _Storage(size, operation.row), size, heads if isinstance(heads, int) else 1)
         match operation:
@@ -322,7 +325,8 @@ class Keeping:
                 self.looked_up.append(ids)
             case ops.Norm():
                 width, inside = int(operation.shape[-1]), operation.lies == "kernel"
-                if inside or run.size == run.wide:
+                narrowed = operation.narrowed and run.size < run.wide
+                if inside or (self._given(operation).size == numbers * run.wide and not narrowed):
                     self._keep(self._given(operation), "norms")
                 else:  # a copy of its input in fp32
                     found["norms"] += numbers * run.wide
@@ -335,7 +339,9 @@ class Keeping:
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
                 found[operation.row] += size  # tokens and channels exchanged
-                found[operation.row] += operation.parameters * run.size if operation.joined else 0
+                found[operation.row] += (
+                    math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
+                )
                 result.storage.size += (width - 1) * size // run.tokens
             case ops.Linear():
                 self._keep(self._given(operation))

@@ -41,8 +41,8 @@ class Work(msgspec.Struct, frozen=True):
     numbers that each token leaves, as far back as the window; state: those that are there once for a sequence however
     long. repeats: how often transformers' cache has them; None where none of its families has such a cache. wide: they
     are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
-    full, where there is one, `spared` less; and as many
-    more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
+    full, where there is one, `spared` less, and `between` for each of these, and what is before the first, with each;
+    and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
     """
 
     a_token: int = 0
@@ -57,6 +57,7 @@ class Work(msgspec.Struct, frozen=True):
     chunk: int = 0
     a_chunk: int = 0
     spared: int = 0
+    between: int = 0
     beyond: int = 0
 
     def held(self, context: int) -> int:
@@ -70,7 +71,8 @@ class Work(msgspec.Struct, frozen=True):
     def of_many(self, tokens: int) -> int:
         """Multiplications of so many tokens of a sequence that are read at once, but for pairs."""
         if self.chunk:
-            return -(-tokens // self.chunk) * self.a_chunk - self.spared
+            chunks = -(-tokens // self.chunk)
+            return chunks * self.a_chunk - self.spared + (chunks + 1) ** 2 * self.between
         return (max(tokens, self.beyond + 1) + self.beyond) * self.a_token if self.beyond else tokens * self.a_token
 
 
@@ -90,6 +92,7 @@ def work_of(operation: ops.AnyOperation) -> Work:
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
             there = None if theirs is None else theirs // numbers
             sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
+            sizes["between"] = operation.between
             return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, **sizes)
         case ops.Convolve(width=width):
             channels = operation.numbers(B=1, T=1)

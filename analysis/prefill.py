@@ -32,7 +32,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     for block in spec.blocks:
         worst = max(worst, held + layers[block].most)
         held += layers[block].left
-    last = stream = run.rows * spec.stream_size * run.size
+    last = stream = run.rows * spec.stream_size * (run.wide if spec.blocks[-1].wide else run.size)
     if ends:  # norms of all tokens, and then logits of those that are asked for
         program = spec.after_blocks()
         first = next(index for index, each in enumerate(program) if each.row == "head")
@@ -96,7 +96,7 @@ class Following:
         """Of a result; of copies that run one after the other, of one."""
         run = self.run
         numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
-        return -(-numbers // operation.apart) * run.size
+        return -(-numbers // operation.apart) * (run.wide if operation.kept_wide else run.size)
 
     def _step(self, operation: ops.AnyOperation) -> _Step:
         """What an operation makes; raises ConfigError for one that is not in the vocabulary."""
@@ -123,7 +123,7 @@ class Following:
             case ops.AltUp():  # what is multiplied, or put together
                 return _Step(size, size)
             case ops.Norm():
-                numbers = size // run.size
+                numbers = operation.numbers(B=run.batch, T=run.tokens, S=run.tokens)
                 if operation.lies == "kernel":
                     return _Step(size, numbers // int(operation.shape[-1]) * operation.statistics * run.size)
                 # Without its mean, divided, and multiplied by a gain; or divided, beside a copy of narrow rows.
@@ -158,7 +158,9 @@ class Following:
             case ops.Scan(state=state, chunk=chunk):
                 itemsize = run.wide if operation.wide else run.size
                 padded = run.batch * chunk * -(-run.tokens // chunk)
-                chunks = max(padded * operation.alive * itemsize - size, 0)
+                chunks = max(
+                    (padded * operation.alive + run.batch * operation.within[run.tokens > chunk]) * itemsize - size, 0
+                )
                 return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
             case ops.Convolve(width=width):
                 channels = operation.numbers(B=run.batch, T=1)

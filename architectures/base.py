@@ -172,6 +172,7 @@ class Architecture:
     part: the field of composite configs that holds the language model's own (`text_config`); what stands beside it is
         accounted for by `irrelevant` and `refused`.
     renamed: (prefix in files of composite models, prefix here) pairs.
+    modules: how names in files begin, and those of transformers' modules that hold the same, where they differ.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
     repeated: parameters of transformers' modules that are one with another, whose name checkpoints have.
@@ -207,6 +208,7 @@ class Architecture:
     prefix: str = ""
     part: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    modules: tuple[str, str] = ("", "")
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
     repeated: Mapping[str, str] = field(default_factory=dict)

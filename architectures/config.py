@@ -82,9 +82,9 @@ QUANTISED = ("quantization_config", "quantization")
 _DEQUANTISED = {
     "bitsandbytes": "transformers' from_pretrained(MODEL).dequantize(), then save_pretrained",
     "compressed-tensors": "transformers with quantization_config=CompressedTensorsConfig(dequantize=True)",
-    "fp8": "transformers with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "fp8": "gptkit convert --dtype bfloat16",
     "mlx": "mlx_lm.convert --dequantize",
-    "mxfp4": "transformers with quantization_config=Mxfp4Config(dequantize=True)",
+    "mxfp4": "gptkit convert --dtype bfloat16",
 }
 """What makes floating-point weights of them again, by method."""
 
@@ -167,6 +167,13 @@ def shown(value: Any) -> str:
         return repr(value)[:60]
     except (RecursionError, ValueError):  # nested nearly too deep to parse, or an integer of thousands of digits
         return f"a {type(value).__name__} too large to show"
+
+
+_KINDS_OF_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 class ConfigReader:
@@ -311,11 +318,13 @@ class ConfigReader:
         tokens than layers of these types look at. It reads them in every family; the families' own code does not. A
         layer without attention (None) is of the type that its family has read.
         """
-        said = self.raw("layer_types")
+        said = self.kinds_of_layers()
         if isinstance(said, list) and len(said) == len(types):
             types = [own or other for own, other in zip(types, said, strict=True)]
         reason = "transformers' cache goes by it in decoding, and the layers of this family do not"
-        refused: dict[str, tuple[tuple[Any, ...], str]] = {"layer_types": ((None, list(types)), reason)}
+        if said not in (None, list(types)):
+            raise ConfigError(f"config.json: {self.place}layer_types is {shown(said)}: {reason}")
+        refused: dict[str, tuple[tuple[Any, ...], str]] = {}
         for name in ("sliding_window", "attention_chunk_size"):
             if f"{self.place}{name}" not in self.used:
                 refused[name] = ((None,), reason)
@@ -326,9 +335,14 @@ class ConfigReader:
         own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
         return own + [name for each in self.objects.values() for name in each.unknown(irrelevant)]
 
+    def kinds_of_layers(self) -> Any:
+        """`layer_types` as they stand, but for the names that transformers takes for others in every family."""
+        said = self.raw("layer_types")
+        return [_KINDS_OF_LAYERS.get(each, each) for each in said] if _are_names(said) else said
+
     def layer_types(self, usual: Sequence[str], near: str = "sliding_attention") -> tuple[str, ...]:
         """The kind of every layer's attention, full or `near`; `usual`, one a layer, where it is null or absent."""
-        types = self.raw("layer_types")
+        types = self.kinds_of_layers()
         if types is None:
             return tuple(usual)
         known = ("full_attention", near)

@@ -235,7 +235,7 @@ def one_of(config: ConfigReader, layers: int, usual: Sequence[str], other: str) 
         ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
     """
     known = ("full_attention", other)
-    types = config.raw("layer_types")
+    types = config.kinds_of_layers()
     types = list(usual) if types is None else types
     if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
         raise config.fail("layer_types", types, f"{layers} values of {' or '.join(known)}")

@@ -1,10 +1,10 @@
 """gptkit convert against copying and hashing, and against transformers, alternating in one run.
 
-    python benchmarks/convert.py [--rounds 5] [--folder DIR] [--only llama|gpt2-large|four-times] [--peers mergekit]
+    python benchmarks/convert.py [--rounds 5] [--folder DIR] [--only llama|gpt2-large|four-times|fp8] [--peers mergekit]
 
 Builds a bf16 llama of 1.1 billion parameters in three shards (2.2 GB; pure renames) and a GPT-2 large shape in fp32
-(3.1 GB; transposes and splits). Every contender is a process of its own, timed from start to end, with the peak memory
-that the system counted for it:
+(3.1 GB; transposes and splits), and the llama in fp8 with scales, which is dequantised to bf16. Every contender is a
+process of its own, timed from start to end, with the peak memory that the system counted for it:
 
 - gptkit: `gptkit convert SOURCE OUT`: the converted folder, synced, with the sha256 of every file and every tensor.
 - copy: `cp -r`, then `sync` of the copied files, then `openssl dgst -sha256` of them, one after another.
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to build them: a disk with 30 GB free [a temporary folder]")
-    parser.add_argument("--only", choices=("llama", "gpt2-large", "four-times"))
+    parser.add_argument("--only", choices=("llama", "gpt2-large", "four-times", "fp8"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as parent:
         peers = {"gptkit": gptkit, "copy": copy, "transformers": transformers}
@@ -163,6 +163,27 @@ def main() -> None:
             shutil.rmtree(source)
         if arguments.only in (None, "four-times"):
             four_times(Path(parent), arguments.rounds)
+        if arguments.only in (None, "fp8"):
+            dequantised(Path(parent), arguments.rounds)
+
+
+def dequantised(parent: Path, rounds: int) -> None:
+    """The llama in fp8 with scales as bf16 files, beside the copy of these and their own conversion."""
+    source, plain = parent / "fp8", parent / "bf16"
+    options = ["--to", "hf", "--dtype", "bfloat16"]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        nbytes = pool.submit(synthetic.build_fp8, source, LLAMA).result()
+    measured([*gptkit(source, plain), *options])
+    runs = compare(
+        source,
+        {
+            "gptkit": lambda at, out: [*gptkit(at, out), *options],
+            "copy": lambda _, out: copy(plain, out),
+            "from bf16": lambda _, out: [*gptkit(plain, out), *options],
+        },
+        rounds,
+    )
+    table(f"llama in fp8 to bf16, {nbytes / 1e9:.2f} GB written", runs, "copy")
 
 
 def four_times(parent: Path, rounds: int) -> None:

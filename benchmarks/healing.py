@@ -1,4 +1,4 @@
-"""docs/healing.md: what six changes cost the trained samples, and what a little training gives back, with controls.
+"""docs/healing.md: what seven changes cost the trained samples, and what a little training gives back, with controls.
 
     python benchmarks/healing.py [--tokens 600000] [--rate R] [--seeds 3] [--only NAME] [--out docs/healing.md]
 
@@ -20,6 +20,7 @@ CHANGES: dict[str, dict[str, str]] = {
     "plain → SwiGLU": {"mlp": "swiglu"},
     "one layer of four dropped": {"layers": "0,1,3"},
     "width by a quarter": {"hidden": "84"},
+    "attention → linear in two layers": {"attention": "linear", "blocks": "0,2"},
 }
 """Name -> the swap of the GPT-2 sample."""
 TEACHER = "sample:gpt2"

@@ -24,7 +24,7 @@ import transformers
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers.families import VARIANTS, Variant, decoder_from, has_cache, randomised_reference, spec_of  # noqa: E402
+from helpers.families import VARIANTS, Variant, continued, decoder_from, has_cache, randomised_reference, spec_of  # noqa: E402
 
 from gptkit.architectures import ARCHITECTURES, architecture_of  # noqa: E402
 from gptkit.modules import Cache, Decoder  # noqa: E402
@@ -111,7 +111,7 @@ def decode_case(model: Decoder, reference: Any) -> float:
     ids = torch.randint(model.spec.vocab_size, (1, 10), generator=torch.Generator().manual_seed(1))
     ours, theirs, worst = Cache(model.spec), transformers.DynamicCache(config=reference.config), 0.0
     for _ in range(STEPS):
-        logits = reference(input_ids=ids, past_key_values=theirs, use_cache=True).logits[:, -1]
+        logits = continued(reference, ids, theirs).logits[:, -1]
         worst = max(worst, (logits.double() - model(ids, cache=ours)[:, -1].double()).abs().max().item())
         ids = logits.argmax(-1, keepdim=True)
     return worst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 from gptkit.architectures import architecture_of
 from gptkit.converter.dtypes import from_float64
 from gptkit.converter.publish import Staging
+from gptkit.converter.safetensors import build_header
 from gptkit.converter.write import execute, plan
 
-__all__ = ["build"]
+__all__ = ["build", "build_fp8"]
 
 POOL = 1 << 22
 
@@ -47,3 +49,35 @@ def build(folder: Path, config: Mapping[str, Any], dtype: str, shard_bytes: int)
         planned = plan(architecture.bind(spec), dtypes, texts, [], shard_bytes)
         staging.commit({}, files=execute(planned, tensors(), staging))
     return sum(shard.nbytes for shard in planned.shards)
+
+
+def build_fp8(folder: Path, config: Mapping[str, Any]) -> int:
+    """Write one file of a Hugging Face checkpoint whose blocks' matrices are random fp8 with a scale for 128 x 128, as
+    DeepSeek-V3 and Qwen3 have them, the rest bf16; returns the bytes of its tensors in bf16.
+    """
+    architecture, generator = architecture_of(config), np.random.default_rng(0)
+    spec = architecture.spec(config)
+    narrow = {each.name for each in spec.parameters() if each.layer is not None and len(each.shape) > 1}
+    leaves = architecture.bind(spec)
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    for leaf in leaves:
+        quantised = leaf.shared[0] in narrow
+        tensors.append((leaf.checkpoint, "F8_E4M3" if quantised else "BF16", leaf.shape))
+        if quantised:
+            tensors.append((f"{leaf.checkpoint}_scale_inv", "F32", tuple(-(-side // 128) for side in leaf.shape)))
+    header, infos = build_header(tensors, {"format": "pt"})
+    folder.mkdir()
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for info in infos:
+            assert file.tell() == info.start
+            if info.dtype == "F8_E4M3":
+                exponents, rest = generator.integers(4, 14, (2, info.nbytes), dtype=np.uint8)
+                file.write(exponents << 3 | rest & 7 | rest << 6 & 128)
+            elif info.dtype == "F32":
+                file.write(generator.uniform(1e-4, 1e-3, info.nbytes // 4).astype(np.float32))
+            else:
+                file.write(from_float64(generator.standard_normal(info.nbytes // 2) * 0.02 + 1, "BF16"))
+    return sum(2 * math.prod(leaf.shape) for leaf in leaves)

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from ..terminal import complain
-from .base import MODEL, ForWeights, argument, command, option
+from .base import MODEL, ForWeights, argument, command, flag, option
 from .completion import FLOATS, one_of
 
 
@@ -27,6 +27,11 @@ def generate(
         "P", "Sample from the likeliest tokens whose probabilities add up to p.", min=0, max=1
     ),
     seed: int | None = option("N", "The seed of sampling, for the same text twice.", min=0),
+    beams: int | None = option("N", "Search with so many beams for the likeliest text.", min=2),
+    length_penalty: float | None = option(
+        "P", "With --beams: divide log-probabilities by lengths to this power, by default 1."
+    ),
+    early_stopping: bool = flag("--early-stopping", "With --beams: end with the first so many texts."),
     dtype: str | None = option(
         "DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS)
     ),
@@ -47,12 +52,20 @@ def generate(
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "--top-k" if top_k is not None else "--top-p"
         raise UsageError(f"{name} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
+    if beams is None and (length_penalty is not None or early_stopping):
+        name = "--early-stopping" if length_penalty is None else "--length-penalty"
+        raise UsageError(f"{name} is of a search with beams", "Give --beams N too.")
+    if beams is not None and (temperature or top_k is not None or top_p is not None):
+        raise UsageError("--beams searches without a draw", "Without --temperature, --top-k and --top-p.")
     prompt = _read_prompt(text, ids)
     limits: list[str] = []
     opened = open_checkpoint(model, **opening)
     suit(opened.spec)
     sampling: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     computing: Any = {"dtype": dtype, "attention": attention, "tell": limits.append}
+    if beams is not None:
+        penalty = 1.0 if length_penalty is None else length_penalty
+        sampling |= {"beams": beams, "length_penalty": penalty, "early_stopping": early_stopping}
     pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
     watched = sys.stdout.isatty()
     try:

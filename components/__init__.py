@@ -21,6 +21,8 @@ from .encoder import *
 from .ends import *
 from .feed_forward import *
 from .latent_attention import *
+from .linear_attention import *
+from .mamba2 import *
 from .mixture import *
 from .model import *
 from .norms import *

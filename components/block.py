@@ -22,7 +22,7 @@ __all__ = ["Block", "BlockScale", "SubLayer"]
 
 _NORMS = ("norm", "output_norm", "sum_norm")
 
-_OWN = ("parallel", "residual", "scale", "altup", "sums")  # a block's fields beside its sub-layers
+_OWN = ("parallel", "residual", "scale", "altup", "sums", "wide")  # a block's fields beside its sub-layers
 
 _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 
@@ -102,12 +102,13 @@ class Block(Component, frozen=True):
     first one's, and their results are added to it together: the last one's and then those before, or with `sums`
     "stream first" each to the stream before the next (StableLM). With `residual`
     "normed" a sub-layer's result is added to its norm's output, not to the stream (BLOOM's
-    apply_residual_connection_post_layernorm).
+    apply_residual_connection_post_layernorm). With `wide` the stream leaves in fp32 at least, and norms before
+    sub-layers read it as narrow as the model is (Mamba).
 
     A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
 
-    rounds = ("sums",)
+    rounds = ("sums", "wide")
     tells = ("sublayers",)
     forgotten: ClassVar[dict[str, str]] = {
         "parallel": "parallel block run in series",
@@ -122,6 +123,7 @@ class Block(Component, frozen=True):
     scale: BlockScale | None = None
     altup: AlternatingUpdates | None = None
     sums: Literal["branches first", "stream first"] = "branches first"
+    wide: bool = False
 
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
@@ -137,6 +139,10 @@ class Block(Component, frozen=True):
                 raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")
             if self.parallel and (sublayer.sum_norm is not None or sublayer.low_rank is not None):
                 raise ConfigError("a parallel block has one sum, and none of its sub-layers, with norms or residuals")
+        plain = (each.norm is not None and each.low_rank is None and each.sum_norm is None for each in self.sublayers)
+        told = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
+        if self.wide and (told or not all(plain)):
+            raise ConfigError("a stream in fp32 is of plain blocks, whose sub-layers each have a norm before them")
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError("sub-layers onto other streams come last, in a block with altup")
@@ -203,9 +209,12 @@ class Block(Component, frozen=True):
         elif self.residual == "normed":
             short, whole = "serial, residual from the norm", "serial, residual from the norms' output"
         words = {"block": Words(short, data, whole), "norm": self._norms(), "norm eps": self._eps()}
-        for each in self.sublayers:
-            slot, fields = each.mixer.slot, each.untold()
+        untold = {each.mixer.slot: each.untold() for each in self.sublayers}
+        first, *others = untold.values()
+        alike = bool(others) and all(each == first for each in others)
+        for slot, fields in ({"branch": first} if alike else untold).items():
             words["block"] = words["block"].also({f"{slot} {n}": (f"{slot} {w}", v) for n, (w, v) in fields.items()})
+        for each in self.sublayers:
             for aspect, said in each.mixer.aspects().items():
                 words[aspect] = words[aspect].beside(said) if aspect in words else said
         return words | {"bias": self._biases()}
@@ -291,7 +300,7 @@ class Block(Component, frozen=True):
         """From the stream `source` to the sum that leaves the block; ids are the modules' names within it."""
         end = "block_output"  # until where the module has a name for its results
         streams: Sizes = shape if self.altup is None else (self.altup.count, *shape)
-        found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end)]
+        found: list[AnyOperation] = [Stream(source, (source,), streams, "norms", held=end, kept_wide=self.wide)]
         if self.altup is not None:
             found += self.altup.predicted(f"{path}altup", source, shape)
             source = found[-1].id
@@ -303,7 +312,8 @@ class Block(Component, frozen=True):
             return last.id
 
         def add(name: str, past: str, branch: str, residual: str | None) -> str:
-            found.append(Add(name, (past, branch), shape, "norms", held=end, residual=residual))
+            inputs, wide = (past, branch), self.wide
+            found.append(Add(name, inputs, shape, "norms", held=end, residual=residual, kept_wide=wide))
             return name
 
         branches, total, shared = [], source, source
@@ -318,6 +328,8 @@ class Block(Component, frozen=True):
                 behind = self.sublayers[index + 1 : index + 2]
                 following = "" if self.parallel or not behind else f"{behind[0].mixer.slot}_norm"
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
+                if self.wide:
+                    found[-1] = msgspec.structs.replace(found[-1], narrowed=True)
             shared = read if index == 0 else shared
             if sublayer.low_rank is not None:  # which no order of sums tells from one behind the mixer's
                 inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))

@@ -84,7 +84,7 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
             "gate_proj.weight": Weight((self.values, hidden), "reads"),
             "beta_proj.weight": Weight((self.heads, hidden), "reads"),
             "decay_proj.weight": Weight((self.heads, hidden), "reads"),
-            **{f"{name}_conv.weight": Weight((size, self.kernel), "inner") for name, size in rows.items()},
+            **{f"{name}_conv.weight": Weight((size, self.kernel), "kernel") for name, size in rows.items()},
             "A_log": Weight((self.heads,), "inner", Logs(0.01, 16.0)),
             "dt_bias": Weight((self.heads,), "inner", 1.0),
             "o_proj.weight": Weight((hidden, self.values), "writes"),

@@ -36,9 +36,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
     Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
-    so that experts which are alike give what one of them gives; then they are multiplied by `multiplier`. With `jitter`
-    j each is weighed by a softmax of its own (SparseMixer 2409.12136): over the experts without those that were chosen
-    before it, and without those whose logits are below its own l by more than 2j · max(|logit|, l).
+    so that experts which are alike give what one of them gives, or by it and `added` (LFM2-MoE); then they are
+    multiplied by `multiplier`. With `jitter` j each is weighed by a softmax of its own (SparseMixer 2409.12136):
+    over the experts without those that were chosen before it, and without those whose logits are below its own l by
+    more than 2j · max(|logit|, l).
 
     `choice_bias` is added to p where experts are chosen, or with `biased` "logits" to what p is made of, and is in no
     weight (2408.15664). With `groups` experts are
@@ -62,6 +63,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     label = "router"
     forgotten: ClassVar[dict[str, str]] = {
         "normalise": "weights of experts normalised or not",
+        "added": "weights of experts divided by their sum alone",
         "scores": "a sigmoid router taken for softmax",
         "multiplier": "weights of experts not scaled",
         "choice_bias": "bias of the experts' choice dropped",
@@ -100,6 +102,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     top_k: Size
     expert: FeedForward | GatedFeedForward
     normalise: bool = True
+    added: Annotated[float, Meta(ge=0)] = 0.0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     multiplier: Positive = 1.0
     choice_bias: bool = False
@@ -294,7 +297,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         apart_too, inputs = self.summed == "by expert", self.weighs == "inputs"
         copied_wide = "" if self.routed_in == "input" else "input" if self.wide_router else "both"
         choice: dict[str, Any] = {
-            **{name: getattr(self, name) for name in ("top_k", "experts", "normalise", "scores", "multiplier")},
+            **{
+                name: getattr(self, name) for name in ("top_k", "experts", "normalise", "added", "scores", "multiplier")
+            },
             **{name: getattr(self, name) for name in ("groups", "top_groups", "group_best", "jitter")},
             "of_chosen": (self.of_chosen and self.chosen_by == "logits") or self.biased == "logits",
             "biased": self.biased,

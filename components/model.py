@@ -5,6 +5,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, ClassVar
 
+import msgspec
+
 from ..display import Shown
 from ..errors import ConfigError, MissingComponent
 from .base import Component, Mixer, Parameter, Size
@@ -259,7 +261,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.joined is not None:
             found += self.joined.operations("joined", "block_output", (self.joined.count, *stream))
         if self.final_norm is not None:
-            found += self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
+            normed = self.final_norm.operations("final_norm", found[-1].id if found else "block_output", stream)
+            if self.blocks[-1].wide:
+                normed = tuple(msgspec.structs.replace(each, lies="float32") for each in normed)
+            found += normed
         last = found[-1].id if found else "block_output"
         if self.head is None:
             return (*found, Stream("hidden_states", (last,), stream, "head"))

@@ -84,13 +84,11 @@ class LayerNorm(Norm, Component, frozen=True):
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
 
     def __post_init__(self) -> None:
-        if self.size % self.groups:
-            raise ConfigError(f"a row of {self.size} cannot be cut into {self.groups} groups")
+        _check_groups(self)
 
     def small(self, size: int) -> Self:
-        """As many groups as are of the same width."""
-        width = self.size // self.groups
-        return msgspec.structs.replace(self, size=size, groups=1 if self.groups == 1 else size // width)
+        groups = _groups(self, size)
+        return msgspec.structs.replace(self, size=size, groups=groups)
 
     def weights(self) -> dict[str, Weight]:
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
@@ -114,19 +112,31 @@ class LayerNorm(Norm, Component, frozen=True):
 class RMSNorm(Norm, Component, frozen=True):
     """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in fp32 at least.
 
-    `cast` says where the result returns to the model's dtype: llama multiplies by the weight after it.
+    `groups` cuts a row into so many, each normed by itself with its part of the weight (Mamba-2's). `cast` says where
+    the result returns to the model's dtype: llama multiplies by the weight after it.
     """
 
     label = "norms"
     centred = False
     rounds = ("cast",)
     tells = ("eps",)
-    forgotten: ClassVar[dict[str, str]] = {"gain": "weight of norms taken for their factor"}
+    forgotten: ClassVar[dict[str, str]] = {
+        "gain": "weight of norms taken for their factor",
+        "groups": "groups of a row normed all at once",
+    }
 
     size: Size
     eps: Positive
     cast: Literal["before_weight", "after_weight"] = "before_weight"
     gain: Gain = "weight"
+    groups: Size = 1
+
+    def __post_init__(self) -> None:
+        _check_groups(self)
+
+    def small(self, size: int) -> Self:
+        groups = _groups(self, size)
+        return msgspec.structs.replace(self, size=size, groups=groups)
 
     def weights(self) -> dict[str, Weight]:
         return self.gains()
@@ -136,7 +146,18 @@ class RMSNorm(Norm, Component, frozen=True):
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         lies = "input" if self.cast == "before_weight" else "float32"
-        return self.normed(path, source, shape, f"x / √(mean(x²) + {self.eps:g})", kind="RMSNorm", lies=lies)
+        formula, statistics = f"x / √(mean(x²) + {self.eps:g})", self.groups
+        return self.normed(path, source, shape, formula, kind="RMSNorm", lies=lies, statistics=statistics)
+
+
+def _check_groups(norm: Any) -> None:
+    if norm.size % norm.groups:
+        raise ConfigError(f"a row of {norm.size} cannot be cut into {norm.groups} groups")
+
+
+def _groups(norm: Any, size: int) -> int:
+    """As many in rows of that size as are of the same width."""
+    return 1 if norm.groups == 1 else size * norm.groups // norm.size
 
 
 def inside(norms: Mapping[str, Norm | None], short: str, whole: str) -> Words:

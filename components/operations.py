@@ -42,7 +42,7 @@ class Operation(msgspec.Struct, frozen=True):
     its result are counted. weights: the module's own, by name. copies: so many modules alike, of which a token takes
     some. apart: so many are run one after the other, each on its share of the tokens. held: the id of the operation
     until which the module has a name for the result; without one it is gone after its last use. tied: the operation
-    whose weights it uses.
+    whose weights it uses. kept_wide: its result stays in fp32 at least.
     """
 
     id: str
@@ -54,6 +54,7 @@ class Operation(msgspec.Struct, frozen=True):
     apart: int = 1
     held: str = ""
     tied: str | None = None
+    kept_wide: bool = False
 
     @property
     def parameters(self) -> int:
@@ -103,7 +104,7 @@ class Norm(Operation, frozen=True, kw_only=True):
     kind, formula: what its component says it is. lies: where rows are before the gain: inside a "kernel", or, as steps
     in fp32 at least, in tensors of the "input"'s dtype or of "float32". statistics: numbers a row that are kept for the
     backward pass. gain: what is multiplied by. centred: rows without their mean are a tensor of their own, and the gain
-    is taken in fp32 at least.
+    is taken in fp32 at least. narrowed: of a stream in fp32, which it reads as narrow as the model is.
     """
 
     kind: str
@@ -112,6 +113,7 @@ class Norm(Operation, frozen=True, kw_only=True):
     statistics: int = 1
     gain: Literal["weight", "1 + weight", "none"] = "weight"
     centred: bool = False
+    narrowed: bool = False
 
 
 class Linear(Operation, frozen=True, kw_only=True):
@@ -251,9 +253,11 @@ class Scan(Operation, frozen=True, kw_only=True):
     None where none of its families has such a state.
 
     chunk: tokens that are read at once are taken in chunks of so many, the last of them filled up with zeros; each
-    takes `chunk_products` multiplications, of which the first is `spared` those with a state, and `alive` numbers a
-    token of it at the worst moment beside inputs and result. Chunks are made again for the backward pass, which keeps
-    none of their steps.
+    takes `chunk_products` multiplications, of which the first is `spared` those with a state; at the worst moment there
+    are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
+    first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
+    takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
+    their steps.
     """
 
     state: Shape
@@ -266,7 +270,9 @@ class Scan(Operation, frozen=True, kw_only=True):
     chunk: int = 1
     chunk_products: int = 0
     spared: int = 0
+    between: int = 0
     alive: int = 0
+    within: tuple[int, int] = (0, 0)
 
 
 class Convolve(Operation, frozen=True, kw_only=True):
@@ -319,17 +325,18 @@ class Add(Operation, frozen=True, kw_only=True):
 
 
 class Choose(Operation, frozen=True, kw_only=True):
-    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum with
-    `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups` best of these, by
-    the sum of the `group_best` largest in each. Its bias, where it has one, is added for the choice alone, to scores or
-    to logits (`biased`); its weight is a factor of each expert, by which what it is weighed by is multiplied in the
-    end. of_chosen: scores are made of the chosen experts' logits alone. wide: in fp32 at least. jitter: each is weighed
-    by a softmax of its own, see `MixtureOfExperts`.
+    """The `top_k` largest of a router's scores, a softmax over all or a sigmoid of each, divided by their sum
+    and `added` with `normalise` and times `multiplier`. With `groups` of experts they are chosen from the `top_groups`
+    best of these, by the sum of the `group_best` largest in each. Its bias, where it has one, is added for the
+    choice alone, to scores or to logits (`biased`); its weight is a factor of each expert, by which what it is
+    weighed by is multiplied in the end. of_chosen: scores are made of the chosen experts' logits alone. wide: in
+    fp32 at least. jitter: each is weighed by a softmax of its own, see `MixtureOfExperts`.
     """
 
     top_k: int
     experts: int
     normalise: bool
+    added: float = 0.0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     multiplier: float = 1.0
     groups: int = 1

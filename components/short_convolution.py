@@ -33,7 +33,7 @@ class ShortConvolution(Mixer, Component, frozen=True):
     def weights(self) -> dict[str, Weight]:
         inner = Weight((self.channels, self.hidden_size), "reads")
         found = {f"{name}.weight": inner for name in _READ}
-        found["convolved.weight"] = Weight((self.channels, self.kernel), "inner")
+        found["convolved.weight"] = Weight((self.channels, self.kernel), "kernel")
         found["o_proj.weight"] = Weight((self.hidden_size, self.channels), "writes")
         if self.bias:
             found |= {f"{name}.bias": bias(self.channels) for name in (*_READ, "convolved")}

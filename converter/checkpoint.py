@@ -20,6 +20,7 @@ from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
 from .pickles import pickle_weights, renamed
+from .quantised import METHODS, dequantised
 from .resolve import Reference, quantised, read_spec, resolve
 from .safetensors import DTYPES
 from .tree import Origin, Quantised
@@ -41,17 +42,21 @@ def open_checkpoint(
     integers: bool = False,
     partial: bool = False,
     stored: bool = False,
+    dequantise: bool = True,
+    narrow: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint by reference (see `converter.resolve`) and check all of its headers. `headers_only` fetches no
     weights; `integers` allows weights stored so; `partial` allows missing tensors and keeps those without a place,
-    unless `allow_extra`; `stored` takes quantised weights as they lie, which nothing computes. Raises InvalidInput,
-    with all that does not fit; Offline.
+    unless `allow_extra`. Quantised weights become fp32, `narrow` bf16, or are refused unless `dequantise`; `stored`
+    takes them as they lie, which nothing computes. Raises InvalidInput, with all that does not fit; Offline.
     """
-    check = functools.partial(_usable, methods=("fp8",)) if stored else _usable
+    methods = ("fp8",) if stored else tuple(METHODS) if dequantise else ()
+    check = functools.partial(_usable, methods=methods)
     found, remote = _find(reference, offline, allow_pickle, headers_only, check)
     assert found.path is not None and found.source is not None
     read = None if found.other is None else found.other.read
-    opened = _read(found, remote, allow_pickle, check) if read is None else read(found.source, allow_pickle)
+    numbers = None if stored else "BF16" if narrow else "F32"
+    opened = _read(found, remote, allow_pickle, check, numbers) if read is None else read(found.source, allow_pickle)
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -61,7 +66,7 @@ def open_checkpoint(
         reference=found.text,
         path=found.path,
         revision=found.revision,
-        format=str(found.format),
+        format=opened.format or str(found.format),
         spec=opened.spec,
         leaves=opened.leaves,
         dtype="F32",
@@ -181,6 +186,7 @@ def _read(
     remote: WeightFiles | None,
     allow_pickle: bool,
     check: Callable[[Reference], tuple[ModelSpec, Origin, list[str]]],
+    dequantise: str | None,
 ) -> Opened:
     """What lies in a folder or weight file of a family, or in gptkit's own format."""
     assert found.path is not None
@@ -191,6 +197,11 @@ def _read(
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"
     weights = pickle_weights(files.files) if pickled else Weights(files.tensors, fetched=remote is None)
+    notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
+    if dequantise is not None and quantised(found, origin) is not None:
+        assert origin.config is not None
+        weights, note = dequantised(weights, origin.config, dequantise, found.path)
+        notes.append(note)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(
             f"{found.path} has {len(weights.info)} tensors for {len(spec.blocks)} layers: config and weights differ"
@@ -200,7 +211,6 @@ def _read(
     leaves = identity_leaves(spec) if architecture is None else architecture.bind_files(spec, weights.info)
     if architecture is not None and files.headers:
         origin = replace(origin, files={**files.headers, **({} if files.index is None else {INDEX: files.index})})
-    notes = [f"config.json fields that neither transformers nor gptkit reads: {', '.join(unknown)}"] if unknown else []
     return Opened(spec, origin, leaves, weights, files.files, notes=notes, architecture=architecture)
 
 
@@ -238,7 +248,8 @@ def _match(
             extra.append(name)
     if "scales" in carried and not stored:
         raise Quantised(
-            f"{checkpoint.path}: its weights are quantised, and gptkit reads floating-point ones", _FIRST_ONE
+            f"{checkpoint.path}: its weights are quantised, and gptkit reads floating-point ones",
+            _FIRST_ONE if architecture is not None else "convert --to hf, and then those files with --dtype bfloat16.",
         )
     # Only now: the embedding may come after the head, and under an old name.
     embedding = next((leaf.checkpoint for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",)), "")

@@ -237,7 +237,9 @@ def convert(
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         stored = dtype is None and form.kind in ("local", "hf") and form.family is None and "scales" not in drop
-        source = open_checkpoint(found, headers_only=dry_run, integers=dtype is not None, stored=stored, **opening)
+        narrow = dtype is not None and dtype.lower().removeprefix("torch.") in ("bf16", "bfloat16")
+        opening |= {"integers": dtype is not None, "dequantise": dtype is not None, "narrow": narrow}
+        source = open_checkpoint(found, headers_only=dry_run, stored=stored, **opening)
         source, form = adapted(source, form)
         source = _with_carried(source, form, drop)
         planned = plan_conversion(source, form, dtype, max_shard_bytes)

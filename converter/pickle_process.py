@@ -8,7 +8,9 @@ stream it does not say where a tensor lies; of the archive it says so and holds 
 
 Asked by `pickles`. Of a tensor it tells the dtype, shape, strides, and where its bytes lie. Nothing that a pickle names
 is ever imported: a fixed list of names stands for objects made here, and every other name is refused. The answer's
-values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}.
+values are JSON's own but for objects of one key: {"dict": pairs}, {"list": items}, {"tensor": …}, {"other": name}, and
+{"shard": …} for a rank's part of a tensor (a DTensor). MLX's and numpy's archives of arrays (.npz) hold no pickles and
+are answered in the same form.
 """
 
 from __future__ import annotations
@@ -122,6 +124,8 @@ class _Known(NamedTuple):
             return args[0]
         if self.name in (*_NOT_PLAIN, "device", "_get_layout"):
             return _Other(self.name)
+        if self.name == "_rebuild_from_type_v2":
+            return _of_type(*args[:4])
         raise _RefusedError(f"it calls {self.name!r:.80}")
 
 
@@ -173,6 +177,42 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, element: Any = 
     return _Tensor(storage, offset, shape, strides, storage.element if element is None else element.element)
 
 
+class _Shard(NamedTuple):
+    """A rank's part of a tensor: what it holds, the whole's shape, for each dimension of the mesh of ranks the tensor's
+    that is shared out over it (None where all hold the same), and where in the mesh the rank is, None where not told.
+    """
+
+    local: _Tensor
+    shape: list[int]
+    placements: list[int | None]
+    coordinate: list[int] | None
+
+
+def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
+    """torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are let go, or a DTensor."""
+    if getattr(kind, "__name__", "") != "DTensor":
+        return make(*args)
+    local, spec = _attribute(state, "_local_tensor"), _attribute(state, "_spec")
+    mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
+    if not isinstance(local, _Tensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
+        raise _RefusedError("a part of a tensor is not told as torch tells it")
+    ways: list[int | None] = []
+    for each in placements:
+        dim = _attribute(each, "dim")
+        if not (_is(each, "Shard") and type(dim) is int) and not _is(each, "Replicate"):
+            raise _RefusedError(f"a tensor is shared out in a way that is not read ({type(each).__name__})")
+        ways.append(dim if _is(each, "Shard") else None)
+    place = _attribute(mesh, "_coordinate_on_dim")
+    return _Shard(local, _sizes(args[2]), ways, None if place is None else _sizes(place))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """What an object of torch's was pickled with under that name, its slots included."""
+    state = value.state if isinstance(value, _Stand) else value
+    parts = state if isinstance(state, tuple) else (state,)
+    return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
+
+
 _KNOWN: dict[tuple[str, str], _Known] = {
     (module, name): _Known(name)
     for module, names in (
@@ -182,10 +222,12 @@ _KNOWN: dict[tuple[str, str], _Known] = {
         ("torch", ("Size", "device")),
         ("torch.serialization", ("_get_layout",)),
         ("torch._utils", ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", *_PARAMETERS, *_NOT_PLAIN)),
+        ("torch._tensor", ("_rebuild_from_type_v2",)),
     )
     for name in names
 }
 """Every name that may stand in a pickle, and what it means here."""
+_KNOWN |= {place: _Known("class") for place in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))}
 _KNOWN["torch.storage", "UntypedStorage"] = _Known("storage", _STORAGES["Untyped"])
 _KNOWN |= {("torch", f"{name}Storage"): _Known("storage", element) for name, element in _STORAGES.items()}
 _KNOWN |= {("torch", name): _Known("dtype", element) for name, element in _ELEMENTS.items()}
@@ -232,6 +274,8 @@ class _Reader(pickle.Unpickler):
         self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._names and self._names is _KNOWN and f"{module}.".startswith(_BESIDE):
+            return type(name, (_Stand,), {})
         if (module, name) not in self._names:
             raise _RefusedError(f"it asks for {f'{module}.{name}'!r:.120}, which is no part of plain weights")
         return self._names[module, name]
@@ -278,10 +322,14 @@ def _load(reader: _Reader) -> Any:
         raise _RefusedError(f"its pickle is damaged: {type(error).__name__}: {error!s:.120}") from error
 
 
-def answer(question: str | tuple[str, int, int | None]) -> Any:
-    """The plain JSON values of a file (see above), or of its bytes from `start` on; of a path alone, as `metadata`."""
+def answer(question: str | tuple[str, int, int | None] | tuple[str]) -> Any:
+    """The plain JSON values of a file (see above), or of its bytes from `start` on; of a path alone, as `metadata`; of
+    one in a list, as `arrays`.
+    """
     if isinstance(question, str):
         return _metadata(question)
+    if len(question) == 1:
+        return _arrays(*question)
     path, start, nbytes = question
     allow(0, _COSTS)
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
@@ -346,6 +394,8 @@ class _Plain:
             return {"dict": [[self.of(k, depth + 1), self.of(v, depth + 1)] for k, v in value.items()]}
         if isinstance(value, _Known | _Other):
             return {"other": value.name}
+        if isinstance(value, _Shard):
+            return {"shard": [self.of(value.local, depth), value.shape, value.placements, value.coordinate]}
         if isinstance(value, _Tensor):
             self._values -= 2 * len(value.shape)
             at = (value.offset, value.storage.start, value.storage.nbytes)
@@ -353,6 +403,49 @@ class _Plain:
         if isinstance(value, list | tuple):
             return {"list": [self.of(item, depth + 1) for item in value]}
         return {"other": type(value).__name__}
+
+
+# --- numpy's archives of arrays, as MLX writes them -------------------------------------------------------------------
+
+_DTYPES = {"f": "F", "i": "I", "u": "U"}
+
+
+def _arrays(path: str) -> dict[str, Any]:
+    """The arrays of an .npz file, by name."""
+    allow(0, _COSTS)
+    with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
+        size = os.fstat(file.fileno()).st_size
+        found = []
+        for name, (start, nbytes) in _members(_Part(file, 0, size), size).items():
+            file.seek(start)
+            key = name.removesuffix(".npy")
+            found.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])
+    if len(found) > _MAX_VALUES // 16:
+        raise _RefusedError("holds more values than a checkpoint has")
+    return {"dict": found}
+
+
+def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
+    """One array, by the header of its .npy file."""
+    import re
+
+    length, at = (head[8:10], 10) if head[6:7] == b"\1" else (head[8:12], 12)
+    end = at + int.from_bytes(length, "little")
+    text = head[at:end].decode("latin-1").strip()
+    found = re.fullmatch(
+        r"\{'descr': '[<|]([fiub])(\d)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\),? ?\}", text
+    )
+    if head[:6] != b"\x93NUMPY" or end > len(head) or found is None:
+        raise _RefusedError(f"holds {name!r:.80}, which is no plain array of numbers")
+    kind, width, fortran, sizes = found.groups()
+    element = "BOOL" if kind == "b" else f"{_DTYPES[kind]}{8 * int(width)}"
+    shape = _sizes([int(each) for each in sizes.replace(" ", "").split(",") if each])
+    strides = [1] * len(shape)
+    order = range(len(shape)) if fortran == "True" else range(len(shape) - 1, -1, -1)
+    step = 1
+    for axis in order:
+        strides[axis], step = step, step * shape[axis]
+    return {"tensor": [element, shape, strides, 0, start + end, nbytes - end]}
 
 
 # --- the stream before torch 1.6 -------------------------------------------------------------------------------------
@@ -394,16 +487,41 @@ _MAX_METADATA = 2**28  # bytes: a thousand tensors in a thousand chunks each tak
 _METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 
 
+_BESIDE = (
+    *("torch.distributed.", "torch.optim.", "deepspeed.", "megatron.", "lightning.", "pytorch_lightning."),
+    *("lightning_fabric.", "lightning_utilities.", "accelerate.", "transformers.", "omegaconf.", "argparse."),
+    *("pathlib.", "numpy.", "_codecs.", "enum.", "datetime.", "functools."),
+)
+"""Packages of which training programs pickle objects beside weights. Such are let go: nothing of theirs is imported,
+and what stands in their place does nothing, whatever it is called with.
+"""
+
+
 class _Stand:
-    """What stands for an object of one of torch's classes: the state it was pickled with."""
+    """What stands for an object of a class: the state it was pickled with."""
 
     state: Any = None
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
 
     def __init__(self, *args: Any) -> None:
         pass
 
+    def __call__(self, *_: Any) -> Any:
+        return self
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        pass
 
     def get(self, name: str) -> Any:
         return self.state.get(name) if isinstance(self.state, dict) else None

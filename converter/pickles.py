@@ -30,6 +30,16 @@ class Unplain:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a tensor, as `pickle_process._Shard`."""
+
+    local: Stored
+    shape: tuple[int, ...]
+    placements: tuple[int | None, ...]
+    coordinate: tuple[int, ...] | None
+
+
 def pickle_weights(files: Sequence[Path]) -> Weights:
     """The tensors of one or several pickled state dictionaries."""
     found: dict[str, Stored] = {}
@@ -62,6 +72,13 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
     process = Unpickler()
     for path in files:
         yield process.ask(path, str(path), (str(path.absolute()), 0, None))
+
+
+def arrays(path: Path) -> dict[str, Stored]:
+    """The arrays of an .npz file, which holds no pickle. Raises CheckpointError."""
+    refuse_pointer(path)
+    found: dict[str, Stored] = Unpickler().ask(path, str(path), (str(path.absolute()),), "arrays")
+    return found
 
 
 class Unpickler:
@@ -101,6 +118,9 @@ def _value(path: Path, answer: dict[str, Any]) -> Any:
     if kind == "tensor":
         dtype, shape, strides, offset, start, nbytes = content
         return Stored(path, dtype, tuple(shape), start, nbytes, tuple(strides), offset)
+    if kind == "shard":
+        local, shape, placements, coordinate = content
+        return Shard(local, tuple(shape), tuple(placements), None if coordinate is None else tuple(coordinate))
     return Unplain(content) if kind == "other" else answer
 
 

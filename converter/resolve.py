@@ -30,7 +30,7 @@ from ..components.ranges import some_of
 from ..errors import InvalidInput, Offline
 from .formats import Format, format_named
 from .names import CONFIG, LOCAL_CONFIG, listing
-from .targets import FORMATS
+from .targets import FORMATS, READ_ONLY
 from .tree import Origin, holds_tree, read_description
 
 if TYPE_CHECKING:
@@ -124,9 +124,11 @@ def located(path: Path, text: str | None = None, kind: Literal["sample", "path",
         return found("local" if path.name == LOCAL_CONFIG else "tree" if holds_tree(path) else "hf", path)
     folder = path if names is not None else path.parent
     own = LOCAL_CONFIG in names if names is not None else (folder / LOCAL_CONFIG).is_file()
-    # The one kind of folder that has a config.json beside is torch's distributed one.
+    # Folders that have a config.json beside: torch's distributed ones, and those of other training programs.
     described = names is not None and (own or CONFIG in names)
-    others = () if names is None and path.suffix == ".safetensors" else ("dcp",) if described else tuple(FORMATS)
+    others = (
+        () if names is None and path.suffix == ".safetensors" else ("dcp", READ_ONLY) if described else tuple(FORMATS)
+    )
     for name in others:
         finds = format_named(name).finds
         if finds is not None and (source := finds(path, names)) is not None:

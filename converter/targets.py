@@ -17,10 +17,15 @@ FORMATS = {
         ("nanogpt", "nanogpt"),
         ("nanogpt_tanh", "nanogpt:TANH"),
         ("dcp", "dcp"),
+        ("trained", "trained"),
     )
 }
 """The module of each format (see `formats.Format`), and behind a colon what in it is the format where it is not all of
 it; those of plugins included."""
+
+
+READ_ONLY = "trained"
+"""The one that is read, and not written: what training programs leave (its module tells whose it is)."""
 
 
 def register(format_: str, module: str) -> None:
@@ -36,7 +41,7 @@ FOLDERS = ("local", "hf", "hf:FAMILY", "hf:auto")
 
 def targets() -> tuple[str, ...]:
     """Every value of `--to`."""
-    return (*FOLDERS, *FORMATS)
+    return (*FOLDERS, *(name for name in FORMATS if name != READ_ONLY))
 
 
 @dataclass(frozen=True, slots=True)

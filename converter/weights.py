@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,12 +57,13 @@ class Weights:
             if tensor.path is not None:
                 self._mapped(tensor.path)
 
-    def with_more(self, tensors: Mapping[str, Stored], alone: bool = False) -> Weights:
-        """The same, and these; with `alone` no others are told."""
+    def with_more(self, tensors: Mapping[str, Stored], alone: bool = False, without: Collection[str] = ()) -> Weights:
+        """The same, and these; with `alone` no others are told, and never those `without` which it is to be."""
         more = copy(self)
         more._tensors = {**self._tensors, **tensors}
         info = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-        more.info = info if alone else self.info | info
+        more.info = info if alone else {name: each for name, each in (self.info | info).items() if name not in without}
+        more.blocks = self.blocks | {name: (each.kind, each.nbytes) for name, each in tensors.items() if each.kind}
         return more
 
     def numeric(self) -> Weights:

@@ -201,7 +201,7 @@ class AttentionModule(nn.Module):
         if isinstance(spec.position, Turning):
             tables, own = context.tables(spec.position), "k" in parts
             q, k = parts.pop("q"), parts.pop("k", None)
-            q, k = _turned(spec.position, q, q[:, :0] if k is None else k, tables)
+            q, k = turned(spec.position, q, q[:, :0] if k is None else k, tables)
             parts |= {"q": q, "k": k} if own else {"q": q}
             del q, k  # names would hold what others let go
         if spec.norm_order == "after":
@@ -217,8 +217,8 @@ class AttentionModule(nn.Module):
         if self.gate_proj is not None:
             gate = self.gate_proj(x) if gate is None else gate.reshape(mixed.shape)
             # Of rows with room between them torch rounds the last elements otherwise; a single head's have room.
-            gate = gate if spec.heads == 1 else gate.contiguous()
-            mixed = mixed * torch.sigmoid(gate)
+            gate = torch.sigmoid(gate if spec.heads == 1 else gate.contiguous())
+            mixed = mixed * gate
         out: Tensor = self.o_proj(mixed)
         return out
 
@@ -332,7 +332,7 @@ class _LatentAttentionModule(nn.Module):
         return torch.unflatten(x, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def _turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+def turned(position: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
     """q (B, H, T, hd) and k (B, KV, T, hd), turned by positions that turn: each, or as the positions' `both` says."""
     module = module_of(position)
     if hasattr(module, "both"):

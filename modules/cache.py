@@ -81,3 +81,18 @@ class Cache:
             {slot: each for slot, each in layer.items() if each is not None} for layer in made
         ]
         self.length = 0
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let each sequence go on from what the one of that number has left: (new sequences,)."""
+        for layer in self.layers:
+            for kept in layer.values():
+                _reorder(kept, rows)
+
+
+def _reorder(kept: Any, rows: Tensor) -> None:
+    """All tensors of what a mixer keeps have a sequence a row."""
+    for name, value in vars(kept).items():
+        if isinstance(value, Tensor):
+            setattr(kept, name, value.index_select(0, rows))
+        elif hasattr(value, "__dict__"):
+            _reorder(value, rows)

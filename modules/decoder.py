@@ -205,7 +205,9 @@ class BlockModule(nn.Module):
         for sublayer in self.spec.sublayers:
             if sublayer.onto == "others":
                 continue
-            read = x if sublayer.norm is None else self._part(sublayer, "norm")(x)
+            taken = x.to(context.dtype) if self.spec.wide else x
+            read = taken if sublayer.norm is None else self._part(sublayer, "norm")(taken)
+            x = x.to(torch.promote_types(x.dtype, torch.float32)) if self.spec.wide else x
             past = x if self.spec.residual == "stream" else read
             beside = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
             branch = self._branch(sublayer, read, context, cache)
@@ -390,7 +392,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += steps
         x = x if self.joined is None else self.joined.join(x)
-        x = x if self.final_norm is None else self.final_norm(x)
+        x = (x if self.final_norm is None else self.final_norm(x)).to(context.dtype)
         x = x[:, -1:] if last_only else x
         return x if self.head is None else self.head(x, self.embedding.weight)
 

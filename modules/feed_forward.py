@@ -34,7 +34,20 @@ class _FeedForwardModule(nn.Module):
         self.activation = activation_of(spec.activation)
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        return self.lowered(self.gated(self.raised(x)))
+
+    def raised(self, x: Tensor) -> Tensor:
+        """The units before their activation."""
+        units: Tensor = self.up_proj(x)
+        return units
+
+    def gated(self, raised: Tensor) -> Tensor:
+        """The activation of what `raised` gives."""
+        return self.activation(raised)
+
+    def lowered(self, inner: Tensor) -> Tensor:
+        """What comes of that."""
+        out: Tensor = self.down_proj(inner)
         return out
 
 
@@ -222,7 +235,8 @@ class MixtureOfExpertsModule(nn.Module):
             weights, summed = self.weighing(scores).gather(1, chosen), False
         if spec.normalise and not summed:
             norm = spec.total == "norm"
-            weights = weights / (weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True))
+            total = weights.norm(1, -1, keepdim=True) if norm else weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total + spec.added if spec.added else total)
         weights = weights if spec.multiplier == 1 else weights * spec.multiplier
         weights = weights if self.expert_scale is None else self.expert_scale(weights, chosen)
         return (weights.to(x.dtype) if spec.rounded else weights), chosen
@@ -306,7 +320,7 @@ class MixtureOfExpertsModule(nn.Module):
         sizes = [count for count in counts if count]
         pairs = zip(used, torch.split(taken, sizes), strict=True)
         first = used[0]
-        if not isinstance(first, _GatedFeedForwardModule) or first.fused is None:
+        if getattr(first, "fused", first) is None or isinstance(first.activation, nn.Module):
             return torch.cat([expert(tokens) for expert, tokens in pairs])
         # All tokens' activations at once: of one expert's single row they are contiguous, and gelu rounds otherwise.
         inner = first.gated(torch.cat([expert.raised(tokens) for expert, tokens in pairs]))

@@ -1,7 +1,8 @@
-"""Token by token: greedy or sampled continuation of a prompt with the key-value cache.
+"""Token by token: greedy or sampled continuation of a prompt with the key-value cache, or the best that a search with
+several beams finds.
 
-Filters, their order and the draw are transformers' own, so that greedy decoding gives its ids token for token and
-sampling with the same seed on the same device does too.
+Filters, their order, the draw and the search are transformers' own, so that greedy decoding and beams give its ids
+token for token and sampling with the same seed on the same device does too.
 """
 
 import math
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..components import DynamicScaling, LongRopeScaling, Rotary
+from ..components import DynamicScaling, LongRopeScaling, ModelSpec, Rotary
 from ..components.ranges import some_of
 from ..errors import GptkitError, UsageError
 from .cache import Cache
 from .decoder import Decoder
 
+_NEVER = -1e9  # added to what is not to be chosen, in log-probabilities
 _SMALLEST_TEMPERATURE = 1e-6  # below it, logits divided by it may leave fp32's range
 
 
@@ -73,6 +75,30 @@ class Sampling:
         return scores
 
 
+@dataclass(frozen=True)
+class Beams:
+    """A search that keeps the `count` continuations of the largest log-probability at each token, and of those that
+    ended, by an id of `stop` or at the last token, as many of the largest score: their log-probability over their
+    length to the power of `length_penalty`.
+
+    It ends where no continuation scores more, were it to end now, than the last of those that ended; with
+    `early_stopping` as soon as there are `count` of these.
+
+    Raises:
+        UsageError: less than two beams, which is no search, or a penalty that is no number.
+    """
+
+    count: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise UsageError(f"{self.count} beams, expected 2 or more", "one beam is greedy decoding")
+        if not math.isfinite(self.length_penalty):
+            raise UsageError(f"the length penalty is {self.length_penalty}, expected a number")
+
+
 _GREEDY = Sampling()
 
 
@@ -87,6 +113,7 @@ def generate(
     max_new_tokens: int,
     *,
     sampling: Sampling = _GREEDY,
+    beams: Beams | None = None,
     stop: Collection[int] = (),
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
@@ -104,18 +131,21 @@ def generate(
         input_ids: the prompt, T ids, or a tensor (T,) or (1, T).
         max_new_tokens: 0 or more.
         sampling: how each is chosen; greedy unless told.
+        beams: a search for the whole continuation instead, which is given out when it has ended.
         stop: ids after which to end, such as the end-of-sequence ones; any number is allowed.
         tell: given a line when a limit of the model is met; a UserWarning by default.
 
     Raises:
         UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
-            than the table of positions, a negative max_new_tokens.
+            than the table of positions, a negative max_new_tokens, beams beside sampling.
         GptkitError: while running: logits that are NaN.
     """
     model.spec.predicts("generate")
     prompt = _prompt(model, input_ids)
     if max_new_tokens < 0:
         raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
+    if beams is not None and not sampling.greedy:
+        raise UsageError("beams are searched without a draw", "without a temperature, top_k and top_p")
     positions = model.spec.positions
     if positions is not None and prompt.shape[1] > positions.length:
         raise UsageError(
@@ -123,6 +153,8 @@ def generate(
             "shorten the prompt",
         )
     # A generator function runs nothing before its first token; the checks above are done by now.
+    if beams is not None:
+        return _searched(model, prompt, max_new_tokens, beams, frozenset(stop), tell)
     return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop), tell)
 
 
@@ -160,6 +192,34 @@ def outside_vocabulary(ids: Sequence[int], vocab_size: int, hint: str) -> UsageE
     return UsageError(f"token ids outside the vocabulary of {vocab_size}: {some_of(ids, 5)}", hint)
 
 
+class _Limits:
+    """What a model says of how long a text may be, in a line where it is so long, as it grows."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
+        grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
+        self.table, self.context = spec.positions, spec.context_length if rotaries and not grows else None
+        scalings = [each.scaling for each in rotaries if isinstance(each.scaling, LongRopeScaling)]
+        self.renewing = {each.original_context for each in scalings if each.renewed}
+
+    def full(self, read: int) -> str:
+        """Of a text of so many tokens that is too long to be read."""
+        if self.table is None or read <= self.table.length:
+            return ""
+        return f"the text ends here: the model's table of {self.table.length:,} positions is full"
+
+    def passed(self, read: int, first: bool) -> str:
+        """Of a text of so many tokens that is the first beyond the context."""
+        if self.context is None or read <= self.context or not (first or read == self.context + 1):
+            return ""
+        told = f"the text is longer than the model's context of {self.context:,} tokens"
+        return f"{told}: expect nonsense from there on"
+
+    def renewed(self, read: int) -> bool:
+        """Whether what tokens before the last left was turned by other angles than a text of so many tokens is."""
+        return read - 1 in self.renewing
+
+
 def _stream(
     model: Decoder,
     prompt: Tensor,
@@ -176,32 +236,98 @@ def _stream(
             generator.seed()
         else:
             generator.manual_seed(sampling.seed)
-    rotaries = [each for each in spec.components() if isinstance(each, Rotary)]
-    grows = any(isinstance(each.scaling, DynamicScaling) for each in rotaries)  # with the text
-    table, context = spec.positions, spec.context_length if rotaries and not grows else None
-    scalings = [each.scaling for each in rotaries if isinstance(each.scaling, LongRopeScaling)]
-    renewing = {each.original_context for each in scalings if each.renewed}
+    limits = _Limits(spec)
     ids, text = prompt, prompt[0].tolist()
     for step in range(max_new_tokens):
         read = prompt.shape[1] + step
-        if table is not None and read > table.length:
-            tell(f"the text ends here: the model's table of {table.length:,} positions is full")
+        if line := limits.full(read):
+            tell(line)
             return
-        if context is not None and read > context and (step == 0 or read == context + 1):
-            tell(f"the text is longer than the model's context of {context:,} tokens: expect nonsense from there on")
-        if step and read - 1 in renewing:  # what earlier tokens left was turned by other angles
+        if line := limits.passed(read, step == 0):
+            tell(line)
+        if step and limits.renewed(read):
             cache, ids = Cache(spec), prompt.new_tensor([text])
         ids = _next(model, ids, cache, sampling, generator)
         token = int(ids)
         if token < 0:
-            raise GptkitError(
-                f"the model's logits for new token {step + 1} are NaN",
-                "its weights may be damaged, or its activations too large for float16: try float32",
-            )
+            raise _no_numbers(step)
         text.append(token)
         yield token
         if token in stop:
             return
+
+
+def _no_numbers(step: int) -> GptkitError:
+    """The error for logits that are NaN, to be raised by the caller."""
+    return GptkitError(
+        f"the model's logits for new token {step + 1} are NaN",
+        "its weights may be damaged, or its activations too large for float16: try float32",
+    )
+
+
+def _searched(
+    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int], tell: Callable[[str], None]
+) -> Iterator[int]:
+    """The best continuation, when it is asked for."""
+    if max_new_tokens:
+        found, lines = _search(model, prompt, max_new_tokens, beams, stop)
+        for line in lines:
+            tell(line)
+        yield from found
+
+
+@torch.inference_mode()
+def _search(
+    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int]
+) -> tuple[list[int], list[str]]:
+    """The best continuation, and what is to be told. As transformers' _beam_search, whose tensors have the same shapes:
+    what ties is chosen in one order.
+    """
+    limits, lines = _Limits(model.spec), list[str]()
+    count, length, cache = beams.count, prompt.shape[1], Cache(model.spec)
+    candidates = max(2, 1 + len(stop)) * count
+    running = ids = prompt.repeat(count, 1)  # (count, tokens)
+    scores = torch.full((1, count), _NEVER, device=prompt.device)
+    ended = scores.clone()  # the scores of those that ended, in their order
+    scores[:, 0] = 0.0  # all are alike: let the first alone go on
+    texts: list[list[int]] = [[]] * count
+    done = torch.zeros(1, count, dtype=torch.bool, device=prompt.device)
+    improving = True
+    for step in range(max_new_tokens):
+        lines.append(limits.passed(length + step, step == 0))
+        if step and limits.renewed(length + step):
+            cache, ids = Cache(model.spec), running
+        logits = model(ids, cache=cache, last_only=True)[:, -1].float()
+        if bool(logits.isnan().any()):
+            raise _no_numbers(step)
+        found = (logits.log_softmax(dim=-1) + scores[0, :, None]).reshape(1, -1)
+        best, places = found.topk(candidates)
+        rows, tokens = places[0] // logits.shape[-1], places[0] % logits.shape[-1]
+        full = "" if step + 1 == max_new_tokens else limits.full(length + step + 1)
+        lines.append(full)
+        last = step + 1 == max_new_tokens or bool(full)
+        ends = torch.tensor([[last or token in stop for token in tokens.tolist()]], device=prompt.device)
+        # Those that end here, if they are among the first, in one order with those that ended before.
+        new = best / (step + 1) ** beams.length_penalty
+        new = new + float(bool(done.all()) and beams.early_stopping) * _NEVER + float(not improving) * _NEVER
+        ending = ends & (torch.arange(candidates, device=prompt.device) < count)
+        new = new + ~ending * _NEVER
+        ended, kept = torch.cat((ended, new), dim=1).topk(count)
+        longer = torch.cat((running[rows, length:], tokens[:, None]), dim=1).tolist()
+        texts = [(texts + longer)[each] for each in kept[0].tolist()]
+        done = torch.cat((done, ending), dim=1).gather(1, kept)
+        # Those that go on.
+        going = best + ends.float() * _NEVER
+        chosen = going.topk(count)[1]
+        scores, rows, tokens = going.gather(1, chosen), rows[chosen[0]], tokens[chosen[0]]
+        running = torch.cat((running[rows], tokens[:, None]), dim=1)
+        ids = tokens[:, None]
+        cache.reorder(rows)
+        if bool(done.all()):
+            improving = improving and bool(scores[0, 0] / (step + 1) ** beams.length_penalty > ended.min())
+        if not improving or (bool(done.all()) and beams.early_stopping) or bool(ends.all()):
+            break
+    return texts[0], [line for line in lines if line]
 
 
 # Step by step, because around a `yield` the mode would hold in the caller's code too.

@@ -250,19 +250,22 @@ class RMSNormModule(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Of x, and in its dtype; or in another, to which it returns where x is wider."""
+        dtype = x.dtype if dtype is None else dtype
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide if self.spec.groups == 1 else torch.unflatten(wide, -1, (self.spec.groups, -1))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.eps)
+        wide = wide if self.spec.groups == 1 else wide.flatten(-2)
         cast_first = self.spec.cast == "before_weight"
-        normed = wide.to(x.dtype) if cast_first else wide
+        normed = wide.to(dtype) if cast_first else wide
         if self.weight is None:
-            return normed.to(x.dtype)
+            return normed.to(dtype)
         # 1 + weight is as wide as what it multiplies.
         factor = self.weight if self.spec.gain == "weight" else self.spec.factor(self.weight.to(normed.dtype))
         if not torch.is_grad_enabled():  # in place, which a gradient of the weight would not survive
-            return normed.mul_(factor).to(x.dtype)
-        return (factor * normed).to(x.dtype)
+            return normed.mul_(factor).to(dtype)
+        return (factor * normed).to(dtype)
 
 
 def capped(x: Tensor, limit: float | None) -> Tensor:

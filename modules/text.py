@@ -14,7 +14,7 @@ from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokeni
 from ..converter.tree import Origin
 from ..errors import UsageError
 from .decoder import Decoder
-from .generate import Sampling, outside_vocabulary, warn
+from .generate import Beams, Sampling, outside_vocabulary, warn
 from .generate import generate as generate_tokens
 from .load import load_checkpoint
 
@@ -30,6 +30,9 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    beams: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool = False,
     dtype: torch.dtype | str | None = None,
     attention: Kernel = "sdpa",
     stop_at_eos: bool = True,
@@ -51,6 +54,9 @@ def generate(
         top_k: keep the k most likely tokens.
         top_p: keep the most likely tokens that together reach this probability.
         seed: the same seed gives the same text.
+        beams: search with so many beams, without a draw, and give the best text out when it is found.
+        length_penalty: of beams; see `modules.generate.Beams` for it and the next.
+        early_stopping: of beams.
         dtype: what to compute in; the checkpoint's by default. A model in memory computes as it is.
         attention: "sdpa" or "eager"; for a checkpoint, as `dtype`.
         stop_at_eos: end where the model says that its text ends.
@@ -68,6 +74,9 @@ def generate(
     if temperature is None:
         temperature = 0.0 if top_k is None and top_p is None else 1.0
     sampling = Sampling(temperature, top_k, top_p, seed)
+    if beams is None and (length_penalty != 1.0 or early_stopping):
+        raise UsageError("length_penalty and early_stopping are of a search with beams", "give beams too")
+    search = None if beams is None else Beams(beams, length_penalty, early_stopping)
     if isinstance(model, Decoder):
         if dtype is not None or attention != "sdpa":
             raise UsageError(
@@ -91,9 +100,8 @@ def generate(
             stop = _stated_eos(checkpoint.origin)
         decoder = load_checkpoint(checkpoint, dtype, attention)
     stop = stop if stop_at_eos else ()
-    return _pieces(
-        generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, stop=stop, tell=tell), tokenizer, ids
-    )
+    found = generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, beams=search, stop=stop, tell=tell)
+    return _pieces(found, tokenizer, ids)
 
 
 def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:

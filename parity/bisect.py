@@ -138,6 +138,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             continue
         stacked = moved.get(leaf.checkpoint)
         theirs = leaf.checkpoint.rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
+        theirs = theirs.replace(*architecture.modules, 1) if theirs.startswith(architecture.modules[0]) else theirs
         for part, name in enumerate(leaf.shared):
             place, parameter = known[name]
             ours, layer = name.removesuffix(".weight"), parameter.layer
@@ -150,7 +151,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
                     whole: tuple[str, _Side] = (outer, "output")
                     told = _label(short.partition(".0.")[0])
-                    if at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.").startswith(f"{outer}."):
+                    beside = at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.")
+                    if beside.replace(*architecture.modules, 1).startswith(f"{outer}."):
                         found.append((place, Tap(told, layer, (mixture, "output"), whole)))
                 continue
             mixed = MIXED.get(short, f"{_label(short)} input" if parameter.role == "writes" else None)

@@ -27,8 +27,6 @@ from .tensor_diff import CHUNK, Figures, compare_tensors, same_bytes
 
 _BY_ROW = ("embedding.weight", "positions.weight", "head.weight", "head.bias")
 """Tensors whose rows have names (a token's id, a position), so that some are the same though there are more of them."""
-_QUANTISING = ("gguf", "llama2c")
-"""Formats that store blocks of few bits; what lies in no file as it is read is quantised there."""
 _SIDES: tuple[Literal["a", "b"], ...] = ("a", "b")
 _MAPPED_BYTES = 32 * 2**20
 """Bytes read from mapped files after which their pages are let go."""
@@ -100,10 +98,9 @@ class _Comparison:
         self.sides, self.rank, self.progress = (a, b), rank, progress
         self.parameters = [{each.name: each for each in _parameters(side)} for side in self.sides]
         self.dtypes = [side.shared_dtypes() for side in self.sides]
-        quantising = [side.leaves if side.format in _QUANTISING else [] for side in self.sides]
         self.quantised = [  # the shared tensors that are dequantised when they are read
-            {name for leaf in leaves if side.span(leaf) is None for name in leaf.shared}
-            for side, leaves in zip(self.sides, quantising, strict=True)
+            {name for leaf in side.leaves if side.stored_of(leaf)[0] != side.dtype_of(leaf) for name in leaf.shared}
+            for side in self.sides
         ]
         self.jobs = self._jobs()
         self.total = sum(job.nbytes for job in self.jobs)

@@ -15,8 +15,8 @@ _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its li
 
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2_moe lfm3 mamba mamba2
-        minimax nemotron_h olmo_hybrid recurrent_gemma rwkv xlstm zamba zamba2
+        bailing_hybrid falcon_h1 falcon_mamba jamba kimi_linear lfm3 mamba
+        minimax olmo_hybrid recurrent_gemma rwkv xlstm zamba zamba2
     """,
     "an encoder, or a decoder beside one": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra

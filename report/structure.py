@@ -306,7 +306,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
                 by = " by one expert" if operation.group_best == 1 else ""
                 formula += f", in the best {operation.top_groups} of {operation.groups} groups{by}"
             formula += ", each among those near it" if operation.jitter is not None else ""
-            formula += ", divided by their sum" if operation.normalise else ""
+            more = f" and {operation.added:g}" if operation.added else ""
+            formula += f", divided by their sum{more}" if operation.normalise else ""
             formula += f", times {operation.multiplier:.4g}" if operation.multiplier != 1 else ""
             formula += ", times a factor of each expert's own" if factors else ""
             return _Caption(title, f"{scores}, renormalised" if operation.normalise else scores, formula)

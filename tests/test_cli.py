@@ -186,7 +186,7 @@ def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "args", [["presets", "--json"], ["params", "gpt2"], ["generate", "sample:gpt2", "a", "-n", "9"]]
 )
@@ -210,6 +210,7 @@ def test_output_that_cannot_be_written() -> None:
     assert done.stderr == b"gptkit: No space left on device\n"
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_that_lacks_characters(tiny: Path) -> None:
     done = command("swap", str(tiny), "out", "--norm", "rmsnorm", env={"PYTHONIOENCODING": "iso8859-1"})
     assert done.returncode == 0, done.stderr

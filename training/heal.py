@@ -45,6 +45,7 @@ from .train import (
     CONTEXT,
     HELD_OUT,
     WINDOWS,
+    carries,
     family_of,
     folder_of,
     gathered,
@@ -441,7 +442,8 @@ def heal(
             seed=seed, compiled=compiled, patience=patience, rate=rate or usual,
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
-        training, held = split(found, held_out, take, us, length, True)
+        apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
+        training, held = split(found, held_out, take, us, length, apart)
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")

@@ -342,7 +342,7 @@ class _Engine:
 # --- AdamW's groups, and the schedule of its rate ---------------------------------------------------------------------
 
 
-_DECAYING: tuple[Role, ...] = ("reads", "writes", "inner", "router")
+_DECAYING: tuple[Role, ...] = ("reads", "writes", "inner", "kernel", "router")
 """The roles of parameters that decoupled weight decay (Loshchilov and Hutter 1711.05101) pulls on, where they are
 matrices. Tables, gains and biases do not decay: a row of a table would shrink in every step in which its token is not
 met, and a gain would leave 1.

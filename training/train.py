@@ -346,17 +346,23 @@ def settings_of(
     return Settings(windows, length, steps, seconds, every=often, **others)
 
 
+def carries(spec: ModelSpec) -> str:
+    """The first part of a tree that carries a state from token to token; empty where none does."""
+    every = (each for block in dict.fromkeys(spec.blocks) for each in spec.block_operations(block))
+    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve)), "")
+
+
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     """Raise MissingComponent where no next token is predicted; UsageError for a layer that carries a state from token
     to token, which no mask keeps within a document, and for one whose tokens choose experts, where several processes
     each have tokens of their own: FSDP2 adds up gradients of what all of them have met.
     """
     spec.predicts("training on texts")
+    if apart and carries(spec):
+        message = f"{carries(spec)} carries a state from one document into the next, which no mask keeps apart"
+        raise UsageError(message, "--no-document-mask trains on documents as one text.")
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
-            if apart and isinstance(each, ops.Scan | ops.Convolve):
-                message = f"{each.id} carries a state from one document into the next, which no mask keeps apart"
-                raise UsageError(message, "--no-document-mask trains on documents as one text.")
             if several and isinstance(each, ops.Choose):
                 message = f"{each.id} chooses experts, which several processes do not train together here"
                 raise UsageError(message, "Train in one process.")

@@ -2,7 +2,7 @@
 every layer whose experts have biases, a gate and a factor within limits, and 1 added to that factor.
 
 Source: transformers models/gpt_oss/{configuration,modeling}_gpt_oss.py. One tensor holds all experts, [in, out], gate
-and up in turns. The released files have experts in MXFP4, which is to be undone first.
+and up in turns. The released files have experts in MXFP4, which `converter.quantised` undoes.
 """
 
 from typing import Any

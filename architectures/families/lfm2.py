@@ -106,8 +106,9 @@ MIXERS: tuple[Leaf, ...] = (
 )
 """Of a layer, before its feed-forward."""
 
-NORMS = leaves_of({T + "operator_norm": B + "attention_norm", T + "ffn_norm": B + "feed_forward_norm"}) + leaves_of(
-    {T + "operator_norm": B + "convolution_norm"}
+NORMS = (
+    *leaves_of({T + "operator_norm": B + "attention_norm"}),
+    *leaves_of({T + "operator_norm": B + "convolution_norm", T + "ffn_norm": B + "feed_forward_norm"}),
 )
 ENDS = leaves_of({"model.embedding_norm": "final_norm", "lm_head": "head"})
 FEED_FORWARD = {

@@ -8,10 +8,21 @@ tokens are text, the three kinds of positions of `mrope_section` are one.
 from typing import Any
 
 from ...components import GatedDeltaNet
+from ..base import leaves_of
 from ..decoder import Decoder, with_defaults
 from . import qwen2
-from .llama import LLAMA_DROPPED
-from .qwen3_next import BIASES, DELTA, GATED, PARTLY, REST, SPLIT_PROJECTIONS, recurrences, write_recurrences
+from .llama import EMBEDDING, LLAMA_DROPPED
+from .qwen3_next import (
+    BIASES,
+    DELTA,
+    GATED,
+    PARTLY,
+    QUERIES_AND_GATE,
+    REST,
+    SPLIT_PROJECTIONS,
+    recurrences,
+    write_recurrences,
+)
 
 FIELDS = {
     **with_defaults(
@@ -50,7 +61,7 @@ UNREAD = {
 _QWEN3_5 = _DECODER.architecture(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    (*REST, *DELTA, *SPLIT_PROJECTIONS),
+    (*leaves_of(EMBEDDING), *DELTA, *SPLIT_PROJECTIONS, *QUERIES_AND_GATE, *REST),
     released="2026-02",
     model_types=("qwen3_5_text", "qwen3_5"),
     hf_config="Qwen3_5TextConfig",

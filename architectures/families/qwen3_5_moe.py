@@ -4,11 +4,23 @@ Source: transformers models/qwen3_5_moe/{configuration,modeling}_qwen3_5_moe.py.
 """
 
 from ...components import GatedDeltaNet
+from ..base import leaves_of
 from ..decoder import Decoder, Field, Mixtures, with_defaults
 from . import qwen3_5
+from .llama import EMBEDDING
 from .qwen2_moe import OF_ROUTERS, ROUTER, STACKED, mixed_leaves
 from .qwen3_5 import COMPOSITE, UNREAD
-from .qwen3_next import DELTA, GATED, MIXTURE, PARTLY, REST, SPLIT_PROJECTIONS, recurrences, write_recurrences
+from .qwen3_next import (
+    DELTA,
+    GATED,
+    MIXTURE,
+    PARTLY,
+    QUERIES_AND_GATE,
+    REST,
+    SPLIT_PROJECTIONS,
+    recurrences,
+    write_recurrences,
+)
 
 _FIELDS = {name: each for name, each in qwen3_5.FIELDS.items() if name != "intermediate_size"}
 
@@ -31,7 +43,7 @@ _DECODER = Decoder(
 _QWEN3_5_MOE = _DECODER.architecture(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    mixed_leaves(MIXTURE, (*REST, *DELTA, *SPLIT_PROJECTIONS)),
+    mixed_leaves(MIXTURE, (*leaves_of(EMBEDDING), *REST, *DELTA, *QUERIES_AND_GATE, *SPLIT_PROJECTIONS)),
     released="2026-02",
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hf_config="Qwen3_5MoeTextConfig",

@@ -92,21 +92,24 @@ def _parts(layout: str, *parts: str) -> Layout:
 
 
 DELTA = (
-    *leaves_of({f"{_THEIRS}{name}": f"{R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
-    *(Leaf(_THEIRS + name, R + name) for name in ("A_log", "dt_bias")),
+    *(Leaf(_THEIRS + name, R + name) for name in ("dt_bias", "A_log")),
     Leaf(
         _THEIRS + "conv1d.weight",
         tuple(f"{each}_conv.weight" for each in _PARTS),
         Layout("part one kernel", "part (one kernel)", "part", ("keys", "keys", "values")),
     ),
-    *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
+    *leaves_of({f"{_THEIRS}{name}": f"{R}{ours}" for name, ours in (("norm", "norm"), ("out_proj", "o_proj"))}),
+)
+"""A recurrence, without what its projections are held in."""
+
+QUERIES_AND_GATE = (
     *(
         Leaf(f"{T}self_attn.q_proj.{each}", (_Q + each, _GATE + each), _parts(f"(heads part head_dim){of}", "1", "1"))
         for each, of in (("weight", " hidden"), ("bias", ""))
     ),
     *leaves_of({name: ours for name, ours in ATTENTION.items() if not name.endswith("q_proj")}),
 )
-"""The mixers of a layer, without what the projections of its recurrence are held in."""
+"""Attention, whose gate lies behind its queries, head by head."""
 
 _PROJECTIONS = (
     Leaf(
@@ -132,13 +135,14 @@ SPLIT_PROJECTIONS = (
 )
 """Those of Qwen3.5."""
 
-REST = leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS, **ENDS})
+REST = (*leaves_of({**FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}), *leaves_of({**NORMS, **ENDS}))
+"""What stands behind the mixers."""
 MIXTURE = {**ROUTED, **shared("shared_expert"), T + "mlp.shared_expert_gate": B + "feed_forward.shared_gate"}
 
 _QWEN3_NEXT = _DECODER.architecture(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    mixed_leaves(MIXTURE, (*REST, *DELTA, *_PROJECTIONS)),
+    mixed_leaves(MIXTURE, (*leaves_of(EMBEDDING), *REST, *DELTA, *QUERIES_AND_GATE, *_PROJECTIONS)),
     released="2025-09",
     kinds=_DECODER.kinds | {GatedDeltaNet},
     carried={"mtp": ("mtp.",)},

@@ -48,8 +48,8 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
 
     prefix = "roberta."
     layer = prefix + "encoder.layer.{layer}."
-    norms = ("embeddings.LayerNorm", "encoder.layer.{layer}.attention.output.LayerNorm")
-    norms = (*norms, "encoder.layer.{layer}.output.LayerNorm")
+    behind = ("attention.output.LayerNorm", "output.LayerNorm")
+    norms = ("embeddings.LayerNorm", *(f"encoder.layer.{{layer}}.{each}" for each in behind))
     head = (
         Leaf("lm_head.bias", "head.bias"),
         *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.layer_norm": "head.transform.norm"}),

@@ -29,7 +29,8 @@ class Opened:
 
     origin: family, and a config.json for it made from what the files say, so that every other command can go on.
     leaves: the files' tensors by their own names, or by the names of `architecture`, whose checkpoints may have older
-    ones, buffers, and a tied head that was stored; texts: small files that lie inside (tokenizer.json, …), by name.
+    ones, buffers, and a tied head that was stored; texts: small files that lie inside (tokenizer.json, …), by name;
+    format: whose it turned out to be, where only what is in the files says so.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class Opened:
     texts: Mapping[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     architecture: Architecture | None = None
+    format: str = ""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,9 @@ def _description(path: Path) -> Path:
 
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
+    from ..chunks import chunked
     from ..weights import identity_leaves
-    from .dcp_read import chunked, hugging_face, located, metadata
+    from .dcp_read import hugging_face, located, metadata
 
     described = _description(path)
     spec, origin, _ = describe(path)

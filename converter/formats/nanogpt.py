@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures.base import BoundLeaf, bind
 from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_of, expressed, is_buffer, spec_of
-from ...components import Activation, ModelSpec
+from ...components import Activation
 from ...errors import CheckpointError
-from ..names import CONFIG, LOCAL_CONFIG, refuse_pointer, untrusted
 from ..tree import Origin
 from . import Opened, Request
 from .torch_archive import archive_of, pickled_tensor, program
@@ -34,29 +33,13 @@ _NOTE = "gptkit"
 """The entry in which a checkpoint written here says its GELU, where it is not the one of today's model.py."""
 
 
-def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A folder's ckpt.pt, or a .pt file without config.json beside it: by name alone, since it is a pickle."""
-    if names is not None:
-        return path / _NAME if _NAME in names else None
-    described = (path.parent / name for name in (CONFIG, LOCAL_CONFIG))
-    own = path.name == _NAME or (path.suffix == ".pt" and not any(map(Path.is_file, described)))
-    return path if own else None
+finds = describe = read = None  # a pickle, whose it is is told by what is in it (`trained`)
 
 
-def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
-    """Raises UntrustedInput: nothing of it can be told without reading the pickle."""
-    refuse_pointer(path)
-    raise untrusted(path, f"Convert it first: gptkit convert {path} --allow-pickle")
+def opened(file: Path, content: Any) -> Opened:
+    """What such a file holds. Raises CheckpointError for anything but nanoGPT's own."""
+    from ..pickles import not_as_it_is
 
-
-def read(file: Path, allow_pickle: bool) -> Opened:
-    """Open the file. Raises UntrustedInput unless allowed, CheckpointError for anything but nanoGPT's own."""
-    from ..pickles import not_as_it_is, unpickled
-
-    if not allow_pickle:
-        refuse_pointer(file)
-        raise untrusted(file, "Pass --allow-pickle if you trust where it comes from.")
-    (content,) = unpickled([file])
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise not_as_it_is(file, content)
     weights, notes = _weights(file, content["model"])
@@ -79,7 +62,7 @@ def read(file: Path, allow_pickle: bool) -> Opened:
         notes.append("it has no biases, which transformers' gpt2 has: --to hf:gpt2 gives it some that are zero")
     text = json.dumps(config_of(arguments, activation), indent=2) + "\n"
     origin = Origin(family="gpt2", config_text=text) if bias else Origin()
-    return Opened(spec, origin, bind("nanoGPT", LEAVES, spec), weights, (file,), {}, notes)
+    return Opened(spec, origin, bind("nanoGPT", LEAVES, spec), weights, (file,), {}, notes, format="nanogpt")
 
 
 def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:

@@ -64,7 +64,7 @@ ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
 _RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
 _GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
-_DOWN = "feed_forward.down_proj"
+DOWN = "feed_forward.down_proj"
 
 
 def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibration) -> Iterator[dict[str, Wide]]:
@@ -82,9 +82,9 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
             tensors = fit.fewer_heads(attention) if hasattr(attention, "kv_heads") else fit.latent(attention)
             new = block_with(old, record, tensors)
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
-        student, down = _refit_down(new, here, layer.output, context)
+        student, down = refit_down(new, here, layer.output, context)
         if down is not None:
-            found[f"blocks.{layer.index}.{_DOWN}.weight"] = down
+            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
         yield {name: value.numpy() for name, value in found.items()}
 
 
@@ -189,7 +189,7 @@ class _LayerFit:
         self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
         self.heads = _Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
-        self.sublayer = _sublayer_of(record, "attention")
+        self.sublayer = sublayer_of(record, "attention")
         norm = nn.Identity() if self.sublayer.norm is None else block.attention_norm
         self.before, after = norm(teacher), norm(student)
         ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
@@ -275,8 +275,8 @@ class _LayerFit:
         made: Tensor = self.attention(self.before, self.context)
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
-        wanted = made - bias + (missing if _added(self.sublayer) else 0)
-        return _refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + self.sublayer.multiplier * made)
+        wanted = made - bias + (missing if added(self.sublayer) else 0)
+        return refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + self.sublayer.multiplier * made)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
@@ -316,7 +316,7 @@ class _LayerFit:
         return group_similar(head_similarity(*own, self.covariance, dim), new)
 
 
-def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
+def refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tensor:
     """A projection that takes inputs to what is wanted. Each token counts by what it is worth there: one over the mean
     square of the original's stream, of which a few tokens have nearly all.
     """
@@ -324,17 +324,17 @@ def _refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Ten
     return ridge(start, Moment.of(inputs, wanted, weight), _RIDGE)
 
 
-def _sublayer_of(block: Block, slot: str) -> SubLayer:
+def sublayer_of(block: Block, slot: str) -> SubLayer:
     """A block's sub-layer of this slot."""
     return next(each for each in block.sublayers if each.mixer.slot == slot)
 
 
-def _added(sublayer: SubLayer) -> bool:
+def added(sublayer: SubLayer) -> bool:
     """Whether what a mixer gives is added to the stream, multiplied at most, and no norm looks at it there."""
     return sublayer.output_norm is None and sublayer.sum_norm is None
 
 
-def _refit_down(
+def refit_down(
     block: BlockModule, student: Tensor, teacher_output: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     """The stream after a new block, and the down projection fitted to the original stream; none of experts, and as it
@@ -342,15 +342,15 @@ def _refit_down(
     """
     if isinstance(block.feed_forward, MixtureOfExpertsModule):
         return run_block(block, student, context)[0], None
-    output, seen = run_block(block, student, context, _DOWN)
-    inner, made = seen[_DOWN]
-    linear, sublayer = block.feed_forward.down_proj, _sublayer_of(block.spec, "feed_forward")
-    if not _added(sublayer):
+    output, seen = run_block(block, student, context, DOWN)
+    inner, made = seen[DOWN]
+    linear, sublayer = block.feed_forward.down_proj, sublayer_of(block.spec, "feed_forward")
+    if not added(sublayer):
         return output, linear.weight.detach().double()
     bias = 0 if linear.bias is None else linear.bias.detach()
     factor = sublayer.multiplier
     wanted = (teacher_output - (output - factor * made)) / factor - bias
-    fitted = _refit(linear.weight.detach().double(), inner, wanted, teacher_output)
+    fitted = refit(linear.weight.detach().double(), inner, wanted, teacher_output)
     with torch.no_grad():
         linear.weight.copy_(fitted)
     return run_block(block, student, context)[0], fitted

@@ -295,11 +295,11 @@ OPTIONS = (
         "attention",
         ATTENTION,
         1,
-        "How many key-value heads, or how wide a latent.",
-        "mha | mqa | gqa:N | mla:N",
+        "How many key-value heads, how wide a latent, or a state in place of both.",
+        "mha | mqa | gqa:N | mla:N | linear",
         words="mha = multi-head, multi-head attention; mqa = multi-query, multi-query attention; gqa = "
         "grouped-query, grouped-query attention; mla = multi-head latent, multi-head latent attention, "
-        "latent",
+        "latent; linear = linear attention",
         two={"deepseek": (("attention", "mla:full"), ("attention", "mla:deepseek"))},
         parts={
             "gqa:": ("key-value heads", lambda spec: {getattr(b.attention, "kv_heads", None) for b in spec.blocks}),

@@ -129,6 +129,8 @@ def shifts_taken(
 
 def _with_read_biases(block: Block, path: str, shifting: set[str]) -> Block:
     """A block with biases for those of some norms: in what reads them, and in what is added to a norm's output."""
+    if not shifting:  # of layers without attention too
+        return block
     attention, dense, out = block.attention, dense_of(block), block.residual == "normed"
     if f"{path}.attention_norm" in shifting:
         reads = {"qkv_bias": True, **({"kv_bias": False} if isinstance(attention, LatentAttention) else {})}
@@ -211,7 +213,7 @@ def _steered(model: Model, router: str, beta: str) -> bool:
 
 def _off_centre(spec: ModelSpec, asked: Asked) -> str | None:
     """The first router that LayerNorm's β would steer: it has no bias that could take it up."""
-    for layer in asked.those(spec, lambda block: isinstance(block.feed_forward, MixtureOfExperts)):
+    for layer in asked.those(spec, lambda block: isinstance(block.mixer("feed_forward"), MixtureOfExperts)):
         path, block = f"blocks.{layer}", spec.blocks[layer]
         norm, router = _inner_norm(block, path), f"{path}.feed_forward.router"
         if not has_bias(dict(norms(block, path))[norm]):
@@ -228,7 +230,7 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     """LayerNorm -> RMSNorm, as exactly as is asked."""
     reason = why_not_exact(spec)
     if asked.approximate:
-        mixture = any(isinstance(block.feed_forward, MixtureOfExperts) for block in spec.blocks)
+        mixture = any(isinstance(block.mixer("feed_forward"), MixtureOfExperts) for block in spec.blocks)
         normed = all(block.residual == "normed" for block in spec.blocks)
         if reason is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)

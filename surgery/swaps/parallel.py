@@ -57,6 +57,9 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
             " (apply_residual_connection_post_layernorm): a parallel block adds to the residual stream itself",
             "Nothing like it is known.",
         )
+    alone = [layer for layer in serial if len(spec.blocks[layer].sublayers) < 2]
+    if alone:
+        raise SwapRefused(f"{in_words(alone)}: there is one mixer, and nothing that it could run beside")
     for layer in serial:
         there = spec.blocks[layer].norms()
         if "attention" in there and "feed_forward" not in there:

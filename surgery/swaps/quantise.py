@@ -35,7 +35,7 @@ def by_group(weight: Wide, bits: int, size: int) -> Wide:
 
 
 def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The weights of the linear maps in these layers, rounded to nearest; a router is none."""
+    """The weights of the linear maps in these layers, rounded to nearest; a router is none, nor a kernel."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:

@@ -494,7 +494,7 @@ def test_no_field_is_silent() -> None:
         key = json.dumps([(each.name, each.data) for each in aspects(spec)])
         assert without_rounding(seen.setdefault(key, spec)) == without_rounding(spec)
     assert len(seen) > len(CHANGED) - 2  # two round in their own ways
-    assert said(CHANGED["multiplier"])["block"][0] == "serial, attention multiplier 2, feed_forward multiplier 2"
+    assert said(CHANGED["multiplier"])["block"][0] == "serial, branch multiplier 2"
     assert said(CHANGED["lifted"])["embedding"][0].endswith(", lift 3") and "embedding" not in said(LLAMA)
     assert said(CHANGED["louder"])["norm"][0] == "Louder, eps 1e-06, loudness 2, pre"
     assert said(CHANGED["sandwich"])["norm"][0] == "RMSNorm, pre and output"

@@ -137,6 +137,7 @@ def test_a_window_caps_the_cache() -> None:
     assert all(block.attention.window is None for block in recommend("memory", "1B").spec.blocks)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_the_goal_that_keeps_least() -> None:
     kept = {goal: recommend(goal, "7B", context=32_768).costs.held_bytes() for goal in GOALS}
     assert min(kept, key=lambda goal: kept[goal]) == "memory"
@@ -198,6 +199,7 @@ def test_a_family_holds_it(goal: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == found.parameters
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("goal", GOALS)
 def test_it_computes(goal: str) -> None:
     found = recommend(goal, "10M", vocab=512)
@@ -245,6 +247,7 @@ def test_advice_that_is_contradicted_is_named_as_what_was_chosen(goal: str) -> N
 # --- where no family has all of it ---
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("windowed")
 def test_one_component_away_a_family_has_it() -> None:
     found = recommend("balance", "7B", context=16_384)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.covering import few
-from helpers.families import VOCAB, decoder_from, has_cache, randomised_reference, save_hf, spec_of
+from helpers.families import VOCAB, continued, decoder_from, has_cache, randomised_reference, save_hf, spec_of
 from helpers.legal_configs import DRAWN, Config, legal_config
 from torch import Tensor
 
@@ -87,7 +87,7 @@ def decoding(reference: Any, decoder: Decoder, chosen: random.Random) -> bool:
     forget_lengths(reference)
     same = []
     for _ in range(6):
-        outputs = reference(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
+        outputs = continued(reference, ids, past, mask)
         ours, past = decoder(ids, mask, cache=cache), outputs.past_key_values
         same.append(torch.equal(ours[:, -1], outputs.logits[:, -1]))
         ids = tokens(chosen, len(ids), 1)

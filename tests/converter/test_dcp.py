@@ -172,6 +172,7 @@ def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["plain", "nested", "parts", "whole"])
 def test_what_two_ranks_of_torch_save(name: str, saved: Path, llama: Path, tmp_path: Path) -> None:

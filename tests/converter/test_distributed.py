@@ -216,6 +216,7 @@ def test_shares_are_even_and_complete() -> None:
     assert deal_out(shards[:1], 3) == [["s0"], [], []]
 
 
+@pytest.mark.exhaustive
 def test_one_process_is_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

@@ -128,6 +128,7 @@ def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: 
     assert len(hits) > 60
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("over_old", [False, True])
 def test_the_nth_call_fails_for_every_n_of_a_single_file(memory_path: Path, over_old: bool) -> None:
     tiny, target = make_tiny(memory_path / "tiny"), memory_path / "room" / "out.gguf"

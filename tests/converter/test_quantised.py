@@ -143,9 +143,13 @@ def test_weights_in_fp8_go_there_and_back_with_their_scales(tmp_path: Path) -> N
     }
     assert again.keys() == {**held, **scales}.keys()
     assert all(torch.equal(again[name].view(torch.uint8), each.view(torch.uint8)) for name, each in narrow.items())
-    for folder in (tmp_path / "hf", tmp_path / "local"):
-        with pytest.raises(Quantised):
-            open_checkpoint(folder)
-        for how in ({"to": "gguf"}, {"to": "hf:qwen2"}, {"dtype": "float32"}, {"drop": ["scales"]}):
-            with pytest.raises(Quantised):
+    for folder, way in ((tmp_path / "hf", "--dtype bfloat16"), (tmp_path / "local", "--to hf")):
+        for how in ({"to": "gguf"}, {"to": "hf:qwen2"}, {"drop": ["scales"]}):
+            with pytest.raises(Quantised) as refused:
                 convert(folder, tmp_path / "never", **how)
+            assert way in (refused.value.hint or "")
+    with pytest.raises(Quantised, match="quantised"):
+        open_checkpoint(tmp_path / "local")
+    with pytest.raises(Quantised, match="quantised"):
+        convert(tmp_path / "local", tmp_path / "never", dtype="float32")
+    assert not (tmp_path / "never").exists()

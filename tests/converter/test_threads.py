@@ -104,6 +104,7 @@ def test_what_a_person_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch)
         assert (torch.get_num_threads(), blas()) == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("eight")
 def test_a_swap_and_a_verification_compute_in_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in one, though there are eight; and the caller has the eight that it had."""

@@ -126,6 +126,51 @@ QWEN3_5 = {
 QWEN3_NEXT = {**QWEN3_5, **EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 56}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
 QWEN3_5_MOE |= {"model_type": "qwen3_5_moe_text"}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
+BAMBA = {**GROUPED_LLAMA, **MAMBA2, "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1]}
+GRANITEMOEHYBRID = {
+    **GROUPED_LLAMA,
+    **MAMBA2,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 40,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 4,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.3,
+}
+MAMBA2_ALONE = {
+    "model_type": "mamba2",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 12,
+    "n_groups": 2,
+    "state_size": 12,
+    "chunk_size": 16,
+}
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 72,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}
 LLAMA4 = {
     **GROUPED_LLAMA,
     "model_type": "llama4_text",
@@ -1426,6 +1471,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**PHIMOE_ROPE, "rope_theta": 5e4},
     },
     "lfm2": {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": {
+        **{name: value for name, value in LFM2.items() if name != "block_multiple_of"},
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 40,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7,
+    },
     "lfm2-biased": {
         **{name: value for name, value in LFM2.items() if name != "intermediate_size"},
         "block_ff_dim": 72,
@@ -1481,6 +1536,58 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "attention_bias": True,
         },
         "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 24},
+    },
+    "bamba": BAMBA,
+    "bamba-biased": {
+        **BAMBA,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 2,
+        "mamba_expand": 1,
+        "mamba_d_head": GROUPED_LLAMA["hidden_size"] // 8,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": [0.2, 1.5],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": GRANITEMOEHYBRID,
+    "granitemoehybrid-dense": {
+        **GRANITEMOEHYBRID,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "mamba_proj_bias": True,
+        "mamba_d_conv": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e5,
+    },
+    "mamba2": MAMBA2_ALONE,
+    "mamba2-narrow": {
+        **MAMBA2_ALONE,
+        "n_groups": 8,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-3,
+        "hidden_act": "gelu",
+    },
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h-dense": {
+        **{name: value for name, value in NEMOTRON_H.items() if name != "layers_block_type"},
+        "hybrid_override_pattern": "*-M",
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "time_step_min": 0.3,
+        "mlp_hidden_act": "gelu",
     },
     "llama4_text": LLAMA4,
     "llama4_text-dense": {
@@ -1810,7 +1917,22 @@ def randomised_reference(
 
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
-    return "past_key_values" in inspect.signature(reference.forward).parameters
+    return not {"past_key_values", "cache_params"}.isdisjoint(inspect.signature(reference.forward).parameters)
+
+
+def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
+    """What transformers' class makes of tokens behind a cache, where it has one. Bamba's counts positions from 0 there,
+    unless it is told them, as `generate` does.
+    """
+    told = {} if mask is None else {"attention_mask": mask}
+    if "cache_params" in inspect.signature(reference.forward).parameters:
+        found = reference(input_ids=ids, cache_params=past, use_cache=True, **told)
+        found.past_key_values = found.cache_params
+        return found
+    if past is not None and reference.config.model_type == "bamba":
+        seen = past.get_seq_length()
+        told["position_ids"] = torch.arange(seen, seen + ids.shape[1])[None]
+    return reference(input_ids=ids, past_key_values=past, use_cache=True, **told)
 
 
 def checkpoint_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:

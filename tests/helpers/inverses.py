@@ -47,15 +47,15 @@ def _activation(before: ModelSpec, asked: Asked) -> Step | None:
 
 def _scale(before: ModelSpec, asked: Asked) -> Step | None:
     """The step back, where the scale before was the usual one."""
-    found = [block.attention for block in before.blocks]
+    found = [block.mixer("attention") for block in before.blocks]
     usual = all(hasattr(a, "kv_heads") and math.isclose(a.scale, a.head_dim**-0.5, rel_tol=1e-14) for a in found)
     return Step("fold", "scale:head") if usual and asked.argument is None else None
 
 
-def _kv_heads(before: ModelSpec, _: Asked) -> Step | None:
+def _kv_heads(before: ModelSpec, asked: Asked) -> Step | None:
     """The step back from more heads, where all layers had the same number."""
-    counts = {getattr(block.attention, "kv_heads", None) for block in before.blocks} - {None}
-    return Step("attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
+    counts = {getattr(block.mixer("attention"), "kv_heads", None) for block in before.blocks} - {None}
+    return again(asked, "attention", f"gqa:{counts.pop()}") if len(counts) == 1 else None
 
 
 def _gated(before: ModelSpec, asked: Asked) -> Step | None:

@@ -3,6 +3,7 @@
 What is drawn may be small, odd or useless; nothing of it is wrong, so gptkit computes it all.
 """
 
+import math
 import random
 from collections.abc import Callable
 from importlib import import_module
@@ -805,6 +806,25 @@ def lfm2(chosen: random.Random) -> Config:
     }
 
 
+def lfm2_moe(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found = lfm2(chosen)
+    for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
+        found.pop(name, None)
+    experts = chosen.choice((2, 3, 8))
+    return {
+        **found,
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "num_attention_heads": 2,
+        "num_key_value_heads": chosen.choice((1, 2)),
+        "moe_intermediate_size": chosen.choice((8, 24)),
+        "num_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "num_dense_layers": chosen.randint(0, found["num_hidden_layers"]),
+        **sometimes(chosen, {"norm_topk_prob": False, "routed_scaling_factor": 2.5, "use_expert_bias": False}),
+    }
+
+
 def layer_types(chosen: random.Random, config: Config, other: str) -> list[str]:
     """At least one with attention, without which transformers' cache fails."""
     types = [chosen.choice(("full_attention", other)) for _ in range(config["num_hidden_layers"])]
@@ -907,6 +927,139 @@ def modernbert(chosen: random.Random) -> Config:
     return found | sometimes(chosen, more)
 
 
+def mamba2_mixer(chosen: random.Random, hidden: int) -> Config:
+    """Fields of `mamba_`; heads divide what the width is `expand` times."""
+    expand = chosen.choice((1, 2, 3))
+    heads = chosen.choice([each for each in range(1, 13) if hidden * expand % each == 0])
+    own = {
+        "mamba_d_head": hidden * expand // heads,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+    }
+    return {
+        "mamba_n_heads": heads,
+        "mamba_expand": expand,
+        "mamba_n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        "mamba_chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(chosen, own),
+    }
+
+
+def bamba(chosen: random.Random) -> Config:
+    found = llama_like(chosen)
+    found = {name: value for name, value in found.items() if not name.startswith("rope_")}
+    whole = [n for n, kind in enumerate(layer_types(chosen, found, "")) if kind]
+    part = chosen.choice((0.5, 1.0))
+    return {
+        **found,
+        **mamba2_mixer(chosen, found["hidden_size"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 37.5, "partial_rotary_factor": part},
+        "head_dim": chosen.choice((4, 8, 16)),
+        "attn_layer_indices": whole,
+        **sometimes(chosen, {"attention_bias": True, "mlp_bias": True}),
+    }
+
+
+def granitemoehybrid(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found, experts = llama_like(chosen), chosen.choice((0, 1, 2, 3, 5))
+    width = chosen.choice((8, 24, 40, 64)) if experts else found["hidden_size"]
+    head = found.get("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    return {
+        **found,
+        "hidden_size": width,
+        "head_dim": head,
+        **mamba2_mixer(chosen, width),
+        "layer_types": layer_types(chosen, found, "linear_attention"),
+        "intermediate_size": chosen.choice((8, 24, 40)),
+        "shared_intermediate_size": chosen.choice((8, 40)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen.randint(min(1, experts), experts),
+        **sometimes(
+            chosen,
+            {
+                "position_embedding_type": "rope",
+                "attention_bias": True,
+                "embedding_multiplier": 12.0,
+                "attention_multiplier": 0.3,
+                "residual_multiplier": 0.22,
+                "logits_scaling": 6.0,
+            },
+        ),
+    }
+
+
+def mamba2(chosen: random.Random) -> Config:
+    expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
+    while heads * width % expand:
+        expand -= 1
+    return {
+        "hidden_size": heads * width // expand,
+        "expand": expand,
+        "num_heads": heads,
+        "head_dim": width,
+        "n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        **sometimes(
+            chosen,
+            {
+                "use_bias": True,
+                "use_conv_bias": False,
+                "residual_in_fp32": False,
+                "tie_word_embeddings": True,
+                "hidden_act": activation(chosen),
+                "layer_norm_epsilon": 1e-3,
+                "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+            },
+        ),
+    }
+
+
+def nemotron_h(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    types = [chosen.choice("M-*E") for _ in range(chosen.choice((1, 2, 3)))]
+    types.insert(chosen.randrange(len(types) + 1), "*")
+    experts, kv_heads, heads = chosen.choice((2, 3, 5)), chosen.choice((1, 2, 3)), chosen.choice((1, 2, 4, 6, 9))
+    return {
+        "hybrid_override_pattern": "".join(types),
+        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        "num_attention_heads": kv_heads * chosen.choice((1, 2, 3)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": chosen.choice(ODD),
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": chosen.choice(ODD),
+        "n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        "ssm_state_size": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "moe_intermediate_size": chosen.choice((8, 24, 40)),
+        "moe_shared_expert_intermediate_size": chosen.choice((8, 40)),
+        **sometimes(
+            chosen,
+            {
+                "use_bias": True,
+                "use_conv_bias": False,
+                "mlp_bias": True,
+                "mlp_hidden_act": activation(chosen),
+                "mamba_hidden_act": activation(chosen),
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.5,
+                "time_step_min": 0.3,
+                "layer_norm_epsilon": 1e-3,
+            },
+        ),
+    }
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bert": bert,
     "roberta": roberta,
@@ -914,7 +1067,12 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "camembert": lambda chosen: roberta(chosen, "Camembert"),
     "distilbert": distilbert,
     "modernbert": modernbert,
+    "bamba": bamba,
+    "granitemoehybrid": granitemoehybrid,
+    "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
     "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,

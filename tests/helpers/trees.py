@@ -14,6 +14,7 @@ from gptkit.components import (
     FeedForward,
     GatedFeedForward,
     LatentAttention,
+    LinearAttention,
     MixtureOfExperts,
     ModelSpec,
     RMSNorm,
@@ -42,6 +43,18 @@ ATTENTIONS: dict[str, LatentAttention] = {
     "alibi": replace(LATENT, position=ALiBi(), window=9),
     "alibi-scaled": replace(LATENT, position=ALiBi(scaled=True)),
 }
+LINEAR = LinearAttention(
+    hidden_size=HIDDEN,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    scale=0.3,
+    position=Rotary(dim=6, base=1e4),
+    q_norm=RMSNorm(size=8, eps=1e-5),
+    k_norm=RMSNorm(size=8, eps=1e-5),
+    qkv_bias=True,
+    output_bias=True,
+)
 GATED = GatedFeedForward(hidden_size=HIDDEN, intermediate_size=40, activation="silu")
 PLAIN = FeedForward(hidden_size=HIDDEN, intermediate_size=40, activation="gelu", up_bias=True, down_bias=True)
 EXPERTS: dict[str, MixtureOfExperts] = {
@@ -67,6 +80,9 @@ def trees() -> dict[str, ModelSpec]:
     found = {f"latent-{name}": with_blocks(llama, attention=each) for name, each in ATTENTIONS.items()}
     found |= {f"experts-{name}": with_blocks(llama, feed_forward=each) for name, each in EXPERTS.items()}
     found["both"] = with_blocks(llama, attention=ATTENTIONS["deepseek"], feed_forward=EXPERTS["gated"])
+    first, *others = llama.blocks
+    linear = replace(first.sublayers[0], mixer=LINEAR)
+    found["linear"] = replace(llama, blocks=(replace(first, sublayers=(linear, first.sublayers[1])), *others))
     found["rotary-adjacent"] = with_blocks(llama, attention=adjacent(llama.blocks[0].attention))
     return found
 

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.covering import covered
-from helpers.families import BLOOM, FALCON, GPT2, GROUPED, LLAMA, VOCAB, decoder_from, randomised_reference, spec_of
+from helpers.families import (
+    BLOOM,
+    FALCON,
+    GPT2,
+    GROUPED,
+    LLAMA,
+    VOCAB,
+    continued,
+    decoder_from,
+    randomised_reference,
+    spec_of,
+)
 
 from gptkit.architectures import architecture_of
 from gptkit.modules import Cache, Decoder
@@ -44,7 +55,7 @@ def test_decoding_in_place_is_transformers_to_the_bit(name: str, dtype: torch.dt
             cache, past = Cache(decoder.spec), None
             with torch.inference_mode():
                 for step in range(ROOM + 4):
-                    theirs = reference(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
+                    theirs = continued(reference, ids, past, mask)
                     ours, past = decoder(ids, mask, cache=cache), theirs.past_key_values
                     assert torch.equal(ours[:, -1], theirs.logits[:, -1]), (attention, step)
                     ids = theirs.logits[:, -1:].argmax(-1)

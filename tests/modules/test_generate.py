@@ -34,7 +34,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from gptkit.architectures import architecture_of
 from gptkit.errors import GptkitError, UsageError
 from gptkit.modules import Decoder
-from gptkit.modules.generate import Sampling, generate
+from gptkit.modules.generate import Beams, Sampling, generate
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 STORIES = SHARED / "checkpoints" / "stories260K-llama"
@@ -93,7 +93,7 @@ def gpt2() -> Decoder:
     return pair({**GPT2, **UNTIED})[1]
 
 
-@few(12)
+@few(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
@@ -352,3 +352,64 @@ def test_the_golden_story() -> None:
     stream = StreamDecoder(tokenizer, skip_special_tokens=True)
     pieces = [stream.push(token) for token in generate(decoder, tokenizer.encode(""), 200)]
     assert "".join(pieces) + stream.finish() == GOLDEN
+
+
+# --- beams ------------------------------------------------------------------------------------------------------------
+
+SEARCHED = [
+    "llama",
+    "mistral-window-8",
+    "falcon-7b",
+    "llama-longrope",
+    "deepseek_v3",
+    "lfm2",
+    "qwen3_next",
+    "gemma3n_text",
+]
+"""Every kind of cache: of keys and values, of windows, of latents, of convolutions and states, of earlier layers."""
+
+
+@few(4)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("count", "penalty"), [(2, 1.0), (4, 0.3), (3, -1.0)])
+@pytest.mark.parametrize("name", SEARCHED)
+def test_beams_are_those_of_transformers(name: str, count: int, penalty: float, early: bool) -> None:
+    reference, decoder = pair(EVERY[name])
+    options = {"num_beams": count, "length_penalty": penalty, "early_stopping": early}
+    lengths = set()
+    for stop in ([], [7, 11, *range(40, 60)]):  # which end some of them soon
+        wanted = expected(reference, PROMPT, 24, **options, eos_token_id=stop or None)
+        found = generate_ids(decoder, PROMPT, 24, beams=Beams(count, penalty, early), stop=stop)
+        assert found == wanted
+        lengths.add(len(found))
+    assert 24 in lengths and (len(lengths) == 2 or penalty > 0)
+
+
+def test_beams_find_what_is_likelier_than_the_likeliest_tokens() -> None:
+    decoder = pair(CASES["llama"])[1]
+
+    def likely(ids: list[int]) -> float:
+        with torch.no_grad():
+            logs = decoder(torch.tensor([PROMPT + ids]))[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        return float(logs.gather(-1, torch.tensor(ids)[:, None]).sum())
+
+    found, greedy = generate_ids(decoder, PROMPT, 12, beams=Beams(8)), generate_ids(decoder, PROMPT, 12)
+    assert found != greedy and likely(found) > likely(greedy)
+
+
+def test_beams_that_cannot_be() -> None:
+    decoder = pair(CASES["llama"])[1]
+    for fields in ({"count": 1}, {"count": 2, "length_penalty": float("nan")}):
+        with pytest.raises(UsageError):
+            Beams(**fields)
+    with pytest.raises(UsageError, match="without a draw"):
+        generate(decoder, PROMPT, 4, beams=Beams(2), sampling=Sampling(1.0))
+    assert generate_ids(decoder, PROMPT, 0, beams=Beams(2)) == []
+
+
+def test_beams_end_where_the_table_of_positions_does(gpt2: Decoder) -> None:
+    told: list[str] = []
+    length = gpt2.spec.context_length or 0
+    prompt = [5] * (length - 3)
+    found = generate_ids(gpt2, prompt, 50, beams=Beams(2), tell=told.append)
+    assert len(found) == 4 and told == [f"the text ends here: the model's table of {length:,} positions is full"]

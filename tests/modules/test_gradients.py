@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered, kinds
+from helpers.covering import covered, few, kinds
 from helpers.families import (
     CONFIGS,
     VARIANTS,
@@ -100,6 +100,7 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     assert wrong == {}
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-3", "gemma2", "bloom"])
 def test_a_training_step_is_one_graph(name: str) -> None:
     """torch.compile traces forward without a break, and gradients come through as without it."""

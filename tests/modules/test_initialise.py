@@ -45,13 +45,14 @@ def test_as_is_said(name: str) -> None:
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name.endswith(("A_log", "dt_bias")):  # half-lives of all lengths
-            logs = np.log(np.linspace(0.01, 16, array.size))
+            least, most = (1, array.size) if name[: -len("A_log")] + "D" in found else (0.01, 16)
+            logs = np.log(np.linspace(least, most, array.size))
             assert np.allclose(array, logs if name.endswith("A_log") else 1), name
             continue
         if name not in drawn:
             zero = name.endswith(("bias", "altup.scale.weight"))
             starts = {"1 + weight": 0, "weight": 1}.get(getattr(norms.get(name), "gain", ""))
-            begins = 0 if zero else 1 if name.endswith("scale.weight") else starts
+            begins = 0 if zero else 1 if name.endswith(("scale.weight", ".D")) else starts
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue
         wrote = ("o_proj.weight", "down_proj.weight", "right_proj.weight", "embedding.projection.weight")

@@ -48,6 +48,7 @@ def exit_code(*words: object) -> int:
     return run.exit_code
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_was_trained_comes_back(name: str, tmp_path: Path) -> None:

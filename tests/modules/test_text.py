@@ -159,6 +159,7 @@ def test_the_command_says_that_a_limit_was_met(sample: str, told: str) -> None:
         assert all(told in line for line in run.stderr.splitlines())
 
 
+@pytest.mark.exhaustive
 @few(2)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_model_in_memory_writes_what_its_checkpoint_does(sample: str, tmp_path: Path) -> None:

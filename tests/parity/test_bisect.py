@@ -122,6 +122,7 @@ def test_place_and_cause_are_the_same_a_layer_at_a_time(name, tmp_path):
 
 
 # A wrong row of a tied table shows at its token, and far more in the head, wherever it is looked at.
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a row of the table"])
 def test_a_large_model_is_looked_at_where_it_differs(name, tmp_path, monkeypatch):
@@ -182,6 +183,7 @@ def test_a_right_component_that_rounds_all_it_can_does_not_part(tmp_path):
     assert found.causes[0].restores
 
 
+@pytest.mark.exhaustive
 def test_imprecision_has_neither_place_nor_cause(monkeypatch):
     """Right in fp64: no component parts, and any repair would seem to restore what never differed."""
     rough = lambda x: torch.nn.functional.silu(x if x.dtype == torch.float64 else x.bfloat16()).to(x)  # noqa: E731
@@ -192,6 +194,7 @@ def test_imprecision_has_neither_place_nor_cause(monkeypatch):
     assert (result.divergence.first, result.divergence.causes) == (None, ())
 
 
+@pytest.mark.exhaustive
 def test_the_candidate_cannot_hide_a_mistake_in_its_noise_elsewhere(tmp_path, monkeypatch):
     """An imprecise feed-forward makes no allowance for the attention before it."""
     rough = lambda x: torch.nn.functional.silu(x if x.dtype == torch.float64 else x.bfloat16()).to(x)  # noqa: E731

@@ -154,6 +154,7 @@ def test_a_loud_row_excuses_no_other(pair: Callable[[str], tuple[Path, Path]], t
     assert quick(loud, bad).limited[0].startswith("row 1,500 of positions.weight")
 
 
+@pytest.mark.exhaustive
 def test_more_rows_than_are_read_unasked_limit_the_verdict(
     swapped: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

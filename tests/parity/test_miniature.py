@@ -63,7 +63,8 @@ def test_every_kind_of_layer_is_in_the_small_copy(variant):
     assert kinds[0] == kinds[1]
     mixers = [[block.mixer("attention") for block in tree.blocks] for tree in (copy, spec)]
     seen = [{(each.window, each.position) for each in found if each is not None} for found in mixers]
-    assert seen[0] == seen[1] != set()
+    assert seen[0] == seen[1]
+    assert seen[0] or not any("attention" in slots for slots in kinds[1])
     assert mistakes(copy) == mistakes(spec)
 
 

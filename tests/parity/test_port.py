@@ -213,6 +213,7 @@ def test_of_two_mistakes_the_first_is_told_by_what_it_computes_there(port):
     assert result.allowed < told["RoPE on queries alone"].left < result.functions * 2
 
 
+@pytest.mark.exhaustive
 def test_a_mistake_that_nobody_thought_of_has_no_cause(port):
     result = verify_port("sample:llama", port("odd_mistake", activation="softsign"))
     assert result.verdict == "different"
@@ -220,6 +221,7 @@ def test_a_mistake_that_nobody_thought_of_has_no_cause(port):
     assert port_causes(result) == ["not found among the mistakes tried"]
 
 
+@pytest.mark.exhaustive
 def test_a_port_cannot_widen_its_own_bound(port):
     """Its angles are so large that its own fp32 is far from its fp64; another one rounds to bf16 inside."""
     result = verify_port("sample:llama", port("loud_port", base="1000 / 10000"))

@@ -54,7 +54,7 @@ def passes(seed: int, folder: Path) -> None:
     assert (found.exit_code, found.limited, found.up_to) == (0, (), None), (seed, found.verdict, found.noise)
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_right_conversions_of_random_models_pass(seed: int, tmp_path: Path) -> None:
     passes(seed, tmp_path)
@@ -106,6 +106,7 @@ def test_attention_that_adds_nothing_hides_what_is_inside(tmp_path: Path) -> Non
     assert {"q and k swapped", "wrong rope base", "rope permute missing"} <= set(found.score.caught_random)
 
 
+@pytest.mark.exhaustive
 def test_a_probe_that_should_see_more_has_a_code_and_words_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

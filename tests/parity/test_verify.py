@@ -135,6 +135,7 @@ def test_another_way_to_round_is_equal(
     assert any(note.startswith("the trees differ") and str(next(iter(fields))) in note for note in result.notes)
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "falcon-40b", "falcon-11b", "falcon-rw"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
@@ -271,6 +272,7 @@ def test_a_changed_tree_is_different(
     assert any(note.startswith("the trees differ: ") for note in result.notes)
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize(("eps", "activation"), [(1e-4, None), (None, "gelu")])
 def test_a_trained_model_does_not_hide_them(eps: float | None, activation: str | None, tmp_path: Path) -> None:
@@ -304,6 +306,7 @@ def test_a_tensor_the_probe_never_meets_is_a_byte(tmp_path: Path) -> None:
     assert result.bytes is not None and result.bytes.different == ("blocks.0.attention.k_proj.bias",)
 
 
+@pytest.mark.exhaustive
 def test_what_bf16_rounds_away_is_a_byte(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     hf, local = pair("qwen3")
     bad = damaged(local, tmp_path / "bad", scale("blocks.0.attention.q_norm.weight", 1.0001))
@@ -356,6 +359,7 @@ def test_one_layout_that_loses_something_shows_in_bytes(
 # --- component by component -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_right_models_are_laid_side_by_side_when_asked(
     pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -373,6 +377,7 @@ def test_right_models_are_laid_side_by_side_when_asked(
         assert any(place.noise for place in result.divergence.places)
 
 
+@pytest.mark.exhaustive
 def test_sides_are_laid_beside_each_other_never_always_or_up_to_a_size(
     pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +448,7 @@ def test_the_same_values_in_a_wider_dtype_are_the_same(family: str, tmp_path: Pa
     assert narrow.passed == (not rounds and narrow.verdict != "different")
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_was_tampered_with_is_no_reference(tmp_path: Path) -> None:
     """Alone it would be compared with itself: only the manifest knows what was written."""
     gptkit.convert("sample:llama", tmp_path / "local")
@@ -458,6 +464,7 @@ def test_other_vocabularies(pair: Callable[[str], tuple[Path, Path]], tmp_path: 
         verify(pair("llama")[0], tmp_path / "hf")
 
 
+@pytest.mark.exhaustive
 def test_other_families_over_one_vocabulary_are_different(pair: Callable[[str], tuple[Path, Path]]) -> None:
     result = unscored(pair("llama")[0], pair("gpt2")[1])
     assert (result.verdict, result.passed) == ("different", False)

@@ -301,6 +301,7 @@ def test_verify_against_the_familys_own_code(here, folder) -> None:
     assert "identical" in run(here, "verify", folder, "--against", "tidal_port:build")
 
 
+@pytest.mark.exhaustive
 def test_verify_names_the_first_component_that_parts(here, folder, tmp_path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     weights = safetensors.torch.load_file(other / "model.safetensors")

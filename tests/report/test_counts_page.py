@@ -104,6 +104,7 @@ def test_several_models() -> None:
     assert "Shares by component" not in [each.title for each in blocks(alike, Figure)]
 
 
+@pytest.mark.exhaustive
 def test_very_many_models_have_a_short_title() -> None:
     models = gptkit.params("gpt2") * 40
     page = counts_page(models)

@@ -194,6 +194,7 @@ def test_swap_writes_a_report(made: Path) -> None:
     assert "Where it begins" in page
 
 
+@pytest.mark.exhaustive
 def test_verify_shows_it_for_a_changed_tree(made: Path) -> None:
     text = (made / "verify.txt").read_text()
     assert "on 256 tokens of text, in float64" in text
@@ -208,6 +209,7 @@ def test_verify_shows_it_for_a_changed_tree(made: Path) -> None:
     assert json.loads(run.stdout)["damage"] is None
 
 
+@pytest.mark.exhaustive
 def test_an_exact_swap_has_no_damage(tmp_path: Path) -> None:
     run = gptkit("swap", "sample:gpt2", tmp_path / "rms", "--norm", "rmsnorm", "--report", tmp_path / "report", "-q")
     assert run.exit_code == 0, run.output
@@ -219,6 +221,7 @@ def test_an_exact_swap_has_no_damage(tmp_path: Path) -> None:
     assert "The same function" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_dropped_layers_stand_beside_those_that_stayed(tmp_path: Path) -> None:
     run = gptkit("swap", "sample:gpt2", tmp_path / "out", "--layers", "0,2-3", "--report", tmp_path / "report")
     assert run.exit_code == 0, run.output
@@ -228,6 +231,7 @@ def test_dropped_layers_stand_beside_those_that_stayed(tmp_path: Path) -> None:
     assert found["layers"][0]["kl"] < 1e-12 < found["layers"][1]["kl"]
 
 
+@pytest.mark.exhaustive
 def test_added_layers_stand_for_nothing(tmp_path: Path) -> None:
     run = gptkit("swap", "sample:gpt2", tmp_path / "out", "--layers", "+2", "--report", tmp_path / "report")
     assert run.exit_code == 0, run.output
@@ -238,6 +242,7 @@ def test_added_layers_stand_for_nothing(tmp_path: Path) -> None:
     assert any("not compared: the other's layers" in note for note in found["notes"])
 
 
+@pytest.mark.exhaustive
 def test_a_tree_of_the_same_kind_is_asked_about(made: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("To be, or not to be, that is the question. " * 3)
     run = gptkit("verify", "sample:gpt2", "sample:falcon", "--no-mutations", "--text", tmp_path / "short.txt")

@@ -442,6 +442,7 @@ def test_verify_draws_a_picture(written: dict[str, Path]) -> None:
     assert "<image" not in picture.read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_port_of_ones_own_gets_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ported_page.py").write_text(
         "import gptkit\n\n\ndef build():\n    model = gptkit.load('sample:gpt2', 'float32')\n"

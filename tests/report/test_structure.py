@@ -193,8 +193,31 @@ class Following:
         return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
 
     def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
-        """The gated delta rule, token by token."""
-        assert node.title == "gated delta rule"
+        """A recurrence, token by token."""
+        made = {
+            "gated delta rule": self.delta_rule,
+            "state space": self.state_space,
+            "linear attention": self.linear_attention,
+        }[node.title]
+        return made(node, path, *given)
+
+    def state_space(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        x, b, c, dt = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        b, c = (each.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for each in (b, c))
+        step = F.softplus(dt + own.dt_bias)
+        if x.shape[1] > 1:
+            step = step.clamp(own.spec.least, own.spec.most)
+        state = self.cached.get(path + node.id, x.new_zeros(x.shape[0], *node.operation.state))  # type: ignore[union-attr]
+        found = []
+        for t in range(x.shape[1]):
+            state = state * torch.exp(-own.A_log.exp() * step[:, t])[:, :, None, None]
+            state = state + torch.einsum("bh,bhp,bhn->bhpn", step[:, t], x[:, t], b[:, t])
+            found.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + own.D[:, None] * x[:, t])
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1).flatten(2)
+
+    def delta_rule(self, node: Node, path: str, *given: Tensor) -> Tensor:
         q, k, v, beta, decay = given
         own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
         q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
@@ -209,6 +232,20 @@ class Following:
             found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / q.shape[-1] ** 0.5)
         self.cached[path + node.id] = state
         return torch.stack(found, dim=1)
+
+    def linear_attention(self, node: Node, path: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        """Weights (1 + s + s²/2) of every earlier token, and what decays have left of them."""
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        cached = self.cached.get(path + node.id)
+        kept = [k, v, F.logsigmoid(-gate)]
+        kept = kept if cached is None else [torch.cat(each, dim=1) for each in zip(cached, kept, strict=True)]
+        self.cached[path + node.id] = kept
+        k, v, g = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in kept)
+        s = torch.einsum("bthd,bshd->bhts", q, k) * own.spec.scale
+        past, total = k.shape[1] - q.shape[1], g.cumsum(dim=1).transpose(1, 2)
+        left = (total[:, :, past:, None] - total[:, :, None]).exp().tril(past)
+        weights = (1 + s + s**2 / 2) * left
+        return torch.einsum("bhts,bshd->bthd", weights / weights.sum(dim=-1, keepdim=True), v)
 
     def activation(self, node: Node, path: str, x: Tensor) -> Tensor:
         learnt = dict(node.weights)
@@ -265,7 +302,9 @@ class Following:
             groups = groups.masked_fill((sums < least)[..., None], -torch.inf)
         self.chosen = groups.flatten(-2).topk(record.top_k, dim=-1)[1]
         weights = scores.gather(-1, self.chosen)
-        weights = record.multiplier * (weights / weights.sum(-1, keepdim=True) if record.normalise else weights)
+        weights = record.multiplier * (
+            weights / (weights.sum(-1, keepdim=True) + record.added) if record.normalise else weights
+        )
         factors = "weight" in dict(node.weights)
         return weights * self.module(node, path).weight[self.chosen] if factors else weights
 

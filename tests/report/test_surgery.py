@@ -97,6 +97,7 @@ def test_a_dry_run_shows_the_tree_and_its_costs(tmp_path: Path) -> None:
     assert "not measured" not in "\n".join(swap_lines(done)) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_steps_with_their_costs(tmp_path: Path) -> None:
     done = gptkit.swap("sample:gpt2", tmp_path / "out", norm="rmsnorm", quantize="int4")
     text = printed(steps_report(done))

@@ -42,6 +42,7 @@ def test_whole_groups(folder: Path, tmp_path: Path) -> None:
     assert same_values(saved("llama", folder), tmp_path / "back")
 
 
+@pytest.mark.exhaustive
 def test_latent_attention(folder: Path, tmp_path: Path) -> None:
     for name in ("llama", "gpt2"):
         gptkit.swap(saved(name, folder), tmp_path / name, attention="mla:full")

@@ -143,6 +143,7 @@ def test_experts_that_differ(tmp_path: Path) -> None:
     torch.testing.assert_close(after.blocks[0].feed_forward.up_proj.weight, wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_the_router_says_how_much_each_counts(tmp_path: Path) -> None:
     """An expert that the router never takes counts for nothing; in the plain mean it does."""
     gptkit.swap("sample:llama", tmp_path / "moe", mlp="moe:4x1", blocks="2", dtype="float32", measured=False)
@@ -234,6 +235,7 @@ COPIES: dict[str, Mutation] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COPIES)
 def test_wrong_copies_are_not_published(name: str, tmp_path: Path) -> None:
     is_caught(name, COPIES, {"mlp": "moe:4x2"}, tmp_path)
@@ -297,6 +299,7 @@ def not_divided(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "_joined", lambda names, divisor: right(names, 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mutate", [taken_for_alike, taken_for_even, not_divided])
 def test_a_wrong_way_back_is_not_published(mutate: Callable[..., None], tmp_path: Path) -> None:
     source = tmp_path / "hf"

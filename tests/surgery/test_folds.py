@@ -36,6 +36,7 @@ def test_norms(name: str, tmp_path: Path) -> None:
     assert some.spec.head == spec_of(CONFIGS[name]).head
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom", "falcon-rw"])
 def test_the_bias_of_values(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")

@@ -38,6 +38,7 @@ def fields(spec: ModelSpec) -> dict[str, object]:
     }
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_swap_holds_or_refuses(name: str) -> None:

@@ -86,6 +86,7 @@ def test_the_rotation_beats_the_largest_coordinates(tmp_path: Path) -> None:
     assert best.measured.kl_text < naive.measured.kl_text / 1.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not (SAMPLES_DIR / "llama").is_dir(), reason="no samples")
 def test_a_rotation_that_leaves_nothing_out_costs_nothing(tmp_path: Path) -> None:
     steps = [Step("norm", "layernorm"), Step("norm", "rmsnorm"), Step("hidden", "96")]  # 97 wide, in 96 directions

@@ -109,6 +109,7 @@ def test_the_fit_is_many_times_nearer_than_the_mean(sample: str, value: str, tim
     assert same[0] == same[1]
 
 
+@pytest.mark.exhaustive
 def test_some_layers_alone(tmp_path: Path) -> None:
     gptkit.swap("sample:gpt2", tmp_path / "out", attention="mqa", blocks="1,3", measured=False)
     assert kv_heads(tmp_path / "out") == [4, 1, 4, 1]

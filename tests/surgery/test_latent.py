@@ -44,6 +44,7 @@ def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str,
     exactly(tmp_path / "hf", tmp_path / "out", attention=f"mla:{module.whole(attention)}")
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize(("sample", "rank", "times"), [("llama", 48, 4), ("gpt2", 112, 1), ("bloom", 54, 1.2)])
 def test_the_fit_beats_the_weights_alone(sample: str, rank: int, times: float, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_some_layers_of_a_list_as_a_person_writes_it() -> None:
     assert layers_in("0-2, 5,7-", 10) == (0, 1, 2, 5, 7, 8, 9)
 
 
+@pytest.mark.exhaustive
 def test_influence_and_what_it_drops(tmp_path: Path) -> None:
     source = gptkit.open_checkpoint("sample:falcon")
     scores = module.influences(Stored(source), Calibration(read_text(source, None), source.spec))

@@ -180,6 +180,7 @@ def test_ids_that_a_config_leaves_to_its_class(folder: Path, tmp_path: Path) -> 
         }
 
 
+@pytest.mark.exhaustive
 def test_a_pruned_vocabulary_leaves_with_its_tokenizer(tmp_path: Path) -> None:
     if not (SAMPLES_DIR / "llama").is_dir():
         pytest.skip("there are no samples")
@@ -357,7 +358,7 @@ def proposed(name: str) -> set[tuple[str, str]]:
     return found
 
 
-@few(10)
+@few(5)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_remedy_is_a_swap_that_exists(name: str) -> None:
     assert proposed(name)

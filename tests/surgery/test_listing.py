@@ -107,7 +107,10 @@ def hold(source: Path) -> Listing:
     """
     checkpoint = gptkit.open_checkpoint(source)
     found, model = listing(checkpoint), Stored(checkpoint)
-    unknown = any("unknown to this swap" in entry.said for entry in found.entries)  # to most of them
+    # To most of them: fields of its components, or layers without attention.
+    unknown = any(
+        reason in entry.said for entry in found.entries for reason in ("unknown to this swap", "attention in every")
+    )
     assert len(found.of("exact")) >= (4 if unknown else 9) and found.of("needs a text")
     ids = torch.randint(checkpoint.spec.vocab_size, (320,), generator=torch.Generator().manual_seed(0)).tolist()
     text = Calibration(Text(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
@@ -162,6 +165,7 @@ def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None
     assert "Possible, needs a text to be fitted on (--calibrate FILE) (9)" in shown(listing_report(found))
 
 
+@pytest.mark.exhaustive
 def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
     """Heads that are equal merge exactly, and units that are dead go exactly, without a text."""
     gptkit.swap(saved("falcon-7b", tmp_path), tmp_path / "wide", attention="mha", intermediate="288")

@@ -399,6 +399,7 @@ def test_a_wrong_formula_is_not_published(name: str, tmp_path: Path, monkeypatch
     assert "not exact on this checkpoint" in refused(tmp_path).message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["every linear", "patterns"])
 def test_a_scale_read_wrongly_shows_against_peft(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What both sides of the measurement share it cannot see; the test against peft does."""

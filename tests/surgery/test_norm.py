@@ -321,6 +321,7 @@ def test_rmsnorm_becomes_layernorm_with_one_more_dimension(name: str, tmp_path: 
     assert naive.guarantee == "approximate" and naive.measured is not None and naive.measured.relative["float64"] > 1e-3
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-7b", "llama"])
 def test_some_layers_alone_and_back(name: str, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def without_positions(name: str, folder: Path) -> Path:
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "bloom", "falcon-7b"])
 def test_from_none_and_back(name: str, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_from_none_and_back(name: str, tmp_path: Path) -> None:
     assert both.spec.head == spec.head
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])
 @pytest.mark.parametrize("value", ["none", "rope:neutral"])
@@ -204,6 +206,7 @@ def on_text(sample: str, step: Step) -> Measurement:
     return measure(Stored(source), done.models[-1], promise=done.promise, text=text, dtypes=("float32",))
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize(
     ("sample", "value", "ratio"),

@@ -103,6 +103,7 @@ def test_activity_is_a_norm_a_sequence() -> None:
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_expert_that_answers_nothing_goes(mixture: Path, tmp_path: Path) -> None:
     done = gptkit.swap(mixture, tmp_path / "out", experts="3")
     record = done.chain.swapped[0].summary

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.families import CONFIGS, save_hf
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -36,6 +37,7 @@ def test_a_group_keeps_its_ends(weight: np.ndarray, bits: int, size: int) -> Non
     np.testing.assert_allclose(found.max(axis=2), groups.max(axis=2), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_fewer_bits_cost_more_and_the_rest_stays(tmp_path: Path) -> None:
     found = {}
     for value in ("int8", "int4:16", "int3"):
@@ -49,6 +51,15 @@ def test_fewer_bits_cost_more_and_the_rest_stays(tmp_path: Path) -> None:
         assert torch.equal(tensor, after.state_dict()[name]) != name.endswith("_proj.weight")
     some = gptkit.swap("sample:llama", tmp_path / "some", quantize="int8", blocks="1", measured=False)
     assert some.chain.swapped[0].summary["tensors"] == 7
+
+
+def test_kernels_of_convolutions_stay(tmp_path: Path) -> None:
+    """A row of four numbers a channel is no linear map, and has no groups."""
+    save_hf(CONFIGS["lfm2"], tmp_path / "model")
+    gptkit.swap(tmp_path / "model", tmp_path / "out", quantize="int4:16", measured=False)
+    before, after = gptkit.load(tmp_path / "model").state_dict(), gptkit.load(tmp_path / "out").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("blocks.") and name.endswith("_proj.weight")}
 
 
 def test_refusals(tmp_path: Path) -> None:

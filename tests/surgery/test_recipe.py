@@ -281,6 +281,7 @@ def test_the_record(hf: Path, tmp_path: Path) -> None:
     assert [step.comment for step in again.steps] == ["exact", "", "", ""]
 
 
+@pytest.mark.exhaustive
 def test_every_step_of_a_chain_by_itself(hf: Path, tmp_path: Path) -> None:
     path = written(tmp_path, CHAIN)
     result = gptkit.swap(hf, tmp_path / "out", recipe=path, dtype="float64")
@@ -303,6 +304,7 @@ def test_a_relative_step_is_recorded_as_it_was_asked(hf: Path, tmp_path: Path) -
     assert found["recipe"]["step"] == [{"layers": "+67%"}] and found["steps"][0]["layers"] == "+2"
 
 
+@pytest.mark.exhaustive
 def test_the_text_that_was_fitted_on(tmp_path: Path) -> None:
     """A sample's own text comes along; a file must be there as it was."""
     play = FOLDER.parents[1] / "samples" / "play.txt"

@@ -132,7 +132,7 @@ def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- on every tree ----------------------------------------------------------------------------------------------------
 
 
-@few(16)
+@few(10)
 @pytest.mark.parametrize("name", SPECS)
 def test_examples_are_done_or_refused(name: str) -> None:
     """And what is done says for each tensor of the new tree how it is made, of tensors that there are."""
@@ -205,6 +205,7 @@ LARGE = {
 }
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_nothing_is_computed_before_it_is_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

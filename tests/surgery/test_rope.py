@@ -307,6 +307,7 @@ def test_part_of_a_part_and_pairs_of_neighbours() -> None:
     assert not any(".k_proj" in name for name in swapped.tensors)  # the fastest pairs come first already
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize(("sample", "value"), [("llama", "12"), ("llama", "20"), ("falcon", "8")])
 def test_the_slowest_pairs_are_the_least(sample: str, value: str) -> None:

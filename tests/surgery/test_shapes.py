@@ -192,6 +192,7 @@ def test_tokens_that_cannot_go_are_told_where_there_is_a_tokenizer() -> None:
     assert any("no tokenizer beside the model" in note for note in swapped(source.spec, few).notes)
 
 
+@pytest.mark.exhaustive
 def test_no_number_of_made_up_values_is_told() -> None:
     """How many rows of two tables differ is for weights to say."""
     for steps in (["tie"], ["drop=biases"], ["hidden=2"]):
@@ -206,6 +207,7 @@ def test_no_number_of_made_up_values_is_told() -> None:
 LARGE = ("bloom-176b", "llama-3.1-405b", "falcon-180b", "mixtral-8x22b")
 
 
+@few(1)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_largest_presets_take_a_second(name: str) -> None:
     config = presets()[name].config

@@ -31,6 +31,7 @@ def dtypes(folder: Path) -> dict[str, str]:
         return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "bloom", "falcon"])
 def test_trained_samples_from_their_files(sample: str, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_history_and_manifest(hf: Path, tmp_path: Path) -> None:
     assert swap_lines(unmeasured)[-1] == "not measured"
 
 
+@pytest.mark.exhaustive
 def test_a_local_source_and_a_chain_of_history(hf: Path, tmp_path: Path) -> None:
     gptkit.convert(hf, tmp_path / "local")
     gptkit.swap(tmp_path / "local", tmp_path / "rms", norm="rmsnorm")

@@ -81,6 +81,7 @@ def test_one_row_apart_is_not_equal_and_another_dtype_is(tmp_path: Path) -> None
     assert result.guarantee == "approximate" and "1 of 97 rows" in result.chain.notes[0]
 
 
+@pytest.mark.exhaustive
 def test_the_mean_beats_one_of_both_on_a_trained_model(tmp_path: Path) -> None:
     found = {}
     for name, approximate in (("mean", False), ("embedding", True)):

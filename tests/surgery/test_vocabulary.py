@@ -134,6 +134,7 @@ def test_a_tokenizer_is_cut_with_its_rows(tmp_path: Path) -> None:
 # --- pruned -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("sample", ["gpt2", "falcon"])
 def test_pruned_to_a_text_it_reads_and_writes_that_text(sample: str, tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_pruned_to_a_text_it_reads_and_writes_that_text(sample: str, tmp_path: P
     assert tokenizer.decode(found) == "ROMEO:\n" + said
 
 
+@pytest.mark.exhaustive
 def test_ids_in_every_config_are_renumbered(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("ROMEO")
     folder = late_special(tmp_path / "late")
@@ -185,6 +187,7 @@ def test_ids_in_every_config_are_renumbered(tmp_path: Path) -> None:
     assert config["eos_token_id"] == last[vocab[400]] and config["vocab_size"] == result.spec.vocab_size == len(last)
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_tokens_or_ids(tmp_path: Path) -> None:
     vocab = json.loads((SAMPLES_DIR / "gpt2" / "tokenizer.json").read_text())["model"]["vocab"]
     names = {i: token for token, i in vocab.items()}
@@ -213,6 +216,7 @@ def test_a_list_of_tokens_or_ids(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_with_more_tokens_than_rows(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(SAMPLES_DIR / "gpt2", folder)
@@ -268,6 +272,7 @@ def wrong_promise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "Promise", first)
 
 
+@pytest.mark.exhaustive
 @few(1)
 @pytest.mark.parametrize("mutate", [shifted, ends_only, first_rows, head_left_behind, wrong_promise])
 def test_a_wrong_row_is_not_published(

@@ -35,6 +35,7 @@ def test_some_layers_alone(folder: Path, tmp_path: Path) -> None:
     assert [block.feed_forward.intermediate_size for block in spec.blocks] == [72, 80, 80]
 
 
+@pytest.mark.exhaustive
 def test_units_that_say_nothing_go_wherever_they_are(folder: Path, tmp_path: Path) -> None:
     order = np.random.default_rng(0).permutation(80)
     with pytest.MonkeyPatch.context() as patch:

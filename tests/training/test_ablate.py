@@ -106,6 +106,7 @@ def test_a_killed_ablation_goes_on_where_it_was(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.exhaustive
 def test_a_budget_of_flops_and_of_parameters(tmp_path: Path) -> None:
     wide = '[[variant]]\nname = "MHA"\nswap = ["attention=mha"]\n[[variant]]\nname = "half"\nset = '
     wide += '{ "blocks.*.feed_forward.intermediate_size" = 24 }\n'
@@ -121,6 +122,7 @@ def test_a_budget_of_flops_and_of_parameters(tmp_path: Path) -> None:
     assert all(row.difference is not None for row in several.rows if row.name != "base")
 
 
+@pytest.mark.exhaustive
 def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: Path) -> None:
     play = tmp_path / "play.txt"
     play.write_text((ROOT / "samples" / "play.txt").read_text()[:12_000])

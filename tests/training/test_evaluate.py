@@ -189,6 +189,7 @@ def mean(bins: list[Bin]) -> float:
     return sum(each.nats.value * each.tokens for each in bins) / sum(each.tokens for each in bins)
 
 
+@pytest.mark.exhaustive
 def test_the_curve_goes_past_the_context_with_and_without_scaling(tmp_path: Path) -> None:
     text = (SAMPLES / "play.txt").read_text()[:8000]
     path = text_file(tmp_path / "t.txt", text)
@@ -205,6 +206,7 @@ def test_the_curve_goes_past_the_context_with_and_without_scaling(tmp_path: Path
     assert behind[1] < behind[0] - 0.5  # which is what scaling is for
 
 
+@pytest.mark.exhaustive
 def test_alibi_goes_past_its_context(tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", (SAMPLES / "play.txt").read_text()[:6000])
     (curve,) = evaluate("sample:bloom", path, context=256, past=4).extrapolation

@@ -297,6 +297,7 @@ def whole(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return heal(changed, TEACHER, [PLAY], tmp_path_factory.mktemp("whole") / "out", **PARTS).folder
 
 
+@pytest.mark.exhaustive
 def test_no_number_stops_it_and_names_the_tensor(changed: Path, whole: Path, tmp_path: Path, monkeypatch) -> None:
     count: list[int] = []
 
@@ -313,6 +314,7 @@ def test_no_number_stops_it_and_names_the_tensor(changed: Path, whole: Path, tmp
     assert diff(whole, tmp_path / "out", rank=False).same_bytes
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_costs_no_checkpoint(changed: Path, whole: Path, tmp_path: Path, monkeypatch) -> None:
     write, calls = state.Store._write_alone, list[int]()
 
@@ -332,6 +334,7 @@ def test_a_full_disk_costs_no_checkpoint(changed: Path, whole: Path, tmp_path: P
     assert diff(whole, tmp_path / "out", rank=False).same_bytes
 
 
+@pytest.mark.exhaustive
 def test_a_text_that_changed_is_told(changed: Path, tmp_path: Path) -> None:
     text = Path(shutil.copy(PLAY, tmp_path / "play.txt"))
     tokens = tmp_path / "out.healing" / "data" / "tokens.bin"

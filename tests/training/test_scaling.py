@@ -60,6 +60,7 @@ def test_what_no_run_has_shown_is_not_told() -> None:
         fit_scaling(rising, drawn=0)
 
 
+@pytest.mark.exhaustive
 def test_beyond_ten_times_the_runs_nothing_is_told(tmp_path: Path) -> None:
     rows = [{"costs": {"parameters": each.parameters}, "tokens": each.tokens, "runs": [{"loss": each.loss}]}
             for each in points(0.0)]  # fmt: skip

@@ -82,6 +82,7 @@ def test_a_checkpoint_is_trained_further(tmp_path: Path) -> None:
     assert (tmp_path / "out/tokenizer.json").read_bytes() == own.read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_tree_of_no_family_is_trained(tmp_path: Path) -> None:
     made(tmp_path)
     assert call("swap", "sample:gpt2", tmp_path / "rms", "--norm", "rmsnorm", "-q").exit_code == 0
@@ -89,6 +90,7 @@ def test_a_tree_of_no_family_is_trained(tmp_path: Path) -> None:
     assert done.to == "local" and open_checkpoint(tmp_path / "out").format == "local"
 
 
+@pytest.mark.exhaustive
 def test_kinds_of_computing_agree(tmp_path: Path) -> None:
     made(tmp_path)
     tokens = tokenize([tmp_path / "text.jsonl"], tmp_path / "tokens", vocabulary=257)
@@ -192,6 +194,7 @@ def test_many_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert kill(tmp_path, 50)["with a checkpoint"] > 10
 
 
+@few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signals) -> None:
     made(tmp_path)
@@ -383,6 +386,7 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
         trained(tmp_path, resume=True)
 
 
+@pytest.mark.exhaustive
 def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
     _, text = made(tmp_path)
 

@@ -1,0 +1,107 @@
+"""Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, mostly without positions, and granite's
+multipliers; feed-forwards are mixtures with a shared expert, or where there are no experts that one alone.
+
+Source: transformers models/granitemoehybrid/{configuration,modeling}_granitemoehybrid.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import Attention, Mamba2, ModelSpec
+from ...components.mixture import MOST_EXPERTS
+from ..base import Leaf, by_name, leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, Mixtures, none_or_more, one_of
+from ..layout import Layout
+from ..obstacles import of_kind
+from .bamba import LINEAR, mamba, mixer_leaves, written_by
+from .granitemoe import FIELDS, FIXED, LEAVES, STACKED
+from .llama import LLAMA_DROPPED, B, T
+from .qwen2_moe import OF_ROUTERS
+
+
+def _some(config: ConfigReader, name: str, default: int) -> int | None:
+    """A number of experts; None for 0."""
+    found = none_or_more(config, name, default)
+    if found > MOST_EXPERTS:
+        raise config.fail(name, found, f"up to {MOST_EXPERTS:,}")
+    return found or None
+
+
+def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+    return [_some(config, "num_local_experts", 8) is not None] * layers
+
+
+def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2 | None]:
+    """What stands in the layers without attention."""
+    count = values["layers"]
+    mixer = mamba(config, values)
+    return [mixer if kind == LINEAR else None for kind in one_of(config, count, [LINEAR] * count, LINEAR)]
+
+
+def _positions(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
+    """None, unless `position_embedding_type` says so."""
+    kind = config.raw("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise config.fail("position_embedding_type", kind, "rope, nope or null")
+    return [{} if kind == "rope" else {"position": None}] * layers
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    mixers = [block.mixer("attention") for block in spec.blocks]
+    position = next((of_kind(each, Attention).position for each in mixers if each is not None), None)
+    types = written_by(lambda whole: {"layer_types": ["full_attention" if each else LINEAR for each in whole]})
+    return {**types(spec), "position_embedding_type": None if position is None else "rope"}
+
+
+_DECODER = Decoder(
+    {
+        **FIELDS,
+        "num_local_experts": Field("mixture.experts", 8, _some),
+        "num_experts_per_tok": Field("mixture.top_k", 2, _some),
+        "intermediate_size": Field("expert_size", 11008),
+        "shared_intermediate_size": Field("intermediate shared_size", 1024),
+    },
+    fixed={**FIXED, "feed_forward.fused": True},
+    layers=_positions,
+    recurrent=_recurrences,
+    mixtures=Mixtures(_sparse, lambda sparse: {} if any(sparse) else {"num_local_experts": 0}),
+    written=_written,
+)
+
+
+def _shared(suffix: str) -> tuple[Leaf, ...]:
+    """The shared expert, or the feed-forward where it is alone: of a module of this name within a layer."""
+    ours = f"{B}feed_forward{suffix}."
+    return (
+        Leaf(
+            T + "shared_mlp.input_linear.weight",
+            (ours + "gate_proj.weight", ours + "up_proj.weight"),
+            Layout(f"(part {'shared' if suffix else 'intermediate'}) hidden", split="part", parts=("1", "1")),
+        ),
+        Leaf(T + "shared_mlp.output_linear.weight", ours + "down_proj.weight"),
+    )
+
+
+_GRANITEMOEHYBRID = _DECODER.architecture(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    by_name(
+        (
+            *LEAVES,
+            *_shared(".shared"),
+            *_shared(""),
+            *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
+            *mixer_leaves(T + "mamba."),
+        ),
+        STACKED,
+    ),
+    released="2025-05",
+    kinds=_DECODER.kinds | {Mamba2},
+    token_ids={"bos_token_id": 1, "eos_token_id": 2},
+    dropped=LLAMA_DROPPED,
+    stacked=STACKED,
+    stated={"layer_types": ["linear_attention", "full_attention"] * 16},
+    config_aliases={"layer_types": ("layers_block_type",)},
+    irrelevant=OF_ROUTERS,
+)

@@ -1,0 +1,85 @@
+"""LFM2-MoE (Liquid AI 2511.23404): lfm2 with mixtures of experts behind the first layers, weighed by sigmoids over
+their sum and a millionth, and chosen with a bias.
+
+Source: transformers models/lfm2_moe/{configuration,modeling}_lfm2_moe.py, and conversion_mapping.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import ShortConvolution
+from ..base import Leaf, Stacked, by_name, leaves_of
+from ..config import ConfigReader
+from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
+from . import lfm2
+from .llama import EMBEDDING, B, T
+from .qwen2_moe import OF_ROUTERS
+
+
+def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+    """All layers but the first."""
+    dense = none_or_more(config, "num_dense_layers", 2)
+    return [layer >= dense for layer in range(layers)]
+
+
+def _written(sparse: Sequence[bool]) -> Mapping[str, Any]:
+    """The config field that `_sparse` reads."""
+    return {"num_dense_layers": sparse.index(True) if any(sparse) else len(sparse)}
+
+
+_DECODER = Decoder(
+    {
+        **with_defaults(lfm2.FIELDS, hidden_size=2048),
+        "intermediate_size": Field("intermediate", 7168),
+        "moe_intermediate_size": Field("expert_size", 1792),
+        "num_experts": Field("mixture.experts", 32),
+        "num_experts_per_tok": Field("mixture.top_k", 4),
+        "norm_topk_prob": Field("mixture.normalise", True),
+        "routed_scaling_factor": Field("mixture.multiplier", 1.0),
+        "use_expert_bias": Field("mixture.choice_bias", True),
+    },
+    head_norms="same",
+    fixed={
+        "activation": "silu",
+        "mixture.scores": "sigmoid",
+        "mixture.scored_in": "input",
+        "mixture.wide_choice": lambda values: values["mixture.choice_bias"],
+        "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
+    },
+    rotary=lfm2.ROPE,
+    recurrent=lfm2.convolutions,
+    mixtures=Mixtures(_sparse, _written),
+    written=lfm2.write_convolutions,
+)
+
+_EXPERTS = {
+    f"{T}feed_forward.experts.{{expert}}.{name}": f"{B}feed_forward.experts.{{expert}}.{ours}_proj"
+    for name, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+}
+_ROUTED = {T + "feed_forward.gate": B + "feed_forward.router", **_EXPERTS}
+_E = T + "feed_forward.experts."
+
+_LFM2_MOE = _DECODER.architecture(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    by_name(
+        (
+            *leaves_of(EMBEDDING),
+            *lfm2.MIXERS,
+            *leaves_of(lfm2.FEED_FORWARD),
+            *leaves_of(_ROUTED),
+            Leaf(T + "feed_forward.expert_bias", B + "feed_forward.choice.bias"),
+            *lfm2.NORMS,
+            *lfm2.ENDS,
+        )
+    ),
+    released="2025-10",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    kinds=_DECODER.kinds | {ShortConvolution},
+    config_aliases={"tie_word_embeddings": ("tie_embedding",)},
+    stacked=(
+        Stacked(_E + "gate_up_proj", tuple(f"{_E}{{expert}}.{name}.weight" for name in ("w1", "w3"))),
+        Stacked(_E + "down_proj", (_E + "{expert}.w2.weight",)),
+    ),
+    irrelevant={"output_router_logits": OF_ROUTERS["output_router_logits"]},
+)

@@ -1,0 +1,104 @@
+"""Mamba-2 (Dao & Gu 2405.21060): its mixer alone in every layer, on a stream in fp32.
+
+Source: transformers models/mamba2/{configuration,modeling}_mamba2.py.
+"""
+
+from typing import Any
+
+from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ...errors import CannotExpress
+from ..base import Architecture, leaves_of
+from ..config import ConfigReader
+from ..decoder import activation_named, name_of
+from ..obstacles import of_kind
+from .bamba import LINEAR, limits, mixer_leaves, write_limits
+from .llama import B
+
+_SIZES = {"state_size": ("state_size", 128), "conv_kernel": ("kernel", 4), "chunk_size": ("chunk", 256)}
+_STARTS = dict.fromkeys(
+    ("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual"),
+    "how training starts",
+)
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    hidden, vocab = config.integer("hidden_size", 4096), config.integer("vocab_size", 32768)
+    heads, width = config.integer("num_heads", 128), config.integer("head_dim", 64)
+    groups, expand = config.integer("n_groups", 8), config.integer("expand", 2)
+    if heads * width != hidden * expand:
+        raise config.fail("num_heads", heads, f"expand · hidden_size / head_dim ({hidden * expand} / {width})")
+    if heads % groups:
+        raise config.fail("n_groups", groups, f"a divisor of num_heads ({heads})")
+    bias, eps = config.boolean("use_bias", False), config.number("layer_norm_epsilon", 1e-5)
+    sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _SIZES.items()}
+    mixer = Mamba2(
+        hidden_size=hidden,
+        heads=heads,
+        head_dim=width,
+        groups=groups,
+        activation=activation_named(config, "hidden_act", "silu"),
+        norm=RMSNorm(size=heads * width, eps=eps, groups=groups),
+        bias=bias,
+        output_bias=bias,
+        conv_bias=config.boolean("use_conv_bias", True),
+        **sizes,
+        **limits(config),
+    )
+    norm, count = RMSNorm(size=hidden, eps=eps), config.layers("num_hidden_layers", 64)
+    config.refuse({"layer_types": ((None, [LINEAR] * count), "every layer is Mamba-2")})
+    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=(block,) * count,
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", False)),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    mixer, norm = of_kind(spec.blocks[0].mixer("recurrence"), Mamba2), of_kind(spec.final_norm, RMSNorm)
+    if mixer.inner % mixer.hidden_size:
+        raise CannotExpress(f"transformers' heads are a multiple of {mixer.hidden_size} wide, not {mixer.inner}")
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": len(spec.blocks),
+        "num_heads": mixer.heads,
+        "head_dim": mixer.head_dim,
+        "n_groups": mixer.groups,
+        "expand": mixer.inner // mixer.hidden_size,
+        **{name: getattr(mixer, role) for name, (role, _) in _SIZES.items()},
+        "hidden_act": name_of(mixer.activation),
+        "use_bias": mixer.bias,
+        "use_conv_bias": mixer.conv_bias,
+        "layer_norm_epsilon": norm.eps,
+        "residual_in_fp32": spec.blocks[0].wide,
+        "tie_word_embeddings": spec.tied,
+        **write_limits(mixer),
+    }
+
+
+_T = "backbone.layers.{layer}."
+
+_MAMBA2 = Architecture(
+    name="mamba2",
+    model_types=("mamba2",),
+    hf_class="Mamba2ForCausalLM",
+    hf_config="Mamba2Config",
+    kinds=frozenset({Mamba2, RMSNorm}),
+    read=_read,
+    write=_write,
+    leaves=(
+        *leaves_of({"backbone.embeddings": "embedding"}),
+        *leaves_of({_T + "norm": B + "recurrence_norm"}),
+        *mixer_leaves(_T + "mixer."),
+        *leaves_of({"backbone.norm_f": "final_norm", "lm_head": "head"}),
+    ),
+    released="2024-05",
+    prefix="backbone.",
+    aliases=(("backbone.embedding.weight", "backbone.embeddings.weight"),),
+    token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    irrelevant=_STARTS,
+    reference=lambda spec: ("eager",),
+    reference_quirk="transformers' class has no attention, and knows no other path",
+)

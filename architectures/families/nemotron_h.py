@@ -1,0 +1,230 @@
+"""Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer a layer, Mamba-2, attention without positions, a plain
+feed-forward with squared ReLU, or a mixture of such.
+
+Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py. Tensors of `mtp.`, which draft tokens,
+are carried along.
+"""
+
+from typing import Any
+
+from ...components import (
+    MOST_EXPERTS,
+    Attention,
+    Block,
+    Embedding,
+    FeedForward,
+    Head,
+    Mamba2,
+    MixtureOfExperts,
+    ModelSpec,
+    RMSNorm,
+    SubLayer,
+)
+from ..base import Architecture, Leaf, Stacked, by_name, leaves_of
+from ..config import MAX_LAYERS, ConfigReader
+from ..decoder import activation_named, name_of
+from ..obstacles import of_kind
+from .bamba import LINEAR, mixer_leaves
+from .llama import B
+
+_KINDS = {"M": LINEAR, "*": "full_attention", "-": "mlp", "E": "moe"}  # as older files write them, a letter a layer
+_SIZES = {
+    "mamba_num_heads": ("heads", 128),
+    "mamba_head_dim": ("head_dim", 64),
+    "n_groups": ("groups", 8),
+    "ssm_state_size": ("state_size", 128),
+    "conv_kernel": ("kernel", 4),
+    "chunk_size": ("chunk", 128),
+}
+_CHOICE = {"num_experts_per_tok": ("top_k", 2), "n_group": ("groups", 1), "topk_group": ("top_groups", 1)}
+
+
+def _types(config: ConfigReader) -> list[str]:
+    """Each layer's kind; the number of layers is how many there are."""
+    pattern, types = config.raw("hybrid_override_pattern"), config.kinds_of_layers()
+    if types is None and pattern is not None:
+        if not isinstance(pattern, str) or len(pattern) > MAX_LAYERS or not {*pattern} <= _KINDS.keys():
+            wanted = f"up to {MAX_LAYERS:,} letters of {''.join(_KINDS)}, one a layer"
+            raise config.fail("hybrid_override_pattern", pattern, wanted)
+        types = [_KINDS[each] for each in pattern]
+    types = [LINEAR, "moe", "full_attention", "mlp"] if types is None else types
+    if isinstance(types, list) and len(types) > MAX_LAYERS:
+        raise config.fail("layers_block_type", types, f"up to {MAX_LAYERS:,} layers")
+    if not isinstance(types, list) or not types or any(each not in _KINDS.values() for each in types):
+        raise config.fail("layers_block_type", types, f"a list of {', '.join(_KINDS.values())}")
+    if "full_attention" not in types:
+        raise config.fail("layers_block_type", types, "full_attention somewhere: transformers' cache fails without")
+    return types
+
+
+def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> MixtureOfExperts:
+    experts = config.integer("n_routed_experts", 8, most=MOST_EXPERTS)
+    sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _CHOICE.items()}
+    plain = {**inner, "up_bias": False, "down_bias": False}
+    expert = FeedForward(intermediate_size=config.integer("moe_intermediate_size", 7688), **plain)
+    shared = FeedForward(intermediate_size=config.integer("moe_shared_expert_intermediate_size", 7688), **inner)
+    return MixtureOfExperts(
+        hidden_size=hidden,
+        experts=experts,
+        expert=expert,
+        shared=shared,
+        normalise=config.boolean("norm_topk_prob", True),
+        multiplier=config.number("routed_scaling_factor", 1.0),
+        scores="sigmoid",
+        choice_bias=True,
+        routed_in="float32",
+        in_order=False,
+        wide_choice=True,
+        **sizes,
+    )
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    types, hidden, vocab = _types(config), config.integer("hidden_size", 4096), config.integer("vocab_size", 131072)
+    eps, width = config.number("layer_norm_epsilon", 1e-5), config.integer("head_dim", 128)
+    heads, kv_heads = config.integer("num_attention_heads", 32), config.integer("num_key_value_heads", 8)
+    sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _SIZES.items()}
+    if sizes["heads"] % sizes["groups"]:
+        raise config.fail("n_groups", sizes["groups"], f"a divisor of mamba_num_heads ({sizes['heads']})")
+    bias, size = config.boolean("use_bias", False), sizes["heads"] * sizes["head_dim"]
+    up_bias = config.boolean("mlp_bias", False)
+    activation = activation_named(config, "mlp_hidden_act", "relu2")
+    inner: dict[str, Any] = {"hidden_size": hidden, "activation": activation, "up_bias": up_bias, "down_bias": up_bias}
+    scale = width**-0.5
+    made: dict[str, Any] = {
+        LINEAR: Mamba2(
+            hidden_size=hidden,
+            activation=activation_named(config, "mamba_hidden_act", "silu"),
+            norm=RMSNorm(size=size, eps=eps, groups=sizes["groups"]),
+            bias=bias,
+            output_bias=bias,
+            conv_bias=config.boolean("use_conv_bias", True),
+            least=config.number("time_step_min", 0.001),
+            **sizes,
+        ),
+        "full_attention": Attention(
+            hidden_size=hidden, heads=heads, kv_heads=kv_heads, head_dim=width, scale=scale, position=None
+        ),
+        "mlp": FeedForward(intermediate_size=config.integer("intermediate_size", 21504), **inner),
+        "moe": _mixture(config, hidden, inner) if "moe" in types else None,
+    }
+    norm = RMSNorm(size=hidden, eps=eps, cast="after_weight")
+    blocks = {kind: Block(sublayers=(SubLayer(mixer=made[kind], norm=norm),)) for kind in {*types}}
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=tuple(blocks[kind] for kind in types),
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden),
+        context_length=config.integer("max_position_embeddings", 4096),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kinds: dict[type, str] = {Mamba2: LINEAR, Attention: "full_attention", FeedForward: "mlp", MixtureOfExperts: "moe"}
+    mixers = [block.sublayers[0].mixer for block in spec.blocks]
+    for mixer in mixers:
+        match mixer:
+            case Mamba2():
+                found |= {name: getattr(mixer, role) for name, (role, _) in _SIZES.items()}
+                found |= {"mamba_hidden_act": name_of(mixer.activation), "use_conv_bias": mixer.conv_bias}
+                found |= {"use_bias": mixer.bias, "time_step_min": mixer.least}
+            case Attention():
+                found |= {"num_attention_heads": mixer.heads, "num_key_value_heads": mixer.kv_heads}
+                found |= {"head_dim": mixer.head_dim}
+            case FeedForward():
+                found |= {"intermediate_size": mixer.intermediate_size, "mlp_bias": mixer.up_bias}
+                found |= {"mlp_hidden_act": name_of(mixer.activation)}
+            case MixtureOfExperts():
+                found |= {name: getattr(mixer, role) for name, (role, _) in _CHOICE.items()}
+                found |= {"n_routed_experts": mixer.experts, "moe_intermediate_size": mixer.intermediate_size}
+                found |= {"moe_shared_expert_intermediate_size": mixer.shared_size}
+                found |= {"norm_topk_prob": mixer.normalise, "routed_scaling_factor": mixer.multiplier}
+                shared = of_kind(mixer.shared, FeedForward)
+                found |= {"mlp_hidden_act": name_of(mixer.expert.activation), "mlp_bias": shared.up_bias}
+    norm = of_kind(spec.final_norm, RMSNorm)
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "layers_block_type": [kinds[type(mixer)] for mixer in mixers],
+        "layer_norm_epsilon": norm.eps,
+        **({} if spec.context_length is None else {"max_position_embeddings": spec.context_length}),
+        **found,
+    }
+
+
+_T = "backbone.layers.{layer}."
+_M = _T + "mixer."
+_EXPERT = _M + "experts.{expert}."
+_STACKED = tuple(Stacked(f"{_M}experts.{name}_proj", (f"{_EXPERT}{name}_proj.weight",)) for name in ("up", "down"))
+_UP_DOWN = ("up_proj", "down_proj")
+
+_NEMOTRON_H = Architecture(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    hf_class="NemotronHForCausalLM",
+    hf_config="NemotronHConfig",
+    kinds=frozenset({Mamba2, RMSNorm, Attention, FeedForward, MixtureOfExperts}),
+    read=_read,
+    write=_write,
+    leaves=by_name(
+        (
+            *leaves_of({"backbone.embeddings": "embedding"}),
+            *(
+                leaf
+                for slot in ("recurrence", "attention", "feed_forward")
+                for leaf in leaves_of({_T + "norm": f"{B}{slot}_norm"})
+            ),
+            *mixer_leaves(_M),
+            *leaves_of({f"{_M}{name}_proj": f"{B}attention.{name}_proj" for name in "qkvo"}),
+            *leaves_of({_M + name: f"{B}feed_forward.{name}" for name in _UP_DOWN}),
+            *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in _UP_DOWN}),
+            *leaves_of({f"{_M}shared_experts.{name}": f"{B}feed_forward.shared.{name}" for name in _UP_DOWN}),
+            *leaves_of({_M + "gate": B + "feed_forward.router"}),
+            Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias"),
+            *leaves_of({"backbone.norm_f": "final_norm", "lm_head": "head"}),
+        ),
+        _STACKED,
+    ),
+    released="2025-03",
+    prefix="backbone.",
+    renamed=(("model.", "backbone."),),
+    modules=("backbone.", "model."),
+    stacked=_STACKED,
+    carried={"mtp": ("mtp.",)},
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    config_aliases={
+        "layer_types": ("layers_block_type",),
+        "n_routed_experts": ("num_local_experts",),
+        "n_groups": ("mamba_n_groups",),
+        "conv_kernel": ("mamba_d_conv",),
+        "time_step_min": ("mamba_dt_min",),
+        "use_conv_bias": ("mamba_conv_bias",),
+        "chunk_size": ("mamba_chunk_size",),
+    },
+    irrelevant={
+        **dict.fromkeys(
+            ("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand", "mamba_expand"),
+            "how training starts, or what other sizes say",
+        ),
+        **dict.fromkeys(("num_hidden_layers",), "the layers are as many as are listed"),
+        **dict.fromkeys(
+            ("attention_bias", "mamba_proj_bias", "residual_in_fp32", "time_step_limit"),
+            "not read by transformers' model",
+        ),
+        **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype"), "which kernels compute it"),
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+            "layers behind the last, which draft tokens",
+        ),
+        **dict.fromkeys(("n_shared_experts", "moe_shared_expert_overlap"), "not read by transformers: there is one"),
+        "num_logits_to_keep": "which logits are made of a prompt",
+        "hidden_dropout": "training only",
+        "output_router_logits": "training only",
+    },
+    refused={
+        "tie_word_embeddings": ((False, None), "transformers' class of this family ties nothing"),
+        "sliding_window": ((None,), "transformers' cache goes by it in decoding, and the layers do not"),
+        "moe_latent_size": ((None,), "experts on a narrower stream have no component here"),
+    },
+)

@@ -1,0 +1,418 @@
+"""Names of other training programs: what litgpt, Meta's own code and nanochat call the tensors of trees that families
+here have, and how their config files say which family's config.json it is.
+
+A stack is a second table of leaves over shared names. Its checkpoints are told by names that nobody else has, and are
+read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
+what it has to be, is refused by its name.
+
+Source of litgpt: version 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of
+`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them: none of theirs was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..components import Block
+from ..errors import ConfigError
+from . import llama2c
+from .base import Leaf, leaves_of, qkv
+from .families.bloom import GROUPED_BIAS, GROUPED_WEIGHT
+from .layout import Layout
+
+_Said = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training program's checkpoints.
+
+    sign: the end of a tensor's name that all of them have and nobody else's. leaves: its names, which `head` and
+    `embedding` are among. file: what its own config is called, as a pattern. config: the config.json that such a file
+    says, given the rows of the embedding, None where they are not known. dropped: buffers, by how their names end.
+    """
+
+    name: str
+    sign: str
+    leaves: tuple[Leaf, ...]
+    embedding: str
+    head: str
+    file: str
+    config: Callable[[_Said, int | None], dict[str, Any]]
+    dropped: tuple[str, ...] = ()
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a config file, of which those that are read are known."""
+
+    def __init__(self, file: str, said: _Said, defaults: _Said, irrelevant: tuple[str, ...] = ()) -> None:
+        super().__init__({**defaults, **said})
+        self._file, self._defaults, self._read = file, defaults, set(irrelevant)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        if name not in self:
+            raise ConfigError(f"{self._file} has no {name}")
+        return super().__getitem__(name)
+
+    def size(self, name: str) -> int:
+        """A field that is a positive number, within what any model has."""
+        value = self[name]
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self.fail(name)
+        return value
+
+    def fail(self, name: str) -> ConfigError:
+        """The error for a field of such a value, to be raised by the caller."""
+        return ConfigError(f"{self._file}: {name}={self.get(name)!r:.60} is not read here")
+
+    def matches(self, asked: _Said) -> bool:
+        """Whether the fields are these, which are read where they are."""
+        fits = all(self.get(name) == value for name, value in asked.items())
+        self._read.update(asked if fits else ())
+        return fits
+
+    def refuse_others(self) -> None:
+        """Raise ConfigError where a field that was not read is not its default."""
+        for name in sorted(set(self) - self._read):
+            if name not in self._defaults or self.get(name) != self._defaults[name]:
+                raise self.fail(name)
+
+
+# --- litgpt ---
+
+_B, _L = "blocks.{layer}.", "transformer.h.{layer}."
+
+
+def _gated(block: Block) -> bool:
+    return "gate_proj.weight" in block.feed_forward.weights()
+
+
+_PARTS = ("heads", "kv_heads", "kv_heads")
+_SPLIT_WEIGHT = Layout("(part head_dim) hidden", split="part", parts=_PARTS)
+_SPLIT_BIAS = Layout("(part head_dim)", split="part", parts=_PARTS)
+
+_LITGPT_MODULES = leaves_of(
+    {
+        "transformer.wte": "embedding",
+        _L + "norm_1": _B + "attention_norm",
+        _L + "norm_2": _B + "feed_forward_norm",
+        _L + "post_attention_norm": _B + "attention_output_norm",
+        _L + "post_mlp_norm": _B + "feed_forward_output_norm",
+        _L + "attn.proj": _B + "attention.o_proj",
+        _L + "attn.norm_q": _B + "attention.q_norm",
+        _L + "attn.norm_k": _B + "attention.k_norm",
+        _L + "mlp.fc_1": _B + "feed_forward.gate_proj",
+        _L + "mlp.proj": _B + "feed_forward.down_proj",
+        _L + "mlp.gate": _B + "feed_forward.router",
+        _L + "mlp.experts.{expert}.fc_1": _B + "feed_forward.experts.{expert}.gate_proj",
+        _L + "mlp.experts.{expert}.fc_2": _B + "feed_forward.experts.{expert}.up_proj",
+        _L + "mlp.experts.{expert}.proj": _B + "feed_forward.experts.{expert}.down_proj",
+        "transformer.ln_f": "final_norm",
+        "lm_head": "head",
+    }
+)
+_UP = (
+    *leaves_of({_L + "mlp.fc_2": _B + "feed_forward.up_proj"}, _gated),
+    *leaves_of({_L + "mlp.fc": _B + "feed_forward.up_proj"}, lambda block: not _gated(block)),
+)
+
+
+def _litgpt_leaves(name: str, weight: Layout, bias: Layout) -> tuple[Leaf, ...]:
+    fused = (Leaf(f"{_L}attn.{name}.weight", qkv("weight"), weight), Leaf(f"{_L}attn.{name}.bias", qkv("bias"), bias))
+    return (*_LITGPT_MODULES[:2], *fused, *_UP, *_LITGPT_MODULES[2:])
+
+
+_OFFSET = "offset"
+_LITGPT_DEFAULTS: dict[str, Any] = {
+    "name": "", "block_size": 4096, "n_layer": 16, "n_embd": 4096, "n_head": 32, "norm_class_name": "LayerNorm",
+    "norm_eps": 1e-5, "norm_qk": False, "norm_qk_type": "default", "norm_1": True, "norm_2": True, "bias": True,
+    "parallel_residual": True, "shared_attention_norm": False, "attn_bias": False, "attention_scores_scalar": None,
+    "head_size": None, "n_query_groups": None, "intermediate_size": None, "padded_vocab_size": None,
+    "sliding_window_size": None, "sliding_window_indices": None, "attention_logit_softcapping": None,
+    "rope_base": 10000, "rotary_percentage": 0.25, "rope_condense_ratio": 1, "rope_adjustments": None,
+    "rope_interleave": False, "rope_local_base_freq": None, "rope_indices": None, "gelu_approximate": "none",
+    "mlp_class_name": "GptNeoxMLP", "n_expert": 0, "n_expert_per_token": 0, "moe_intermediate_size": None,
+    "n_shared_expert": None, "n_expert_groups": None, "n_topk_groups": None, "n_topk_scores_per_group": None,
+    "first_k_dense_replace": None, "routed_scaling_factor": 1.0, "norm_topk_prob": False, "latent_attention": None,
+    "scale_embeddings": False, "lm_head_bias": False, "final_logit_softcapping": None,
+    "post_attention_norm": False, "post_mlp_norm": False, "offset": False,
+}  # fmt: skip
+"""litgpt's Config, of a field that a file leaves out."""
+
+_NEOX = {"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", _OFFSET: False}
+_SERIAL = {"parallel_residual": False, "rotary_percentage": 1.0, "norm_class_name": "RMSNorm", "lm_head_bias": False}
+_PLAIN = {**_SERIAL, "mlp_class_name": "LLaMAMLP", _OFFSET: False}
+_GEMMA = {**_SERIAL, "mlp_class_name": "GemmaMLP", "scale_embeddings": True, "bias": False, "gelu_approximate": "tanh"}
+_GEMMA |= {_OFFSET: True}
+_SANDWICH = {**_GEMMA, "post_attention_norm": True, "post_mlp_norm": True}
+
+
+def _gelu(c: _Fields) -> str:
+    if c["gelu_approximate"] not in ("none", "tanh"):
+        raise c.fail("gelu_approximate")
+    return "gelu" if c["gelu_approximate"] == "none" else "gelu_pytorch_tanh"
+
+
+def _scaling(c: _Fields) -> dict[str, Any]:
+    """How positions are scaled: all of them alike, or as in Llama 3.1."""
+    given, condensed = c["rope_adjustments"], c["rope_condense_ratio"]
+    if given is None:
+        return {} if condensed == 1 else {"rope_scaling": {"rope_type": "linear", "factor": condensed}}
+    llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+    if not isinstance(given, dict) or set(given) not in ({"factor"}, llama3) or condensed != 1:
+        raise c.fail("rope_adjustments")
+    if len(given) == 1:
+        return {"rope_scaling": {"rope_type": "linear", **given}}
+    kept = {name: value for name, value in given.items() if name != "original_max_seq_len"}
+    original = {"original_max_position_embeddings": given["original_max_seq_len"]}
+    return {"rope_scaling": {"rope_type": "llama3", **kept, **original}}
+
+
+def _rms(c: _Fields) -> dict[str, Any]:
+    shape = {"num_key_value_heads": c["n_query_groups"], "head_dim": c["head_size"]}
+    return {**shape, "rms_norm_eps": c["norm_eps"], "rope_theta": c["rope_base"], **_scaling(c)}
+
+
+def _square(c: _Fields) -> None:
+    """Refuse heads that are not together as wide as the model, where the family's config has no field for them."""
+    if c["head_size"] != c["n_embd"] // c["n_head"]:
+        raise c.fail("head_size")
+
+
+def _neox(c: _Fields) -> dict[str, Any]:
+    sizes = {"layer_norm_eps": c["norm_eps"], "rotary_emb_base": c["rope_base"], "rotary_pct": c["rotary_percentage"]}
+    if c["n_query_groups"] != c["n_head"]:
+        raise c.fail("n_query_groups")
+    return {
+        **sizes,
+        "head_dim": c["head_size"],
+        "hidden_act": _gelu(c),
+        "use_parallel_residual": c["parallel_residual"],
+    }
+
+
+def _phi(c: _Fields) -> dict[str, Any]:
+    turned = {"rope_theta": c["rope_base"], "partial_rotary_factor": c["rotary_percentage"]}
+    _square(c)
+    heads = {"num_key_value_heads": c["n_query_groups"]}
+    return {**turned, **heads, "layer_norm_eps": c["norm_eps"], "hidden_act": _gelu(c)}
+
+
+def _falcon(c: _Fields) -> dict[str, Any]:
+    groups, shared = c["n_query_groups"], c["shared_attention_norm"]
+    fixed = {"bias": False, "alibi": False, "parallel_attn": True, "multi_query": groups == 1}
+    grouped = {"new_decoder_architecture": not shared or groups not in (1, c["n_head"])}
+    norms = {"num_ln_in_parallel_attn": (1 if shared else 2) if grouped["new_decoder_architecture"] else None}
+    sizes = {"num_kv_heads": groups, "ffn_hidden_size": c["intermediate_size"]}
+    _square(c)
+    rest = {"layer_norm_epsilon": c["norm_eps"], "rope_theta": c["rope_base"], "activation": _gelu(c)}
+    return {**fixed, **grouped, **norms, **sizes, **rest}
+
+
+def _gemma2(c: _Fields) -> dict[str, Any]:
+    kinds = ["sliding_attention" if each else "full_attention" for each in _flags(c, "sliding_window_indices")]
+    windows = {"sliding_window": c["sliding_window_size"], "layer_types": kinds, "hidden_activation": _GEMMA_GELU}
+    scores = {"query_pre_attn_scalar": c["attention_scores_scalar"] or c["head_size"]}
+    caps = {"final_logit_softcapping": c["final_logit_softcapping"]}
+    if not c["norm_qk"]:
+        caps["attn_logit_softcapping"] = c["attention_logit_softcapping"]
+    elif _flags(c, "rope_indices") != _flags(c, "sliding_window_indices"):
+        raise c.fail("rope_indices")
+    else:
+        windows["rope_local_base_freq"] = c["rope_local_base_freq"]
+    return {**_rms(c), **windows, **scores, **caps}
+
+
+_GEMMA_GELU = "gelu_pytorch_tanh"
+
+
+def _flags(c: _Fields, name: str) -> list[bool]:
+    """What an indicator says of each layer; without one, or without windows, it is the same of all."""
+    given, count = c[name], c.size("n_layer")
+    if given is None:
+        return [c["sliding_window_size"] is not None] * min(count, _MOST_LAYERS)
+    if not isinstance(given, list) or len(given) < count or any(each not in (0, 1) for each in given):
+        raise c.fail(name)
+    return [bool(each) for each in given[:count]]
+
+
+_MOST_LAYERS = 2**14
+
+
+def _windowed(c: _Fields) -> dict[str, Any]:
+    """A window in all layers, or in none."""
+    flags = set(_flags(c, "sliding_window_indices")) if c["sliding_window_size"] is not None else {False}
+    if len(flags) > 1:
+        raise c.fail("sliding_window_indices")
+    return {**_rms(c), "sliding_window": c["sliding_window_size"] if True in flags else None}
+
+
+def _mixtral(c: _Fields) -> dict[str, Any]:
+    experts = {"num_local_experts": c["n_expert"], "num_experts_per_tok": c["n_expert_per_token"]}
+    return {**_windowed(c), **experts, "intermediate_size": c["moe_intermediate_size"] or c["intermediate_size"]}
+
+
+def _llama(c: _Fields) -> dict[str, Any]:
+    return {**_rms(c), "attention_bias": c["bias"], "mlp_bias": c["bias"]}
+
+
+_LITGPT_FAMILIES: tuple[tuple[str, _Said, Callable[[_Fields], dict[str, Any]]], ...] = (
+    ("gpt_neox", {**_NEOX, "bias": True, "shared_attention_norm": False, "lm_head_bias": False}, _neox),
+    (
+        "phi",
+        {**_NEOX, "bias": True, "shared_attention_norm": True, "parallel_residual": True, "lm_head_bias": True},
+        _phi,
+    ),
+    (
+        "falcon",
+        {**_NEOX, "bias": False, "parallel_residual": True, "rotary_percentage": 1.0, "lm_head_bias": False},
+        _falcon,
+    ),
+    ("gemma3_text", {**_SANDWICH, "norm_qk": True}, _gemma2),
+    ("gemma2", {**_SANDWICH, "norm_qk": False}, _gemma2),
+    ("gemma", _GEMMA, lambda c: {**_rms(c), "hidden_act": _GEMMA_GELU}),
+    ("mixtral", {**_SERIAL, "mlp_class_name": "LLaMAMoE", "bias": False, _OFFSET: False}, _mixtral),
+    ("qwen3", {**_PLAIN, "norm_qk": True, "bias": False, "attn_bias": False}, _rms),
+    ("qwen2", {**_PLAIN, "attn_bias": True, "bias": False, "norm_qk": False}, _rms),
+    ("llama", {**_PLAIN, "attn_bias": False, "norm_qk": False, "sliding_window_size": None}, _llama),
+    ("mistral", {**_PLAIN, "attn_bias": False, "norm_qk": False, "bias": False}, _windowed),
+)
+"""The first of these whose fields a config has is its family, whose config.json the function fills in."""
+
+
+def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
+    """model_config.yaml -> config.json."""
+    c = _Fields("model_config.yaml", said, _LITGPT_DEFAULTS, ("hf_config", "vocab_size", "padding_multiple", "name"))
+    heads, width = c.size("n_head"), c.size("n_embd")
+    # litgpt adds one to the weights of norms where the model is called so (Config.norm_class).
+    c[_OFFSET] = "Gemma" in str(c["name"])
+    filled: dict[str, int | None] = {
+        "n_query_groups": heads,
+        "head_size": width // heads,
+        "intermediate_size": 4 * width,
+    }
+    filled["padded_vocab_size"] = rows
+    c.update({name: value for name, value in filled.items() if c[name] is None})
+    found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
+    if found is None:
+        told = ", ".join(f"{name}={c[name]!r:.40}" for name in ("mlp_class_name", "norm_class_name", "bias"))
+        raise ConfigError(f"model_config.yaml describes a model of no family that is read here ({told}, …)")
+    family, _, fill = found
+    usual = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
+    usual |= {"vocab_size": "padded_vocab_size", "max_position_embeddings": "block_size"}
+    usual |= {"intermediate_size": "intermediate_size"} if family != "falcon" else {}
+    config = {"model_type": family, **{ours: c[theirs] for ours, theirs in usual.items()}, **fill(c)}
+    c.refuse_others()
+    return config
+
+
+# --- Meta's own ---
+
+
+def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
+    """params.json -> config.json."""
+    c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size",))
+    width, heads, inner = c.size("dim"), c.size("n_heads"), c["hidden_dim"]
+    factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
+    if inner is None:
+        # Meta's FeedForward: two thirds of four times the width, by a factor, up to a multiple.
+        if factor is not None and not (isinstance(factor, int | float) and 0 < factor < 2**10):
+            raise c.fail("ffn_dim_multiplier")
+        inner = int(2 * (4 * width) / 3)
+        inner = inner if factor is None else int(factor * inner)
+        inner = multiple * ((inner + multiple - 1) // multiple)
+    scaled = {
+        "rope_type": "llama3", "factor": c["rope_scaling_factor"], "low_freq_factor": 1.0,
+        "high_freq_factor": c["rope_high_freq_factor"], "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
+        hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
+        raise ConfigError("params.json: use_scaled_rope does not say by what positions are scaled", hint)
+    context = c["max_seq_len"] or (131072 if c["use_scaled_rope"] else 2048)
+    config = {
+        "model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_hidden_layers": c["n_layers"], "num_key_value_heads": c["n_kv_heads"] or heads,
+        "vocab_size": rows if c["vocab_size"] == -1 else c["vocab_size"], "rms_norm_eps": c["norm_eps"],
+        "head_dim": c["head_dim"] or width // heads, "rope_theta": c["rope_theta"],
+        "max_position_embeddings": context, **({"rope_scaling": scaled} if c["use_scaled_rope"] else {}),
+    }  # fmt: skip
+    c.refuse_others()
+    return config
+
+
+_META_DEFAULTS: dict[str, Any] = {
+    "n_kv_heads": None, "vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": None, "hidden_dim": None,
+    "norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": None, "head_dim": None, "use_scaled_rope": False,
+    "rope_scaling_factor": None, "rope_high_freq_factor": 4, "sliding_window": None,
+}  # fmt: skip
+"""Meta's ModelArgs, of a field that params.json leaves out."""
+
+
+# --- nanochat ---
+
+
+def _nanochat(said: _Said, rows: int | None) -> dict[str, Any]:
+    """meta_STEP.json -> config.json. Its eps is that of transformers' config class."""
+    inner = said.get("model_config")
+    if not isinstance(inner, dict):
+        raise ConfigError("nanochat's meta file has no model_config")
+    c = _Fields("model_config", inner, {"n_kv_head": None})
+    width = c.size("n_embd")
+    config = {
+        "model_type": "nanochat", "vocab_size": rows or c["vocab_size"], "hidden_size": width,
+        "intermediate_size": 4 * width, "num_hidden_layers": c["n_layer"], "num_attention_heads": c["n_head"],
+        "num_key_value_heads": c["n_kv_head"] or c["n_head"], "max_position_embeddings": c["sequence_len"],
+        "head_dim": width // c.size("n_head"), "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    c["vocab_size"]
+    c.refuse_others()
+    return config
+
+
+_NANOCHAT_LEAVES = leaves_of(
+    {
+        "transformer.wte": "embedding",
+        **{f"{_L}attn.c_{name}": f"{_B}attention.{name}_proj" for name in ("q", "k", "v")},
+        _L + "attn.c_proj": _B + "attention.o_proj",
+        _L + "mlp.c_fc": _B + "feed_forward.up_proj",
+        _L + "mlp.c_proj": _B + "feed_forward.down_proj",
+        "lm_head": "head",
+    }
+)
+
+_WTE, _HEAD = "transformer.wte.weight", "lm_head.weight"
+
+
+def _of_litgpt(fused: str, weight: Layout, bias: Layout) -> Stack:
+    leaves = _litgpt_leaves(fused, weight, bias)
+    return Stack("litgpt", f"transformer.h.0.attn.{fused}.weight", leaves, _WTE, _HEAD, "model_config.yaml", _litgpt)
+
+
+STACKS = (
+    _of_litgpt("qkv", _SPLIT_WEIGHT, _SPLIT_BIAS),
+    _of_litgpt("attn", GROUPED_WEIGHT, GROUPED_BIAS),  # until the end of 2024: q, k and v of each group together
+    Stack(
+        "Meta's",
+        "layers.0.attention.wq.weight",
+        llama2c.LEAVES,
+        "tok_embeddings.weight",
+        "output.weight",
+        "params.json",
+        _meta,
+        ("rope.freqs",),
+    ),
+    Stack(
+        "nanochat",
+        "transformer.h.0.attn.c_q.weight",
+        _NANOCHAT_LEAVES,
+        _WTE,
+        _HEAD,
+        "meta_*.json",
+        _nanochat,
+        ("cos", "sin"),
+    ),
+)
+"""Every one that is read."""

@@ -1,0 +1,175 @@
+"""Linear attention: weights that are a polynomial of the scores, so that a state holds all earlier tokens. No torch."""
+
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from ..errors import ConfigError
+from .base import Component, Misread, Mixer, Scale, Size, Weight, bias, divided
+from .norms import Norm, inside
+from .operations import AnyOperation, Program, Rotate, Scan, Sizes, linear, out_of
+from .positions import ALL_OF_IT, Position, Turning
+from .words import Words
+
+__all__ = ["LinearAttention"]
+
+_CHUNK = 128  # tokens that are read at once
+
+
+class LinearAttention(Mixer, Component, frozen=True):
+    """Attention whose weight of an earlier token is not eˢ, s = scale · q·k, but the first terms of its series, times
+    what decays have left of it since (Arora et al. 2402.18668; the gates of Yang et al. 2312.06635, one a head):
+
+        y = Σ w v / Σ w,  w = (1 + s + s²/2) · exp(Σ g),  g = −softplus(gate_proj(x))
+
+    where the sum of g is over the tokens behind it. w > 0 whatever s is, and is a product of what is known of q and of
+    k alone: of `key_features` numbers, each times the values, is the state of each of `kv_heads` heads, in fp32 at
+    least. `position` turns queries and keys; `q_norm` and `k_norm` are on each head, before that.
+    """
+
+    label = "recurrence"
+    slot = "recurrence"
+    computed_in = "gptkit.modules.linear_attention"
+    axes = ("group",)
+    tells = ("head_dim", "scale", "position", "q_norm", "k_norm", "qkv_bias", "output_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "position": "no positions in linear attention",
+        "q_norm": "norm of queries left out",
+        "k_norm": "norm of keys left out",
+        "qkv_bias": "QKV bias dropped",
+        "output_bias": "output bias of attention dropped",
+    }
+
+    hidden_size: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    scale: Scale
+    position: Position | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+        if self.position is not None and not isinstance(self.position, Turning):
+            raise ConfigError(
+                f"a state has no place for scores with a bias of positions ({type(self.position).__name__})"
+            )
+        if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
+            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and norm.size != self.head_dim:
+                raise ConfigError(f"q/k norm of size {norm.size} on heads of width {self.head_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads a key-value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def key_features(self) -> int:
+        """Numbers of a key that a state has a row for: 1, its elements, and the products of two of them."""
+        return 1 + self.head_dim + self.head_dim * (self.head_dim + 1) // 2
+
+    def weights(self) -> dict[str, Weight]:
+        q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden_size
+        rows = {"q": q, "k": kv, "v": kv}
+        found = {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in rows.items()}
+        found["gate_proj.weight"] = Weight((self.kv_heads, hidden), "reads", 0.0)
+        found["gate_proj.bias"] = Weight((self.kv_heads,), "bias", -3.0)
+        found["o_proj.weight"] = Weight((hidden, q), "writes")
+        if self.qkv_bias:
+            found |= {f"{name}_proj.bias": bias(size) for name, size in rows.items()}
+        if self.output_bias:
+            found["o_proj.bias"] = bias(hidden)
+        return found
+
+    def words(self) -> dict[str, Words]:
+        heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        state = f"state {self.key_features} × {self.head_dim + 1}"
+        position = "no positions" if self.position is None else self.position.aspects_on(ALL_OF_IT)["position"].long
+        told = f"linear attention, {heads} heads, head dim {self.head_dim}, scale {self.scale:.4g}, {state}, {position}"
+        sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "head_dim", "scale")}
+        place = None if self.position is None else self.position.aspects_on(ALL_OF_IT)["position"].data
+        data = {"kind": "LinearAttention", **sizes, "position": place}
+        norms = {"q": self.q_norm, "k": self.k_norm}
+        return {
+            "recurrence": Words(f"linear {heads}, {state}", data, told),
+            "q/k norm": inside(norms, "", "q and k heads"),
+        }
+
+    def biases(self) -> dict[str, Words]:
+        return {"qkv": Words("q, k, v", self.qkv_bias), "output": Words("attention out", self.output_bias)}
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"h": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim}
+
+    def share(self, devices: int) -> Self:
+        kv_heads = divided(self.kv_heads, devices, "key-value heads")
+        return msgspec.structs.replace(self, heads=self.heads // devices, kv_heads=kv_heads)
+
+    def small(self, hidden: int) -> Self:
+        kv_heads = min(self.kv_heads, 2)
+        return msgspec.structs.replace(self, hidden_size=hidden, kv_heads=kv_heads, heads=kv_heads * min(self.group, 2))
+
+    def slips(self) -> dict[str, Self]:
+        return {"scores not scaled": msgspec.structs.replace(self, scale=1.0)} if self.scale != 1 else {}
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        if self.kv_heads in (1, self.heads):
+            return {}
+        order = [head for each in range(self.group) for head in range(each, self.heads, self.group)]
+        rows = [head * self.head_dim + at for head in order for at in range(self.head_dim)]
+        return {"query heads in other groups": {"q_proj": rows, "o_proj": rows}}
+
+    def misread(self) -> dict[str, Misread]:
+        return {
+            "bias of decays dropped": lambda own: {"gate_proj.bias": own["gate_proj.bias"] * 0},
+            "decays with the other sign": lambda own: {
+                f"gate_proj.{name}": -own[f"gate_proj.{name}"] for name in ("weight", "bias")
+            },
+        }
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, read = "recurrence", f"{path}.state"
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        found: list[AnyOperation] = []
+        inputs = []
+        for name, count in heads.items():
+            inner: Sizes = ("B", "T", count, self.head_dim)
+            found.append(linear(self, f"{name}_proj", path, source, inner, row, read))
+            norm = {"q": self.q_norm, "k": self.k_norm}.get(name)
+            if norm is not None:
+                found += out_of(row, norm.operations(f"{path}.{name}_norm", found[-1].id, inner))
+            if isinstance(self.position, Turning) and name != "v":
+                turned: dict[str, Any] = {"rotary": self.position, "held": read}
+                found.append(Rotate(f"{path}.{name}_rotated", (found[-1].id,), inner, row, **turned))
+            inputs.append(found[-1].id)
+        found.append(linear(self, "gate_proj", path, source, ("B", "T", self.kv_heads), row, read))
+        values, dim = ("B", "T", self.heads, self.head_dim), self.head_dim
+        state = (self.kv_heads, self.key_features, dim + 1)
+        # Scores, what is made of them and the weights; products of two elements, and the elements.
+        weighed, between = _CHUNK * _CHUNK * (3 * self.heads + self.kv_heads), _CHUNK * dim * (dim + 1) // 2
+        known = self.key_features * (dim + 1)  # a head's state
+        scan = Scan(
+            read,
+            (*inputs, found[-1].id),
+            values,
+            row,
+            state=state,
+            title="linear attention",
+            formula="S ← eᵍ S + φ(k) [v, 1]ᵀ, Sᵀφ(q)",
+            saved=0,
+            products=(self.heads + self.kv_heads) * known,
+            wide=True,
+            chunk=_CHUNK,
+            # Scores and what they weigh, what the state says to queries, and what keys bring to it.
+            chunk_products=_CHUNK * (self.heads * _CHUNK * (2 * dim + 1) + (self.heads + self.kv_heads) * known),
+            spared=self.heads * _CHUNK * known,
+            alive=self.heads * 2 * dim + self.kv_heads * (2 * dim + 1),
+            within=(max(weighed, 3 * self.kv_heads * between), max(weighed, 3 * self.heads * between)),
+        )
+        return (*found, scan, linear(self, "o_proj", path, scan.id, shape, row))

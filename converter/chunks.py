@@ -1,0 +1,79 @@
+"""Tensors that lie in chunks, boxes of them that several processes saved, put together when they are read."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .safetensors import DTYPES
+from .weights import Stored, Weights
+
+_MAX_CHUNKS = 2**14  # of one tensor
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor: where it begins, and what is stored of it; before `located`, all of its archive's bytes."""
+
+    offsets: tuple[int, ...]
+    stored: Stored
+
+
+class Chunked(NamedTuple):
+    """A tensor: its dtype by safetensors' name, its shape, and boxes that fill it; `view` is the shape that it is read
+    in, where its chunks are told of it in another one (flat).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    view: tuple[int, ...] | None = None
+
+
+def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: str) -> tuple[Chunk, ...]:
+    """The chunks, but for empty ones. Raises CheckpointError unless each element is in exactly one of them."""
+    full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
+    if len(full) > _MAX_CHUNKS:
+        raise CheckpointError(f"{where} lies in {len(full):,} chunks", hint)
+    for offsets, stored in full:
+        if len(offsets) != len(shape) or len(stored.shape) != len(shape):
+            raise CheckpointError(f"{where} has a chunk of other dimensions", hint)
+        if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
+            raise CheckpointError(f"{where} of shape {list(shape)} has a chunk that reaches beyond it", hint)
+    count = sum(chunk.stored.count for chunk in full)
+    begin = np.array([chunk.offsets for chunk in full], np.int64)
+    end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)
+    if count != math.prod(shape) or any(
+        bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
+    ):
+        what = f"{len(full)} chunks of {count:,}: some are missing, or there twice"
+        raise CheckpointError(f"{where} of {math.prod(shape):,} elements has {what}", hint)
+    return tuple(full)
+
+
+def chunked(tensors: Mapping[str, Chunked]) -> Weights:
+    """Tensors by name, read where they lie or put together. CheckpointError: a chunk claims more than is there."""
+    parts = {name: [chunk.stored for chunk in tensor.chunks] for name, tensor in tensors.items()}
+    weights = Weights({f"{i}#{name}": stored for name, chunks in parts.items() for i, stored in enumerate(chunks)})
+    weights.check()
+
+    def whole(name: str, _: np.ndarray) -> np.ndarray:
+        array = np.empty(tensors[name].shape, DTYPES[tensors[name].dtype].carrier)
+        for i, (offsets, stored) in enumerate(tensors[name].chunks):
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, stored.shape, strict=True))
+            array[box] = weights.read(f"{i}#{name}")
+        return array
+
+    shapes = {name: tensor.shape if tensor.view is None else tensor.view for name, tensor in tensors.items()}
+    made = {name: Stored(None, tensor.dtype, shapes[name]) for name, tensor in tensors.items()}
+    for name, chunks in parts.items():
+        if len(chunks) > 1:
+            made[name] = replace(chunks[0], shape=shapes[name], decode=partial(whole, name))
+        elif chunks and tensors[name].view is not None:
+            made[name] = replace(chunks[0], shape=shapes[name], strides=None)
+        elif chunks:
+            made[name] = chunks[0]
+    return weights.with_more(made, alone=True)

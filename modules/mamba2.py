@@ -1,0 +1,131 @@
+"""Mamba-2, as transformers' own torch path computes it: in chunks what is read at once, else token by token.
+
+The steps stand as transformers' `mamba2_chunk_scan` and `mamba2_selective_state_update` have them, and in their order,
+since sums over einsums round by the order of what they sum.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..components import Mamba2
+from .context import Context
+from .layers import FusedLinears, Linear, activation_of
+from .registry import build_module, computes
+from .scan import State, convolved, made_again, real
+from .short_convolution import Kernels
+
+_MIXED = ("x", "b", "c")
+
+
+@computes(Mamba2)
+class _Mamba2Module(nn.Module):
+    """See `components.Mamba2`."""
+
+    def __init__(self, spec: Mamba2, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
+        super().__init__()
+        self.spec = spec
+        for name, size in spec.widths.items():
+            self.add_module(f"{name}_proj", Linear(spec.hidden_size, size, spec.bias))
+        for name in _MIXED:
+            self.add_module(f"{name}_conv", Kernels(spec.widths[name], spec.kernel, spec.conv_bias))
+        self.fused = FusedLinears()
+        self.activation = activation_of(spec.activation)
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(3))
+        self.norm = None if spec.norm is None else build_module(spec.norm)
+        self.o_proj = Linear(spec.inner, spec.hidden_size, spec.output_bias)
+
+    @staticmethod
+    def cache(spec: Mamba2) -> State:  # noqa: ARG004
+        """What a decode keeps of earlier tokens."""
+        return State()
+
+    def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
+        spec = self.spec
+        gate, *parts, dt = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
+        convolutions = [getattr(self, f"{name}_conv") for name in _MIXED]
+        kernels = torch.cat([each.weight for each in convolutions])
+        biases = torch.cat([each.bias for each in convolutions]) if spec.conv_bias else None
+        mixed = convolved(torch.cat(parts, dim=-1).transpose(1, 2), kernels, biases, cache, self.activation)
+        u, b, c = torch.split(real(mixed.transpose(1, 2), context), [spec.inner, spec.states, spec.states], dim=-1)
+        u = torch.unflatten(u, -1, (spec.heads, -1))
+        b, c = (torch.unflatten(each, -1, (spec.groups, -1)) for each in (b, c))
+        before = None if cache is None else cache.state
+        read = _token if before is not None and x.shape[1] == 1 else self._chunks
+        y, state = made_again(read, u, b, c, dt, self.A_log, self.D, self.dt_bias, before)
+        if cache is not None:
+            cache.state = state
+        out: Tensor = self.o_proj(self._gated(y.flatten(2), gate).to(x.dtype))
+        return out
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y times silu of the gate, and normed, before that or behind it."""
+        if self.norm is None:
+            return y * F.silu(gate)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        opened = F.silu(gate.to(wide))
+        if self.spec.gated == "behind norm":
+            return torch.mul(self.norm(y.to(wide)), opened).to(y.dtype)
+        normed: Tensor = self.norm(y.to(wide) * opened, y.dtype)
+        return normed
+
+    def _chunks(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """y (B, T, heads, head_dim) of many tokens, in fp32 at least, and the state that they leave."""
+        spec = self.spec
+        x, b, c, dt, rates, passed, shift, state = inputs
+        batch, steps, heads, _ = x.shape
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dt = torch.clamp(F.softplus(dt + shift.to(dt.dtype)), min=spec.least, max=spec.most)
+        x = x.to(wide)
+        b, c = (each.to(wide).repeat_interleave(heads // b.shape[2], dim=2) for each in (b, c))
+        padding = -steps % spec.chunk
+
+        def chunks(each: Tensor) -> Tensor:
+            padded = F.pad(each, (0, 0) * (each.dim() - 2) + (0, padding))
+            return torch.unflatten(padded, 1, (-1, spec.chunk))
+
+        beside = passed[..., None] * F.pad(x, (0, 0, 0, 0, 0, padding))
+        decay = -rates.to(wide).exp() * dt.to(wide)
+        x, decay, b, c = (chunks(each) for each in (x * dt[..., None].to(wide), decay, b, c))
+        decay = decay.permute(0, 3, 1, 2)
+        so_far = decay.cumsum(dim=-1)
+        scores = torch.einsum("bclhn,bcshn->bclsh", c, b) * _sums(decay).exp().permute(0, 2, 3, 4, 1)
+        within = torch.einsum("bclsh,bcshp->bclhp", scores, x)
+        del scores
+        left = (so_far[:, :, :, -1:] - so_far).exp()
+        brought = torch.einsum("bclhn,bclhp->bchpn", b * left.permute(0, 2, 3, 1)[..., None], x)
+        first = torch.zeros_like(brought[:, :1]) if state is None else state[:, None].to(wide)
+        states = torch.cat([first, brought], dim=1)
+        kept = _sums(F.pad(so_far[:, :, :, -1], (1, 0))).exp().transpose(1, 3)
+        states = torch.einsum("bzch,bzhpn->bchpn", kept, states)
+        states, state = states[:, :-1], states[:, -1]
+        said = torch.einsum("bclhn,bchpn->bclhp", c, states) * so_far.exp().permute(0, 2, 3, 1)[..., None]
+        y = (within + said).contiguous().reshape(batch, -1, heads, x.shape[-1]) + beside
+        y = y[:, :steps].clone() if padding else y  # of what it is cut from nothing is held
+        return y, state.clone()
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Σ x over s < … ≤ l, at (…, l, s) of x (…, l); −∞ where l < s."""
+    size = x.shape[-1]
+    before = torch.ones(size, size, device=x.device, dtype=torch.bool).tril(-1)
+    sums = x[..., None].expand(*x.shape, size).masked_fill(~before, 0).cumsum(dim=-2)
+    return sums.masked_fill(~before.logical_or(torch.eye(size, device=x.device, dtype=torch.bool)), -torch.inf)
+
+
+def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """y (B, 1, heads, head_dim) of one token, and the state that it leaves."""
+    x, b, c, dt, rates, passed, shift, state = inputs
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x[:, 0]
+    batch, heads, width = x.shape
+    group = heads // b.shape[2]
+    dt = dt.transpose(1, 2).expand(-1, -1, width)
+    dt = F.softplus(dt + shift[:, None].expand(-1, width).to(dt.dtype))[..., None]
+    decay = -rates.to(wide).exp()[:, None, None].expand(-1, width, b.shape[-1])
+    b, c = (each[:, 0, :, None].expand(-1, -1, group, -1).reshape(batch, heads, -1) for each in (b, c))
+    state = state * (dt.to(wide) * decay).exp() + dt * b[:, :, None] * x[..., None]
+    y = torch.bmm(state.to(c.dtype).flatten(0, 1), c.flatten(0, 1)[..., None]).view(batch, heads, width)
+    return (y + x * passed[:, None].expand(-1, width)).to(y.dtype)[:, None], state

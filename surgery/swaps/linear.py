@@ -1,0 +1,86 @@
+"""Linear attention in place of attention: what a layer keeps of earlier tokens is of one size, however many they are.
+
+Queries, keys, values and the output projection carry over (as in 2408.15237 and 2410.10254), and scores weigh by the
+first terms of the exponential's series (2402.18668). How fast heads forget is fitted on a text, with the projections
+behind; the plain form has one rate for all. Either way the model is to be trained: `gptkit heal`.
+"""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import Attention, Block, LinearAttention, ModelSpec, recast
+from ...errors import ConfigError, SwapRefused
+from ..base import Filled, Moved, Swapped, Tensor
+from ..fits.scratch import Scratch
+from ..layerwise import with_blocks
+from ..registry import Asked, Swap
+
+_FITTED = ("q_proj", "gate_proj", "o_proj.weight")
+"""What a text has a say in, of a layer's own parameters."""
+
+
+def _recurrent(spec: ModelSpec, layer: int) -> Block:
+    """A layer with linear attention in attention's place."""
+    block = spec.blocks[layer]
+    attention = block.mixer("attention")
+    if not isinstance(attention, Attention):
+        raise SwapRefused(f"layer {layer} is made of {block.slots}, and linear attention is made of keys of heads")
+    try:
+        mixer = recast(attention, LinearAttention)
+        sublayers = (replace(each, mixer=mixer) if each.mixer is attention else each for each in block.sublayers)
+        return replace(block, sublayers=tuple(sublayers))
+    except ConfigError as error:
+        raise SwapRefused(f"layer {layer}: {error.message}") from error
+
+
+def _to_linear(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Linear attention, and its tensors: those that were there under another name, its gates, and what is fitted."""
+    changed = {layer: _recurrent(spec, layer) for layer in asked.chosen(spec)}
+    new, before = with_blocks(spec, changed), {parameter.name for parameter in spec.parameters()}
+    tensors: dict[str, Tensor] = {}
+    fitted = [f"blocks.{layer}.feed_forward.down_proj.weight" for layer in changed]
+    fitted = [name for name in fitted if name in before]
+    for parameter in new.parameters():
+        name, old = parameter.name, parameter.name.replace(".recurrence", ".attention", 1)
+        if name in before:
+            continue
+        beside, start = f"blocks.{parameter.layer}.attention.q_proj.weight", parameter.initial
+        if old in before:
+            tensors[name] = Moved(old)
+        else:  # the gates, as where training starts
+            assert isinstance(start, float)
+            tensors[name] = Filled(parameter.shape, start, beside)
+        fitted += [name] * any(f".recurrence.{each}" in name for each in _FITTED)
+    summary: dict[str, Any] = {"layers": sorted(changed), "by": "weights alone" if asked.approximate else "regression"}
+    if not asked.approximate:
+        fit = Scratch.by("linear_fit.fitted_layers", changed, asked.text("linear attention is fitted"))
+        tensors |= fit.waiting(fitted)
+    return Swapped(new, "retrained", tensors, summary)
+
+
+def _possible(spec: ModelSpec) -> tuple[str, ...]:
+    """Where the first layer is such that it applies."""
+    try:
+        _recurrent(spec, 0)
+    except SwapRefused:
+        return ()
+    return ("linear",)
+
+
+ORDER = 92
+SWAPS = (
+    Swap(
+        option="attention",
+        form="linear",
+        takes="keys and values by head",
+        gives="linear attention: a state of one size in place of the cache",
+        guarantee="retrained",
+        needs="no window and no bias of scores, and a calibration text",
+        source="Arora et al. 2402.18668, Zhang et al. 2410.10254; the fit is derived for gptkit",
+        reshape=_to_linear,
+        examples=_possible,
+        by_layer=True,
+        calibrated=True,
+    ),
+)

@@ -1,0 +1,282 @@
+"""Quantised weights as the numbers that they stand for: bit for bit what transformers makes of them, or refused."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.families import CONFIGS, edited, randomised_reference
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import gptkit
+from gptkit.converter.convert import convert
+from gptkit.converter.quantised import _of_fp8, _of_mxfp4
+from gptkit.errors import GptkitError, InvalidInput
+from gptkit.parity.diff import diff
+
+Tensors = dict[str, torch.Tensor]
+BLOCK = (16, 32)
+QWEN3 = {**CONFIGS["qwen3"], "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 40}
+GPT_OSS = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+UP = "model.layers.1.mlp.up_proj.weight"
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def in_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V3's recipe: the largest value of a block becomes fp8's largest."""
+    (rows, columns), (high, wide) = weight.shape, block
+    padded = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
+    padded[:rows, :columns] = weight
+    scales = padded.unfold(0, high, high).unfold(1, wide, wide).abs().amax((2, 3)) / 448
+    return (weight / spread(scales, weight.shape, block)).to(torch.float8_e4m3fn), scales
+
+
+def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
+    """Every element's scale."""
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def write(folder: Path, config: dict[str, Any], settings: dict[str, Any], tensors: Tensors, shards: int = 1) -> Path:
+    """A checkpoint, its tensors dealt out to shards in turns, so that scales lie elsewhere than their weights."""
+    folder.mkdir()
+    names = (
+        [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
+    )
+    homes = {name: names[i % shards] for i, name in enumerate(sorted(tensors))}
+    for each in names:
+        held = {name: tensor.contiguous() for name, tensor in tensors.items() if homes[name] == each}
+        save_file(held, folder / each, {"format": "pt"})
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+    stated = {**config, "dtype": "bfloat16", "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def fp8(folder: Path, config: dict[str, Any] = QWEN3, shards: int = 1) -> tuple[Path, Tensors]:
+    weights = {name: each.bfloat16() for name, each in randomised_reference(config).state_dict().items()}
+    for name in [name for name in weights if "_proj." in name]:
+        weights[name], weights[f"{name}_scale_inv"] = in_fp8(weights[name].float())
+    settings = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic"}
+    return write(folder, config, settings, weights, shards), weights
+
+
+def mxfp4(folder: Path) -> tuple[Path, Tensors]:
+    reference = randomised_reference(GPT_OSS, attention="eager")
+    weights = {name: each.bfloat16() for name, each in reference.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in weights if name.endswith("_proj")]:
+        experts, inside, outside = weights.pop(name).shape
+        shape = experts, outside, inside // 32
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        weights[f"{name}_scales"] = torch.randint(118, 125, shape, dtype=torch.uint8, generator=generator)
+    return write(folder, GPT_OSS, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, weights), weights
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """NaN is NaN, whatever it carries; -0 is not 0."""
+    nan = theirs.isnan()
+    bits = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
+    equal = (ours.view(bits) == theirs.view(bits)) | nan
+    return ours.dtype == theirs.dtype and torch.equal(ours.isnan(), nan) and bool(equal.all())
+
+
+def converted(folder: Path, out: Path, dtype: str) -> Tensors:
+    convert(folder, out, "hf", dtype=dtype)
+    assert "quantization_config" not in (config := json.loads((out / "config.json").read_text()))
+    assert config["dtype"] == dtype
+    return {name: each for file in out.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp8_becomes_what_transformers_makes_of_it(dtype: str, tmp_path: Path) -> None:
+    """Scales lie in other shards than weights, and no block size divides all of the sizes."""
+    folder, stored = fp8(tmp_path / "fp8", shards=3)
+    made, torch_dtype, whole = converted(folder, tmp_path / "out", dtype), getattr(torch, dtype), 0
+    assert {name for name in stored if not name.endswith("_scale_inv")} == made.keys()
+    for name, ours in made.items():
+        scales = stored.get(f"{name}_scale_inv")
+        if scales is None:
+            assert same_bits(ours, stored[name].to(torch_dtype))
+            continue
+        assert same_bits(ours, (stored[name].float() * spread(scales, ours.shape, BLOCK)).to(torch_dtype))
+        if all(side % each == 0 for side, each in zip(ours.shape, BLOCK, strict=True)):
+            theirs = Fp8Dequantize(None)._dequantize_one(stored[name], scales, torch_dtype)
+            assert same_bits(ours, theirs)
+            whole += 1
+    assert 0 < whole < sum(name.endswith("_scale_inv") for name in stored)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mxfp4_becomes_what_transformers_makes_of_it(dtype: str, tmp_path: Path) -> None:
+    folder, stored = mxfp4(tmp_path / "mxfp4")
+    made, torch_dtype = converted(folder, tmp_path / "out", dtype), getattr(torch, dtype)
+    for name, ours in made.items():
+        theirs = stored[name].to(torch_dtype) if name in stored else None
+        if theirs is None:
+            theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch_dtype)
+        assert same_bits(ours, theirs), name
+    assert sum(name not in stored for name in made) == 4
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_every_byte_of_fp8_and_every_kind_of_scales(scales: torch.dtype) -> None:
+    bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(2, 6, 2)
+    grid = torch.tensor([1e-3, 2.0**-140, 3e38, 1.0, 0.0, 1e-30, 7.0, 2.0]).reshape(2, 2, 2)
+    bytes_ = torch.tensor([0, 1, 100, 127, 128, 200, 253, 255], dtype=torch.uint8).reshape(2, 2, 2)
+    grid = bytes_ if scales is torch.uint8 else grid.to(scales)
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
+    carriers = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+    raw = grid.view(carriers.get(scales, torch.uint8)).numpy()
+    with np.errstate(all="ignore"):
+        ours = _of_fp8("F8_E4M3", kinds[scales], (3, 256), "F32", bits.view(torch.uint8).numpy(), raw)
+    assert same_bits(torch.from_numpy(ours), Fp8Dequantize(None)._dequantize_one(bits, grid, torch.float32))
+
+
+def test_every_byte_of_mxfp4_at_every_scale() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(1, 1, 16)
+    with np.errstate(over="ignore"):
+        ours = _of_mxfp4(blocks.numpy(), scales.numpy())
+    assert same_bits(torch.from_numpy(ours.copy()).view(torch.bfloat16), convert_moe_packed_tensors(blocks, scales))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_logits_are_those_of_transformers(method: str, tmp_path: Path) -> None:
+    """Which reads the quantised files and dequantises them itself."""
+    if method == "fp8":  # blocks are whole here: transformers takes their size from the number of scales
+        folder = fp8(tmp_path / "stored", {**QWEN3, "intermediate_size": 96, "num_attention_heads": 4})[0]
+        how: Any = transformers.FineGrainedFP8Config(dequantize=True)
+    else:
+        folder, how = mxfp4(tmp_path / "stored")[0], transformers.Mxfp4Config(dequantize=True)
+    options = {"dtype": torch.bfloat16, "quantization_config": how, "attn_implementation": "eager"}
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        ours = gptkit.load(folder, dtype="bfloat16", attention="eager")(ids)
+        assert torch.equal(ours, reference(ids).logits)
+
+
+def test_a_change_is_that_of_the_numbers(tmp_path: Path) -> None:
+    folder, _ = mxfp4(tmp_path / "mxfp4")
+    converted(folder, tmp_path / "plain", "bfloat16")
+    found = diff(folder, tmp_path / "plain")
+    assert found.same and found.same_bytes
+    edited(folder, lambda tensors: tensors[f"{EXPERTS}_scales"].add_(1))
+    (changed,) = diff(folder, tmp_path / "plain").changed[:1]
+    assert "experts" in changed.name and changed.quantised == ("a",)
+
+
+def without(*names: str) -> Callable[[Tensors], object]:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def changed(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: make(tensors[name]).contiguous()})
+
+
+BAD: dict[str, tuple[Callable[..., Any], Callable[[Tensors], object], dict[str, Any], str]] = {
+    "weight without scales": (fp8, without(f"{UP}_scale_inv"), {}, f"1 quantised weights have no scales: {UP}"),
+    "scales without weight": (fp8, without(UP), {}, f"1 scales belong to no quantised weight: {UP}_scale_inv"),
+    "scales of a plain weight": (fp8, changed(UP, torch.Tensor.bfloat16), {}, f"no quantised weight: {UP}_scale_inv"),
+    "too few scales": (fp8, changed(f"{UP}_scale_inv", lambda x: x[1:]), {}, r"scales of \[5, 2\] are expected"),
+    "scales turned": (fp8, changed(f"{UP}_scale_inv", torch.t), {}, r"F32 \[2, 5\]: scales of"),
+    "scales of integers": (fp8, changed(f"{UP}_scale_inv", torch.Tensor.int), {}, "I32 .* floating-point numbers"),
+    "a vector": (fp8, changed(UP, torch.Tensor.flatten), {}, "a matrix is expected"),
+    "other blocks": (fp8, without(), {"weight_block_size": [32, 32]}, "14 quantised weights do not fit their scales"),
+    "blocks of nothing": (fp8, without(), {"weight_block_size": [0, 32]}, r"weight_block_size is \[0, 32\]"),
+    "one scale is meant": (fp8, without(), {"weight_block_size": None}, r"scales of \[1\] are expected"),
+    "another method": (fp8, without(), {"quant_method": "secret"}, r"quantised \(secret"),
+    "nothing is quantised": (mxfp4, without(), {"quant_method": "fp8"}, "quantised .fp8., and none is"),
+    "blocks without scales": (mxfp4, without(f"{EXPERTS}_scales"), {}, "1 quantised weights have no scales"),
+    "scales without blocks": (mxfp4, without(f"{EXPERTS}_blocks"), {}, "1 scales belong to no quantised weight"),
+    "blocks of floats": (mxfp4, changed(f"{EXPERTS}_blocks", torch.Tensor.half), {}, "F16 .*U8 .experts"),
+    "scales of floats": (mxfp4, changed(f"{EXPERTS}_scales", torch.Tensor.half), {}, "scales of U8"),
+    "scales of one expert": (mxfp4, changed(f"{EXPERTS}_scales", lambda x: x[:1]), {}, "scales of U8"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("stored")
+    return {make.__name__: make(root / make.__name__)[0] for make in (fp8, mxfp4)}
+
+
+def broken(folder: Path, out: Path, change: Callable[[Tensors], object], settings: dict[str, Any]) -> Path:
+    """A copy with other tensors and settings."""
+    shutil.copytree(folder, out)
+    edited(out, change)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    make, change, settings, message = BAD[case]
+    folder = broken(folders[make.__name__], tmp_path / "bad", change, settings)
+    with pytest.raises(InvalidInput, match=message):
+        convert(folder, tmp_path / "out", dtype="bfloat16")
+    assert {each.name for each in tmp_path.iterdir()} == {"bad"}
+
+
+def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict[str, int]:
+    """Tensors dropped, renamed, cut, turned and of other types at random: refused by our own errors, or converted."""
+    draw, counts = random.Random(seed), {"refused": 0, "converted": 0}
+    types = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32)
+
+    def mutate(tensors: Tensors) -> None:
+        for name in draw.sample(sorted(tensors), draw.choice((1, 1, 1, 2, 5))):
+            tensor = tensors.pop(name)
+            kind = draw.randrange(6)
+            if kind == 0:
+                name += draw.choice(("_scale_inv", "_scales", "_blocks", "x"))
+            elif kind == 1:
+                tensor = tensor.to(draw.choice(types))
+            elif kind == 2:
+                tensor = tensor[: draw.randrange(len(tensor) + 1)]
+            elif kind == 3:
+                tensor = tensor.transpose(0, -1)
+            elif kind == 4:
+                tensor = tensor[None] if draw.random() < 0.5 else tensor.flatten()
+            if kind < 5:
+                tensors[name] = tensor.contiguous()
+
+    values: tuple[Any, ...] = (None, "fp8", "mxfp4", "", 3, [], [16], [16, 32], [32, 16], [0, 1], [2**70, 1], [1.5, 2])
+    for number in range(rounds):
+        settings = {}
+        if draw.random() < 0.3:
+            settings[draw.choice(("quant_method", "weight_block_size"))] = draw.choice(values)
+        change = mutate if not settings or draw.random() < 0.5 else without()
+        bad, out = root / f"bad{number}", root / f"out{number}"
+        broken(folders[draw.choice(sorted(folders))], bad, change, settings)
+        try:
+            convert(bad, out, dtype=draw.choice(("bfloat16", "float32")))
+            counts["converted"] += 1
+            shutil.rmtree(out)
+        except GptkitError:
+            counts["refused"] += 1
+            assert not out.exists()
+        shutil.rmtree(bad)
+    assert not list(root.iterdir())
+    return counts
+
+
+def test_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
+    counts = fuzzed(folders, memory_path, 30, seed=1)
+    assert counts["refused"] > 15 and counts["converted"] > 0, counts
+
+
+@pytest.mark.slow
+def test_many_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
+    counts = fuzzed(folders, memory_path, 20_000, seed=2)
+    assert counts["refused"] > 10_000 and counts["converted"] > 500, counts
