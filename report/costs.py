@@ -135,6 +135,9 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     columns: list[_Column] = []
     windowed = any(windows(spec) for _, spec, _ in models)
     notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
+    both = [name for name, spec, _ in models if not spec.causal]
+    if both:
+        notes.append(f"{' and '.join(both)}: attention in both directions, of which no cache is kept.")
     for name, _, figures in models:
         sizes = [each for each in figures.cache if each is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}

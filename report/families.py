@@ -60,16 +60,16 @@ def causal_types() -> dict[str, str]:
 
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
     """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
-    transformers' class and how many presets they have; how many of the installed transformers' causal language models
-    they are, and how many can be counted, by the names of their tensors at the least; and with `everything` those that
-    they are not, and why.
+    transformers' class, that of encoders without a head, and how many presets they have; how many of the installed
+    transformers' causal language models they are, and how many can be counted, by the names of their tensors at the
+    least; and with `everything` those that they are not, and why.
     """
 
     def wanted(*names: str) -> bool:
         return all(any(word in name.lower() for name in names) for word in words)
 
     kinds, known = causal_types(), [each.config["model_type"] for each in presets().values()]
-    exact = [kind for kind in kinds if kind in BY_MODEL_TYPE]
+    exact = [kind for kind in kinds if kind in BY_MODEL_TYPE and not BY_MODEL_TYPE[kind].base_class]
     return {
         "schema_version": 1,
         "families": [
@@ -78,6 +78,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
                 "released": each.released or None,
                 "model_types": list(each.model_types),
                 "transformers": each.hf_class,
+                "without_head": each.base_class or None,
                 "presets": sum(kind in each.model_types for kind in known),
             }
             for each in ARCHITECTURES.values()
@@ -85,6 +86,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
         ],
         "counts": {
             "families": len(ARCHITECTURES),
+            "encoders": sum(bool(each.base_class) for each in ARCHITECTURES.values()),
             "types": len(kinds),
             "exact": len(exact),
             "counted": len(kinds.keys() - UNCOUNTED),
@@ -92,7 +94,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
         "others": [
             {"model_type": kind, "transformers": name, "why": _reason(kind), "counted": kind not in UNCOUNTED}
             for kind, name in kinds.items()
-            if everything and kind not in BY_MODEL_TYPE and wanted(kind)
+            if everything and kind not in exact and wanted(kind)
         ],
     }
 
@@ -100,14 +102,17 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
 @drawing
 def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     """A row a family, and one for each model type that is none."""
-    rows = []
+    kinds: dict[str, list[Any]] = {"family": [], "encoder": []}
     for each in found["families"]:
         others = [kind for kind in each["model_types"] if kind != each["family"]]
         name = each["family"] + (f" ({', '.join(others)})" if others else "")
         row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
-        rows.append([*map(page.text, row)])
-    titles = ("family", "since", "transformers' class", "presets")
-    yield plain_table(*((title, title == "presets") for title in titles), rows=rows)
+        kinds["encoder" if each["without_head"] else "family"].append([*map(page.text, row)])
+    there = {kind: rows for kind, rows in kinds.items() if rows} or {"family": []}
+    for index, (kind, rows) in enumerate(there.items()):
+        yield from [""] * (index > 0)
+        titles = (kind, "since", "transformers' class", "presets")
+        yield plain_table(*((title, title == "presets") for title in titles), rows=rows)
     if found["others"]:
         counted = {True: "by names", False: "no"}
         rows = [[*map(page.text, (o["model_type"], counted[o["counted"]], o["why"]))] for o in found["others"]]
@@ -117,8 +122,9 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     if counts["types"]:
         yield ""
         yield page.text(
-            f"{counts['families']} families; {counts['exact']} of the {counts['types']} causal language models of the "
-            f"installed transformers. Parameters are counted of {counts['counted']} of these."
+            f"{counts['families']} families, of which {counts['encoders']} are encoders; {counts['exact']} of the "
+            f"{counts['types']} causal language models of the installed transformers. Parameters are counted of "
+            f"{counts['counted']} of these."
         )
 
 

@@ -55,7 +55,11 @@ def tree_rows(graph: Structure | Named) -> list[_Row]:
     if isinstance(graph, Named):
         return list(_branch("", _nested(graph.parameters), 0))
     ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
-    return [*ends[0], *_blocks(graph), *ends[1]]
+    rows, pooler = [*ends[0], *_blocks(graph), *ends[1]], graph.spec.pooler
+    if pooler is not None:  # which makes nothing of each token, so that no operation of theirs is it
+        matrix, bias = pooler.shapes().values()
+        rows.append(_Row(0, "pooler.dense", f"[{sizes(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
+    return rows
 
 
 def _total(rows: Iterable[_Row]) -> _Row:

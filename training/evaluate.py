@@ -466,6 +466,7 @@ def evaluate(
         UsageError: windows that a table of positions does not take, tokens beyond the vocabulary, no tokenizer, numbers
             out of range.
         SwapRefused: rotary positions are asked for, and there are none.
+        MissingComponent: a model that predicts no next token.
         GptkitError: logits that are NaN.
     """
     paths = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
@@ -474,6 +475,8 @@ def evaluate(
         for each in (model, against)
         if each is not None
     ]
+    for each in opened:
+        each.spec.predicts("eval")
     suit(opened[0].spec)
     names = [checkpoint.reference for checkpoint in opened]
     if len(opened) == 2 and names[0] == names[1]:

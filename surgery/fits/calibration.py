@@ -57,8 +57,10 @@ class Text:
 def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOKENS) -> Text:
     """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample. Raises
     UsageError where there is no text and no sample, no tokenizer, or fewer tokens than are needed, and InvalidInput
-    where the file cannot be read as UTF-8 text.
+    where the file cannot be read as UTF-8 text; MissingComponent where no next token is predicted, which fits are
+    measured by.
     """
+    checkpoint.spec.predicts("a fit on a text")
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):

@@ -62,7 +62,15 @@ def _sized(
 ) -> Swapped:
     """The tree with so many tokens; `tokens` that are kept, by their old ids and by their new ones."""
     head = None if spec.head is None else replace(spec.head, vocab_size=size)
-    new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=head)
+    table: Any = spec.positions
+    if table is not None and table.padding is not None:
+        numbers = dict(zip(*tokens, strict=True))
+        if table.padding not in numbers:
+            raise SwapRefused(
+                f"token {table.padding} is not kept, and positions are counted by it: it is that of padding"
+            )
+        table = replace(table, padding=numbers[table.padding])
+    new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=head, positions=table)
     told = {"from": spec.vocab_size, "to": size, **summary}
     promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
     return Swapped(new, "exact", _moved(spec, move), told, tuple(notes), promise, files or {})
