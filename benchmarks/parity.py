@@ -130,7 +130,7 @@ def rows(variants: list[Variant]) -> dict[tuple[str, str, str], Row]:
                 with torch.inference_mode():
                     for difference in forward_cases(model, reference):
                         row.add(difference, variant.name)
-                    if has_cache(reference):
+                    if model.spec.causal and has_cache(reference):
                         row.add(decode_case(model, reference), f"{variant.name} decoding")
     return found
 

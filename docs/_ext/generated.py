@@ -78,13 +78,25 @@ def commands_page(*only: str) -> str:
 
 def families() -> str:
     """A row a family: what is read as it, which class it is written for, how many presets it has."""
+    return _families(encoders=False)
+
+
+def encoders() -> str:
+    """The same of encoders."""
+    return _families(encoders=True)
+
+
+def _families(encoders: bool) -> str:
     rows = []
     for name, family in ARCHITECTURES.items():
+        if bool(family.base_class) != encoders:
+            continue
         known = [preset for preset in presets().values() if architecture_of(preset.config) is family]
         text = (home(family).__doc__ or "").partition("\n\n")[0]
         about = " ".join(text.split()).partition(" Source: ")[0]
         kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
-        rows.append([f"`{name}`", kinds, f"`{family.hf_class}`", str(len(known)), about])
+        classes = " or ".join(f"`{each}`" for each in (family.hf_class, family.base_class) if each)
+        rows.append([f"`{name}`", kinds, classes, str(len(known)), about])
     return table(["family", "`model_type`", "written as", "presets", "what it is"], rows, right=[3])
 
 
@@ -315,6 +327,7 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
     "paths": paths,
     "extras": extras,
     "families": families,
+    "encoders": encoders,
     "others": others,
     "gguf": gguf_families,
     "how_many": how_many,
