@@ -55,7 +55,7 @@ _MAX_CONFIG, _MAX_MARKS = 2**15, 2**6  # bytes of a config; what nests, in YAML
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A file, or a folder that is no Hugging Face one besides: by name, and one that ends in .bin by its first bytes."""
+    """A file, or a folder that is no Hugging Face one besides: by name, and what ends in .bin by its first bytes."""
     if names is None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names):
