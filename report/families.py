@@ -143,7 +143,7 @@ def preset_table(page: Layout, presets: Sequence[Preset]) -> RenderResult:
     for preset in presets:
         data = preset_json(preset)
         rows.append((preset.name, data["family"], f"{data['parameters']:,}", preset.repo or "not published"))
-    gap = GAP - 1  # the longest repository and name fit 84 columns
+    gap = GAP - 1  # the longest repository just fits 80 columns
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     some = ((0, 1, 2, 3), (0, 2, 3), (0, 2))
     columns = next((each for each in some if sum(widths[column] for column in each) - gap <= page.width), some[-1])
