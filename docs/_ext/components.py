@@ -120,7 +120,8 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "parallel": blocks(lambda block: block.parallel),
     "serial": blocks(lambda block: not block.parallel),
     "tied": lambda spec: spec.tied,
-    "untied": lambda spec: not spec.tied,
+    "untied": lambda spec: spec.head is not None and not spec.tied,
+    "both directions": lambda spec: not spec.causal,
     "biases": blocks(has_bias),
     "no biases": lambda spec: not any(map(has_bias, spec.blocks)),
 }
