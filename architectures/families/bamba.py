@@ -185,6 +185,9 @@ _BAMBA = _DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stated={"attn_layer_indices": [9, 18, 27]},
-    config_aliases={"layer_types": ("layers_block_type",)},
-    irrelevant={"num_logits_to_keep": "which logits are made of a prompt", "z_loss_coefficient": "a loss in training"},
+    irrelevant={
+        "num_logits_to_keep": "which logits are made of a prompt",
+        "z_loss_coefficient": "a loss in training",
+        "layers_block_type": "made of attn_layer_indices",
+    },
 )
