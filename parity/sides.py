@@ -344,9 +344,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     with quiet(), _parameters_on_meta():
         model = own_reference(config, dtype, attention)
         if model is None:
-            with tempfile.TemporaryDirectory(
-                prefix="gptkit-config-"
-            ) as folder:  # as a file, in which infinity has a form
+            with tempfile.TemporaryDirectory(prefix="gptkit-config-") as folder:
+                # As a file, in which infinity has a form.
                 (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
                 made = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = auto_class(config).from_config(made, **_class_options(dtype, attention))
