@@ -344,9 +344,8 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     with quiet(), _parameters_on_meta():
         model = own_reference(config, dtype, attention)
         if model is None:
-            with tempfile.TemporaryDirectory(
-                prefix="gptkit-config-"
-            ) as folder:  # as a file, in which infinity has a form
+            with tempfile.TemporaryDirectory(prefix="gptkit-config-") as folder:
+                # As a file, in which infinity has a form.
                 (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
                 made = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = auto_class(config).from_config(made, **_class_options(dtype, attention))
@@ -355,7 +354,12 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
+    def in_files(name: str) -> str:
+        begins, built = architecture.modules
+        return begins + name.removeprefix(built) if built and name.startswith(built) else name
+
     def read(name: str) -> Tensor:
+        name = in_files(name)
         how, parts = stacked.get(name, (None, ()))
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
         return given
@@ -370,7 +374,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in leaves or name in stacked:  # of the others none is stored
+            if in_files(name) in leaves or in_files(name) in stacked:  # of the others none is stored
                 buffer.copy_(read(name))
     return Stream(model.eval(), read, dtype, checkpoint.release)
 
