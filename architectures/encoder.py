@@ -47,6 +47,7 @@ OF_BERT: dict[str, str | None] = {
 
 DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False, None), "as a decoder this family's attention is causal, and gptkit reads encoders"),
+    "embedding_size": ((None,), "a table of another width than the stream is ELECTRA's, which is not read yet"),
     "position_embedding_type": (("absolute", None), "positions relative to the query have no component here"),
 }
 """Fields that BERT's kin refuse beside the common ones."""

@@ -30,7 +30,6 @@ NOT_OF_A_FILE = {
     "_attn_implementation": "chosen when a model is loaded; a file's is not taken over",
     "_experts_implementation": "chosen when a model is loaded; a file's is not taken over",
     "_is_quantized": "set by quantisers, which are refused",
-    "embedding_size": "asked for where heads do not share out the width, which is refused",
     "moe_intermediate_size": "of expert classes that no family here uses",
     "n_routed_experts": "of expert classes that no family here uses",
     "number_of_conv_states": "of layers of types that are refused",
@@ -64,8 +63,8 @@ def names_read(path: Path) -> Iterator[str]:
 
 def read_by_transformers(family: str) -> list[str]:
     config_class = getattr(transformers, ARCHITECTURES[family].hf_config)
-    masked = config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING  # DistilBERT's kind
-    reference = getattr(transformers, f"MODEL_FOR_{'MASKED' if masked else 'CAUSAL'}_LM_MAPPING")[config_class]
+    encoder = ARCHITECTURES[family].base_class
+    reference = getattr(transformers, encoder) if encoder else transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     modeling = SOURCE.joinpath(*reference.__module__.split(".")[1:]).with_suffix(".py")
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in shared for name in names_read(SOURCE / path)}
