@@ -39,8 +39,11 @@ def named(page: Path) -> str:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
+LONG = {page: pytest.mark.exhaustive for page in SHOWING if page.name == "tutorial.md"}  # trains, and heals
+
+
 @few(2)
-@pytest.mark.parametrize("page", SHOWING, ids=named)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page, ())) for page in SHOWING], ids=named)
 def test_a_page_does_what_it_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
