@@ -27,6 +27,7 @@ _MEANINGS = {
     "k": "width of all key heads",
     "c": "dimensions of a head",
     "f": "feed-forward width",
+    "i": "width of a recurrence",
     "a": "width of the queries' latent",
     "r": "width of the latent",
     "p": "width of the rotary keys",
@@ -36,7 +37,7 @@ _MEANINGS = {
     "e": "width of a layer's input",
     "n": "another width",
 }
-_MULTIPLES = "hkfaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
+_MULTIPLES = "hkfiaruwp"  # widths that are written as a multiple of d where they are one, of at most `MOST`
 _MOST = 8
 _MOST_RANGES = 3  # ranges of layers that a formula is told to be of; more are told by how many there are
 

@@ -115,7 +115,9 @@ def latent_leaves(block: str, layer: str) -> tuple[Leaf, ...]:
         *down,
         *leaves_of({f"{theirs}kv_a_layernorm": f"{ours}kv_norm"}),
         Leaf(f"{theirs}kv_b_proj.weight", (key, value), UP),
-        Leaf(f"{theirs}kv_b_proj.weight", value, when=lambda block: not getattr(block.attention, "nope_dim", 1)),
+        Leaf(
+            f"{theirs}kv_b_proj.weight", value, when=lambda block: not getattr(block.mixer("attention"), "nope_dim", 1)
+        ),
         *leaves_of({f"{theirs}o_proj": f"{ours}o_proj"}),
     )
 

@@ -151,6 +151,9 @@ class _Storage:
     def __init__(self, element: str, start: int, nbytes: int) -> None:
         self.element, self.start, self.nbytes = element, start, nbytes
 
+    def __setstate__(self, state: Any) -> None:
+        raise _RefusedError("it holds a storage in a way that is not known")
+
 
 class _Tensor(NamedTuple):
     """A view of a storage, all in elements but for the storage itself."""
@@ -190,8 +193,10 @@ class _Shard(NamedTuple):
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     """torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are let go, or a DTensor."""
-    if getattr(kind, "__name__", "") != "DTensor":
+    if isinstance(kind, _Known) and kind.name == "class":
         return make(*args)
+    if getattr(kind, "__name__", "") != "DTensor":
+        raise _RefusedError(f"a tensor is of a class that is not read ({getattr(kind, '__name__', ''):.80})")
     local, spec = _attribute(state, "_local_tensor"), _attribute(state, "_spec")
     mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
     if not isinstance(local, _Tensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:

@@ -20,10 +20,10 @@ import numpy as np
 from ..architectures.config import quantisation
 from ..components import Shape
 from ..components.ranges import some_of
-from ..errors import CheckpointError
 from .dtypes import F8, Array, cast, to_float64
 from .index import Stored
 from .safetensors import DTYPES
+from .tree import Quantised
 from .weights import Weights
 
 _STEP = 2**16  # elements that are looked up at a time, so that their indices stay in a core's cache
@@ -58,7 +58,7 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
     note that tells it. `dtype` is what they are to be: "F32", or "BF16", to which they are rounded once.
 
     Raises:
-        CheckpointError: bits without scales, scales without bits, shapes or types that do not fit; all of them.
+        Quantised: bits without scales, scales without bits, shapes or types that do not fit; all of them.
     """
     settings, told = config["quantization_config"], quantisation(config)
     assert told is not None
@@ -74,7 +74,10 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
             continue
         scales = base + scheme.scales
         if scales not in info:
-            lacking.append(name)
+            lacking.append(f"{name} ({scales} is expected)")
+            continue
+        if base in info and base != name:
+            misfits.append(f"{base} is there beside {name}")
             continue
         numbers = scheme.fit(settings, info[name], info[scales], dtype)
         if isinstance(numbers, str):
@@ -98,7 +101,7 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
         found = [f"config.json says that they are quantised ({told[0]}), and none is"]
     if found:
         hint = "Check that config.json belongs to these weights, and that all of their files are there."
-        raise CheckpointError(f"{where}: {'; '.join(found)}", hint)
+        raise Quantised(f"{where}: {'; '.join(found)}", hint)
     read = weights.with_more(made, without=used - made.keys())
     return read, f"{len(made)} of {len(read.info)} tensors are quantised ({told[0]}): dequantised"
 
@@ -129,14 +132,15 @@ def _fp8(settings: Mapping[str, Any], bits: tuple[str, Shape], scales: tuple[str
     if len(shape) < 2:
         return "a matrix is expected"
     if block is None:
-        wanted, block = grid if prod(grid) == 1 else (1,), [max(side, 1) for side in shape[-2:]]
+        wanted, block = grid if prod(grid) == 1 else (1,), shape[-2:]
     elif not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
         return f"weight_block_size is {block!r:.40}, not two sizes"
     else:
         wanted = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     if grid != wanted:
         return f"scales of {list(wanted)} are expected"
-    return _Numbers(dtype, shape, partial(_of_fp8, kind, scale_kind, (block[0], block[1]), dtype))
+    high, wide = (min(side, max(whole, 1)) for side, whole in zip(block, shape[-2:], strict=True))
+    return _Numbers(dtype, shape, partial(_of_fp8, kind, scale_kind, (high, wide), dtype))
 
 
 def _of_fp8(kind: str, scale_kind: str, block: tuple[int, int], dtype: str, bits: Array, scales: Array) -> Array:
@@ -147,7 +151,7 @@ def _of_fp8(kind: str, scale_kind: str, block: tuple[int, int], dtype: str, bits
     matrices, numbers = bits.reshape(-1, rows, columns), out.reshape(-1, rows, columns)
     grids = _scales(scales, scale_kind).reshape(len(matrices), -(-rows // block[0]), -(-columns // block[1]))
     wide = 256 * block[1]  # columns whose block and byte 16 bits can tell
-    starts = np.repeat(np.arange(0, 2**16, 256, dtype=np.uint16), block[1])[:columns]
+    starts = np.repeat(np.arange(0, 256 * min(grids.shape[-1], 256), 256, dtype=np.uint16), block[1])
     for which, row, column in product(range(len(grids)), range(grids.shape[1]), range(0, columns, wide)):
         some = grids[which, row, column // block[1] :][:256]
         products = cast(np.multiply.outer(some, values), "F32", dtype).reshape(-1)

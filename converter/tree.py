@@ -46,7 +46,7 @@ class Origin:
 
 
 class Quantised(InvalidInput):
-    """Weights that are stored as something else than floating-point numbers, by a method that is not read here."""
+    """Weights that are stored as something else than floating-point numbers, in a way that is not read here."""
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:

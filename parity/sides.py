@@ -213,10 +213,12 @@ def forget_lengths(model: Any) -> None:
 
 class _Absent(Tensor):
     """A parameter that is not there: its shape, and a refusal of any other use. torch computes some products with a
-    tensor of the meta device, from whatever lies in memory.
+    tensor of the meta device, from whatever lies in memory. It says the device that its values will be on, to which
+    transformers' Llama 4 moves token ids before it calls the embedding.
     """
 
     full_name: str
+    device = torch.device("cpu")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -286,7 +288,7 @@ class Stream:
     def _drop(self, owners: Sequence[_Owner]) -> None:
         for module, name, full in owners:
             held: Any = module._parameters[name]
-            if held.device.type != "meta" and held.nbytes <= _KEPT_BYTES:  # tables are too large to keep
+            if not held.is_meta and held.nbytes <= _KEPT_BYTES:  # tables are too large to keep
                 self._spare.setdefault((held.shape, held.stride(), held.dtype), []).append(held.data)
             empty = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta").as_subclass(_Absent)
             empty.full_name = full
@@ -342,14 +344,22 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     with quiet(), _parameters_on_meta():
         model = own_reference(config, dtype, attention)
         if model is None:
-            made = transformers.AutoConfig.for_model(**config)
+            with tempfile.TemporaryDirectory(prefix="gptkit-config-") as folder:
+                # As a file, in which infinity has a form.
+                (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+                made = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = auto_class(config).from_config(made, **_class_options(dtype, attention))
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
     forget_lengths(model)
     stacked = architecture.parameters(checkpoint.spec)
 
+    def in_files(name: str) -> str:
+        begins, built = architecture.modules
+        return begins + name.removeprefix(built) if built and name.startswith(built) else name
+
     def read(name: str) -> Tensor:
+        name = in_files(name)
         how, parts = stacked.get(name, (None, ()))
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
         return given
@@ -364,7 +374,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in leaves or name in stacked:  # of the others none is stored
+            if in_files(name) in leaves or in_files(name) in stacked:  # of the others none is stored
                 buffer.copy_(read(name))
     return Stream(model.eval(), read, dtype, checkpoint.release)
 

@@ -100,7 +100,8 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
     if config.raw(PART, 0.5) != 0.5:
         raise config.fail(PART, config.raw(PART), "0.5, which is what transformers takes whatever this says")
     types = ["full_attention" if layer in whole else LINEAR for layer in range(count)]
-    one_of(config, count, types, LINEAR)  # `layer_types` may say the same
+    if [*one_of(config, count, types, LINEAR)] != types:
+        raise config.fail("layer_types", config.raw("layer_types"), "what attn_layer_indices says")
     mixer = mamba(config, values)
     return [mixer if kind == LINEAR else None for kind in types]
 
@@ -111,7 +112,9 @@ def written_by(types: Callable[[list[bool]], dict[str, Any]]) -> Callable[[Model
     def written(spec: ModelSpec) -> dict[str, Any]:
         mixers = [block.mixer("recurrence") for block in spec.blocks]
         first = next((of_kind(each, Mamba2) for each in mixers if each is not None), None)
-        return {**({} if first is None else write_mamba(first)), **types([each is None for each in mixers])}
+        # transformers wants heads that divide its width even where no layer has them.
+        own = {"mamba_n_heads": 1} if first is None else write_mamba(first)
+        return {**own, **types([each is None for each in mixers])}
 
     return written
 
@@ -182,5 +185,9 @@ _BAMBA = _DECODER.architecture(
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=LLAMA_DROPPED,
     stated={"attn_layer_indices": [9, 18, 27]},
-    irrelevant={"num_logits_to_keep": "which logits are made of a prompt", "z_loss_coefficient": "a loss in training"},
+    irrelevant={
+        "num_logits_to_keep": "which logits are made of a prompt",
+        "z_loss_coefficient": "a loss in training",
+        "layers_block_type": "made of attn_layer_indices",
+    },
 )

@@ -67,7 +67,6 @@ BERT = _ENCODER.architecture(
                 "cls.predictions.transform.LayerNorm": "head.transform.norm",
             }
         ),
-        Leaf("cls.predictions.decoder.weight", "head.weight"),
     ),
     released="2018-10",
     hf_config="BertConfig",

@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import Decoder, Field, Mixtures, none_or_more, with_defaults
+from ..decoder import USUAL, Decoder, Field, Mixtures, none_or_more, with_defaults
 from . import lfm2
 from .llama import EMBEDDING, B, T
 from .qwen2_moe import OF_ROUTERS
@@ -31,6 +31,7 @@ _DECODER = Decoder(
     {
         **with_defaults(lfm2.FIELDS, hidden_size=2048),
         "intermediate_size": Field("intermediate", 7168),
+        "head_dim": USUAL["head_dim"],
         "moe_intermediate_size": Field("expert_size", 1792),
         "num_experts": Field("mixture.experts", 32),
         "num_experts_per_tok": Field("mixture.top_k", 4),

@@ -155,4 +155,5 @@ MODERNBERT = _ENCODER.architecture(
         "repad_logits_with_grad": "training only",
         "sparse_prediction": "training only",
     },
+    refused={"head_dim": ((None,), "transformers' class has no heads of another width than their share")},
 )

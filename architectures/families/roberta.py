@@ -53,9 +53,11 @@ def like_roberta(name: str, hf_name: str, released: str, vocab: int, *, head_fir
     head = (
         Leaf("lm_head.bias", "head.bias"),
         *leaves_of({"lm_head.dense": "head.transform.dense", "lm_head.layer_norm": "head.transform.norm"}),
-        Leaf("lm_head.decoder.weight", "head.weight"),
     )
-    base = (*embeddings_of(prefix), *layers_of(layer), *leaves_of({prefix + "pooler.dense": "pooler.dense"}))
+    # Its class makes the table of positions last.
+    positions, found = prefix + "embeddings.position_embeddings.", embeddings_of(prefix)
+    embeddings = sorted(found, key=lambda leaf: leaf.checkpoint.startswith(positions))
+    base = (*embeddings, *layers_of(layer), *leaves_of({prefix + "pooler.dense": "pooler.dense"}))
     return encoder.architecture(
         name,
         f"{hf_name}ForMaskedLM",

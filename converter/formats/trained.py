@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from ..names import (
     LOCAL_CONFIG,
     PICKLE_INDEX,
     PICKLE_SINGLE,
+    POINTER,
     SINGLE,
     plain_file,
     refuse_pointer,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 plan = None
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
 _HUGGING_FACE = {SINGLE, INDEX, PICKLE_SINGLE, PICKLE_INDEX, LOCAL_CONFIG}
+_BEGINNINGS = (b"PK\3\4", b"\x80", POINTER)
+"""How an archive of torch.save begins, a pickle of its protocol, and what git-lfs leaves in the place of either."""
 _BESIDE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
 """How files begin that programs leave beside the weights."""
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
@@ -51,19 +55,28 @@ _MAX_CONFIG, _MAX_MARKS = 2**15, 2**6  # bytes of a config; what nests, in YAML
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
-    """A file, or a folder that is no Hugging Face one besides: by name alone, since these are pickles."""
+    """A file, or a folder that is no Hugging Face one besides: by name, and what ends in .bin by its first bytes."""
     if names is None:
-        return path if path.name.endswith(_SUFFIXES) and path.name not in _HUGGING_FACE else None
+        return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names):
         return None
-    return path if _weights_among(names) or _LATEST in names else None
+    return path if _LATEST in names or _weights_among(path, names) else None
 
 
-def _weights_among(names: frozenset[str]) -> list[str]:
+def _looks_right(path: Path) -> bool:
+    """Whether a file may hold weights: what ends in .bin may be anything."""
+    if not path.name.endswith(".bin"):
+        return path.name.endswith(_SUFFIXES)
+    with suppress(CheckpointError), plain_file(path) as file:
+        return file.read(len(POINTER)).startswith(_BEGINNINGS)
+    return False
+
+
+def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
     """The files with weights in a folder."""
     if _NANOGPT in names:
         return [_NANOGPT]
-    found = sorted(name for name in names if name.endswith(_SUFFIXES) and not name.startswith(_BESIDE))
+    found = sorted(name for name in names if not name.startswith(_BESIDE) and _looks_right(folder / name))
     states = [name for name in found if name.endswith("_model_states.pt")]
     return states or found
 
@@ -83,13 +96,13 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
     if path.is_file():
         return path.parent, [path]
     names = frozenset(each.name for each in path.iterdir() if each.is_file())
-    if not _weights_among(names) and _LATEST in names:
+    if not _weights_among(path, names) and _LATEST in names:
         inside = path / _text(path / _LATEST).strip()
         if inside.parent != path or inside.name in ("", ".", "..") or not inside.is_dir():
             raise CheckpointError(f"{path / _LATEST} names no folder beside it")
         names = frozenset(each.name for each in inside.iterdir() if each.is_file())
         path = inside
-    found = [path / name for name in _weights_among(names)]
+    found = [path / name for name in _weights_among(path, names)]
     if not found:
         raise CheckpointError(f"{path} holds no weights")
     return path, found

@@ -131,6 +131,7 @@ def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
     kv_heads, group, head_dim, width = (sizes[name] for name in ("kv_heads", "group", "head_dim", "intermediate"))
     latent = {"kv_rank": width, "rope_dim": group, "nope_dim": head_dim, "value_dim": kv_heads}
     delta = {"key_heads": kv_heads, "key_dim": head_dim, "group_values": width, "keys": width, "values": head_dim}
+    delta |= {"inner": width, "states": group}
     convolution = {"channels": width, "kernel": group}
     check(layout, {**sizes, **latent, **delta, **convolution, "heads": kv_heads * group, "one": 1, "two": 2})
 

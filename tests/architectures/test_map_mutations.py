@@ -26,6 +26,8 @@ from gptkit.architectures.layout import IDENTITY, Layout, parse
 from gptkit.components import ModelSpec
 from gptkit.errors import ConfigError
 from gptkit.modules import Decoder
+from gptkit.parity.outputs import outputs_of
+from gptkit.parity.probe import Batch
 
 TRANSPOSED = {
     "attention.q_proj.weight": Layout("hidden (heads head_dim)", "(heads head_dim) hidden"),
@@ -189,7 +191,7 @@ def of_older_files(architecture: Architecture) -> Iterator[Mutant]:
     for prefix in ("", "base_model.", architecture.prefix + "model."):
         yield Mutant(f"prefix {prefix!r}", dataclasses.replace(architecture, prefix=prefix))
     (table,) = (leaf.checkpoint for leaf in architecture.leaves if leaf.shared == "embedding.weight")
-    tied = any(subject.spec.head.tied for subject in subjects(architecture.name))
+    tied = any(subject.spec.tied for subject in subjects(architecture.name))
     for head in ("head.weight", "lm_head.bias", table) if tied else ():
         yield Mutant(f"head {head!r}", dataclasses.replace(architecture, head=head))
 
@@ -205,7 +207,7 @@ class Subject:
     spec: ModelSpec
     weights: dict[str, torch.Tensor]
     order: list[str]
-    head: str
+    head: str | None
     base: dict[str, str]
     ids: torch.Tensor
     logits: torch.Tensor
@@ -216,21 +218,23 @@ class Subject:
 def subjects(family: str) -> list[Subject]:
     found = []
     configs = {variant.name: variant.config for variant in variants_of(family)}
-    if not any(spec_of(config).head.tied for config in configs.values()):  # whose files may have a head all the same
+    if not any(spec_of(config).tied for config in configs.values()):  # whose files may have a head all the same
         tied = {**next(iter(configs.values())), "tie_word_embeddings": True}
         with contextlib.suppress(ConfigError):  # some classes refuse it
-            configs |= {"tied": tied} if spec_of(tied).head.tied else {}
+            configs |= {"tied": tied} if spec_of(tied).tied else {}
     for name, config in configs.items():
         attention = ARCHITECTURES[family].reference(spec_of(config))[0]
         model = randomised_reference(config, torch.float32, attention)
         with torch.device("meta"):
             order = list(checkpoint_tensors(type(model)(hf_config(config))))
-        (head,) = (n for n, module in model.named_modules() if module is model.get_output_embeddings())
-        (stored,) = revert_weight_conversion(model, {f"{head}.weight": model.get_output_embeddings().weight})
+        end, stored = model.get_output_embeddings(), None
+        if end is not None:
+            (head,) = (name for name, module in model.named_modules() if module is end)
+            (stored,) = revert_weight_conversion(model, {f"{head}.weight": end.weight})
         prefix = model.base_model_prefix
         ids = torch.randint(0, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
-            logits = model(input_ids=ids).logits
+            logits = outputs_of(model, Batch("", ids))
         found.append(
             Subject(
                 name,
@@ -268,8 +272,9 @@ def in_use(family: str) -> list[Leaf]:
 
 def names_and_shapes(architecture: Architecture, subject: Subject) -> None:
     ours = {leaf.checkpoint: leaf.shape for leaf in architecture.bind(subject.spec)}
-    dropped = architecture.head if subject.spec.head.tied else None
-    theirs = {name: tuple(subject.weights[name].shape) for name in subject.order if name != dropped}
+    dropped = architecture.head if subject.spec.tied else None
+    left_out = {dropped, *ARCHITECTURES[architecture.name].repeated}  # what files have under another name, too
+    theirs = {name: tuple(subject.weights[name].shape) for name in subject.order if name not in left_out}
     assert ours == theirs
     # transformers' own order, in which tensors are dealt out over shards.
     assert list(ours) == list(theirs)
@@ -294,7 +299,7 @@ def logits(architecture: Architecture, subject: Subject) -> None:
         shared.update(zip(leaf.shared, leaf.to_shared(subject.weights[leaf.checkpoint]), strict=True))
     subject.decoder.load_state_dict(shared)
     with torch.inference_mode():
-        assert torch.equal(subject.decoder(subject.ids), subject.logits)
+        assert torch.equal(outputs_of(subject.decoder, Batch("", subject.ids)), subject.logits)
 
 
 def older_names(architecture: Architecture, subject: Subject) -> None:
@@ -305,7 +310,7 @@ def older_names(architecture: Architecture, subject: Subject) -> None:
     def canonical(name: str) -> str | None:
         return architecture.canonical_name(name, known, layers)
 
-    assert canonical(subject.head) == subject.head
+    assert subject.head is None or canonical(subject.head) == subject.head
     for short, full in subject.base.items():
         assert canonical(short) == canonical(full) == full
         if architecture.name == "gpt2" and ".ln_" in f".{short}":

@@ -129,7 +129,7 @@ def spec_of(name: str):
 
 WITHOUT = {"hunyuan_v1_dense", "hyperclovax", "ministral", "cohere2_moe", "granitemoeshared"}
 WITHOUT |= {"afmoe", "axk1", "granite_swa", "granitemoe_swa", "kolibri1", "mellum", "phimoe", "flint"}
-WITHOUT |= {"gemma4_unified_text"}
+WITHOUT |= {"gemma4_unified_text", "lfm2_moe"}
 """Families whose checkpoints' configs nobody here knows for certain."""
 
 

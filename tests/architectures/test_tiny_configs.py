@@ -45,7 +45,13 @@ WHOLE = {"intermediate_size": 40, "moe_intermediate_size": 16}
 another of each expert.
 """
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-OWN = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), MIXED)
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), MIXED),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "n_groups": 2},
+    "granitemoehybrid": {**MIXED, "mamba_n_heads": 16},
+    "bamba": {"mamba_n_heads": 16, "attn_layer_indices": [1]},
+}
 """What a family's own tests there say beside: two layers without attention are refused."""
 MADE = [name for name, each in ARCHITECTURES.items() if not each.model]
 

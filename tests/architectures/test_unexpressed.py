@@ -18,19 +18,25 @@ from gptkit.analysis.params import ModelCount
 from gptkit.architectures import ARCHITECTURES, expressed, gguf, llama2c, nanogpt
 from gptkit.architectures.families.llama import LLAMA
 from gptkit.cli import app
-from gptkit.components import ALiBi, Embedding, Head, LatentAttention, MixtureOfExperts, ModelSpec, without_rounding
+from gptkit.components import (
+    ALiBi,
+    Attention,
+    Embedding,
+    Head,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelSpec,
+    without_rounding,
+)
 from gptkit.errors import CannotExpress
 from gptkit.report.counts import parameter_table
 
 
 def unknown(spec: ModelSpec) -> str:
     """What of a tree no other format has."""
-    first = spec.blocks[0]
-    return (
-        "LatentAttention"
-        if isinstance(first.attention, LatentAttention)
-        else type(first.mixer("feed_forward")).__name__
-    )
+    mixed = spec.blocks[0].sublayers[0].mixer
+    plain = isinstance(mixed, Attention)
+    return type(spec.blocks[0].mixer("feed_forward") if plain else mixed).__name__
 
 
 OTHERS = [name for name in TREES if name != "rotary-adjacent"]

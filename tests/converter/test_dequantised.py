@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import gptkit
 from gptkit.converter.convert import convert
-from gptkit.converter.quantised import _of_fp8, _of_mxfp4
+from gptkit.converter.quantised import _fp8, _of_fp8, _of_mxfp4
 from gptkit.errors import GptkitError, InvalidInput
 from gptkit.parity.diff import diff
 
@@ -141,6 +141,20 @@ def test_every_byte_of_fp8_and_every_kind_of_scales(scales: torch.dtype) -> None
     assert same_bits(torch.from_numpy(ours), Fp8Dequantize(None)._dequantize_one(bits, grid, torch.float32))
 
 
+@pytest.mark.parametrize(
+    ("block", "grid"),
+    [(None, ()), (None, (1,)), (None, (1, 1)), ([2**70, 2**70], (1, 1)), ([10, 20], (3, 300)), ([30, 7], (1, 858))],
+)
+def test_blocks_of_any_size(block: list[int] | None, grid: tuple[int, ...]) -> None:
+    """One for all of a matrix, beyond its end, and more of them in a row than a byte counts."""
+    bits, scales = torch.randint(0, 126, (30, 6006 if grid == (1, 858) else 6000), dtype=torch.uint8), torch.rand(grid)
+    numbers = _fp8({"weight_block_size": block}, ("F8_E4M3", tuple(bits.shape)), ("F32", grid), "BF16")
+    assert not isinstance(numbers, str), numbers
+    ours = torch.from_numpy(numbers.decode(bits.numpy(), scales.numpy())).view(torch.bfloat16)
+    theirs = Fp8Dequantize(None)._dequantize_one(bits.view(torch.float8_e4m3fn), scales, torch.bfloat16)
+    assert same_bits(ours, theirs)
+
+
 def test_every_byte_of_mxfp4_at_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(1, 1, 16)
@@ -196,6 +210,12 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[[Tensors], object], dict[str, 
     "one scale is meant": (fp8, without(), {"weight_block_size": None}, r"scales of \[1\] are expected"),
     "another method": (fp8, without(), {"quant_method": "secret"}, r"quantised \(secret"),
     "nothing is quantised": (mxfp4, without(), {"quant_method": "fp8"}, "quantised .fp8., and none is"),
+    "a weight is there twice": (
+        mxfp4,
+        lambda x: x.update({EXPERTS: x[f"{EXPERTS}_scales"].clone()}),
+        {},
+        f"{EXPERTS} is there beside",
+    ),
     "blocks without scales": (mxfp4, without(f"{EXPERTS}_scales"), {}, "1 quantised weights have no scales"),
     "scales without blocks": (mxfp4, without(f"{EXPERTS}_blocks"), {}, "1 scales belong to no quantised weight"),
     "blocks of floats": (mxfp4, changed(f"{EXPERTS}_blocks", torch.Tensor.half), {}, "F16 .*U8 .experts"),
@@ -251,7 +271,20 @@ def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict
             if kind < 5:
                 tensors[name] = tensor.contiguous()
 
-    values: tuple[Any, ...] = (None, "fp8", "mxfp4", "", 3, [], [16], [16, 32], [32, 16], [0, 1], [2**70, 1], [1.5, 2])
+    values: tuple[Any, ...] = (
+        None,
+        "fp8",
+        "mxfp4",
+        "",
+        3,
+        [],
+        [16],
+        [16, 32],
+        [32, 16],
+        [0, 1],
+        [2**70, 2**70],
+        [1.5, 2],
+    )
     for number in range(rounds):
         settings = {}
         if draw.random() < 0.3:

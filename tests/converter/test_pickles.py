@@ -423,6 +423,18 @@ BAD: dict[str, tuple[bytes, str]] = {
     "deep": (program(b"]" * 50_000 + b"a" * 49_999), "more values"),
     "nothing": (b"", "damaged"),
     "a class instantiated": (program(b"ctorch\nSize\n)\x81"), "damaged"),
+    "a call bound to arguments": (program(b"cfunctools\npartial\n(cposix\nsystem\nX\x04\0\0\0truetR"), "posix.system"),
+    "a way to an attribute": (program(b"cbuiltins\ngetattr\n(cpathlib\nPath\nX\x05\0\0\0touchtR"), "builtins.getattr"),
+    "an extension": (program(b"\x82\x01"), "extension"),
+    "a state for a class": (program(b"cpathlib\nPath\n}X\x08\0\0\0__call__cpathlib\nos.system\nsb"), "damaged"),
+    "a tensor's class": (
+        program(b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nSize\nctransformers\nInFourBits\n)}tR"),
+        "a class that is not read .InFourBits",
+    ),
+    "a storage with a state": (
+        tensor_of((2,), (1,)).replace(b"Q", b"Q}X\x05\0\0\0startJ\xff\xff\xff\xffsb"),
+        "storage",
+    ),
     "no such storage": (
         program(b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x009X\x03\0\0\0cpuK\x04tQ"),
         "missing",
@@ -445,6 +457,54 @@ def test_bad_pickles(name: str, folder: Path) -> None:
     archive(folder / "pytorch_model.bin", data, {"0": bytes(16)})
     with pytest.raises(CheckpointError, match=message):
         pickle_weights([folder / "pytorch_model.bin"])
+
+
+SYSTEM = b"cpathlib\nos.system\n"  # pickle itself would find the function behind this name, from protocol 4 on
+TOUCH = b"X\x0a\0\0\0touch made"
+INERT = {
+    "reduce": program(SYSTEM, b"(", TOUCH, b"tR"),
+    "protocol 4": b"\x80\x04X\x07\0\0\0pathlibX\x09\0\0\0os.system\x93(" + TOUCH + b"tR.",
+    "a module's module": program(b"cpathlib.os\nsystem\n(", TOUCH, b"tR"),
+    "inst": program(b"(", TOUCH, b"ipathlib\nos.system\n"),
+    "obj": program(b"(", SYSTEM, TOUCH, b"o"),
+    "new": program(SYSTEM, b"(", TOUCH, b"t\x81"),
+    "partial": program(b"cfunctools\npartial\n(", SYSTEM, TOUCH, b"tR)R"),
+    "reduced": program(b"cfunctools\nreduce\n(", SYSTEM, b"]", TOUCH, b"atR"),
+    "numpy's own": program(b"cnumpy.testing._private.utils\nrunstring\n(", TOUCH, b"}tR"),
+    "what is not imported yet": program(b"clightning.antigravity\nfly\n)R"),
+    "a path that acts": program(b"cpathlib\nPosixPath.touch\n(cpathlib\nPosixPath\n(X\x04\0\0\0madetRtR"),
+    "a state": program(b"cargparse\nNamespace\n)\x81N}X\x09\0\0\0__class__", SYSTEM, b"s\x86b)R"),
+    "items": program(SYSTEM, b")\x81(", TOUCH, TOUCH, b"u(", TOUCH, b"e"),
+}
+"""Calls under the names of packages whose objects are let go."""
+
+AUDITED = """
+import json, pickle, sys, types
+folder, *files = sys.argv[1:]
+sys.modules["confined"] = package = types.ModuleType("confined")
+package.__path__ = [folder]
+from confined import pickle_process
+pickle_process.answer((files[0], 0, None))
+told = []
+sys.addaudithook(lambda event, args: told.append((event, str(args[0]) if args else "")))
+answers = [pickle_process.answer((file, 0, None)) for file in files]
+count = len(told)
+pickle.loads(b"\\x80\\x02cpathlib\\nPath\\n.")
+print(json.dumps([answers, told[:count], told[count:]]))
+"""
+
+
+def test_nothing_that_a_pickle_names_is_imported_or_called(tmp_path: Path) -> None:
+    """By what the interpreter itself tells of a process that reads them: it opens the files and limits itself."""
+    files = [str(archive(tmp_path / f"{index}.pt", data)) for index, data in enumerate(INERT.values())]
+    command = [sys.executable, "-I", "-S", "-c", AUDITED, str(Path(pickles.__file__).parent), *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    answers, told, otherwise = json.loads(done.stdout)
+    assert all(set(each) == {"other"} for each in answers)
+    assert {event for event, _ in told} == {"open", "resource.setrlimit"}
+    assert {file for event, file in told if event == "open"} == {*files, "/proc/self/statm"}
+    assert "pickle.find_class" in {event for event, _ in otherwise}, "what pickle itself would have told"
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(files)
 
 
 def test_the_hand_made_tensor_is_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS
 from safetensors.torch import load_file
@@ -169,6 +169,7 @@ def test_litgpts_older_rows(tmp_path: Path) -> None:
     assert same(tmp_path / "old", tmp_path / "original").origin.family == "gpt_neox"
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,6 +189,7 @@ def test_what_litgpt_says_and_is_not_read(change: dict[str, Any], message: str, 
     refused(litgpt, message, InvalidInput)
 
 
+@few(4)
 @pytest.mark.parametrize(
     "text",
     [
@@ -326,12 +328,14 @@ def test_nanochat(tmp_path: Path) -> None:
 PREFIXES = ("_orig_mod.", "module.", "model.", "_forward_module.", "base_model.model.", "module._orig_mod.")
 
 
+@few(3)
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_wrappers(prefix: str, folder: Path, state: State, original: Path) -> None:
     torch.save({prefix + name: tensor for name, tensor in state.items()}, folder / "x.pt")
     same(folder, original)
 
 
+@few(2)
 @pytest.mark.parametrize("keys", [["state_dict"], ["model"], ["module"], ["a", "b"]])
 def test_containers(keys: list[str], folder: Path, state: State, original: Path) -> None:
     content: Any = {name.replace("layers.0.", "layers.0._checkpoint_wrapped_module."): t for name, t in state.items()}
@@ -569,6 +573,7 @@ def mutated(folder: Path, out: Path, count: int) -> tuple[int, int]:
 KINDS = ("litgpt", "meta", "fsdp", "deepspeed")
 
 
+@few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutations(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(kind)

@@ -1892,7 +1892,9 @@ def randomised_reference(
 
     Norms' factors vary around one and biases around zero, so that a tensor that is dropped or put elsewhere shows.
     """
-    model = auto_class(config).from_config(hf_config(config), dtype=dtype, attn_implementation=attention).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # what is added to below is drawn by some classes
+        model = auto_class(config).from_config(hf_config(config), dtype=dtype, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():  # GPT-J's tables are made in fp32 where a checkpoint is read, here in its dtype

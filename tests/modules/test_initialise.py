@@ -16,7 +16,7 @@ from helpers.trees import TREES
 from typer.testing import Result
 
 import gptkit
-from gptkit.components import ModelSpec, Norm
+from gptkit.components import LinearAttention, ModelSpec, Norm
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import write_spec
@@ -42,6 +42,8 @@ def test_as_is_said(name: str) -> None:
     assert {name: array.shape for name, array in found.items()} == {p.name: p.shape for p in spec.parameters()}
     small = DEVIATION / math.sqrt(2 * len(spec.blocks))
     norms = {f"{path}.weight": node for path, node in spec.nodes() if isinstance(node, Norm)}
+    linear = [path for path, node in spec.nodes() if isinstance(node, LinearAttention)]
+    gates = {f"{path}.gate_proj.{name}": each for path in linear for name, each in (("weight", 0), ("bias", -3))}
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name.endswith(("A_log", "dt_bias")):  # half-lives of all lengths
@@ -53,6 +55,7 @@ def test_as_is_said(name: str) -> None:
             zero = name.endswith(("bias", "altup.scale.weight"))
             starts = {"1 + weight": 0, "weight": 1}.get(getattr(norms.get(name), "gain", ""))
             begins = 0 if zero else 1 if name.endswith(("scale.weight", ".D")) else starts
+            begins = gates.get(name, begins)
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue
         wrote = ("o_proj.weight", "down_proj.weight", "right_proj.weight", "embedding.projection.weight")

@@ -459,7 +459,8 @@ def test_every_component_with_a_weight_is_looked_at(variant):
     last = {"final norm"} if spec.final_norm is not None and spec.final_norm.weights() else set()
     seen = inside - {"feed-forward experts"} if variant.family in OUTSIDE else inside
     assert {"embedding", *heads, *seen, *last} <= watched
-    assert slots <= {label.split()[0].replace("-", "_") for label in watched}
+    places = [tap.ours[0].split(".") for tap in taps(architecture, spec) if tap.layer is not None]
+    assert slots <= {slot for _, _, slot, *_ in places}
     assert inside == seen or not inside <= watched
     reference = randomised_reference(variant.config, torch.float32, architecture.reference(spec)[0])
     modules = dict(reference.named_modules())

@@ -58,7 +58,19 @@ VALUES = {
 }
 """A value of every option."""
 
-ELSEWHERE = ("layers", "hidden", "norm", "context", "vocab", "tie", "quantize", "mlp", "activation", "intermediate")
+ELSEWHERE = (
+    "layers",
+    "hidden",
+    "norm",
+    "context",
+    "vocab",
+    "tie",
+    "quantize",
+    "mlp",
+    "activation",
+    "intermediate",
+    "fold",
+)
 """The options that look at nothing inside such a mixer but the roles of its parameters."""
 
 
