@@ -110,15 +110,14 @@ class PositionsModule(nn.Module):
 
 
 class _TokenTypesModule(nn.Module):
-    """The stream (B, T, hidden) and types (B, T) -> the stream with their rows; None: all are of the first type."""
+    """Types of tokens (B, T) -> their rows (B, T, hidden)."""
 
     def __init__(self, spec: TokenTypes) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.count, spec.hidden_size))
 
-    def forward(self, x: Tensor, types: Tensor | None) -> Tensor:
-        types = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device) if types is None else types
-        return x + F.embedding(types, self.weight)
+    def forward(self, types: Tensor) -> Tensor:
+        return F.embedding(types, self.weight)
 
 
 class Front(nn.Module):
@@ -162,7 +161,8 @@ def _embedded(
     """What the first layer reads, and what layers read beside the stream."""
     x: Tensor = module.embedding(input_ids)
     inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
-    x = x if module.token_types is None else module.token_types(x, token_types)
+    if module.token_types is not None:  # all are of the first type where nobody says
+        x = x + module.token_types(torch.zeros_like(input_ids) if token_types is None else token_types)
     x = x if module.positions is None else x + module.positions(position_ids, x.dtype)
     x = x if module.first_norm is None else module.first_norm(x)
     return (x if module.streams is None else module.streams.split(x)), inputs
@@ -254,7 +254,7 @@ class HeadTransformModule(nn.Module):
         return self.norm(self.activation(self.dense(x)))  # type: ignore[no-any-return]
 
 
-class _PoolerModule(nn.Module):
+class PoolerModule(nn.Module):
     """Hidden states (B, T, hidden) -> a vector of each text (B, hidden), made of its first token's."""
 
     def __init__(self, spec: Pooler) -> None:
@@ -322,7 +322,7 @@ class Decoder(nn.Module):
         self.joined = None if spec.joined is None else build_module(spec.joined)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = None if spec.head is None else HeadModule(spec.head)
-        self.pooler = None if spec.pooler is None else _PoolerModule(spec.pooler)
+        self.pooler = None if spec.pooler is None else PoolerModule(spec.pooler)
 
     def forward(
         self,

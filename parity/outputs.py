@@ -27,5 +27,10 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
             logits: Tensor = getattr(found, "logits", found)
             return logits
         states, pooled = found.last_hidden_state, getattr(found, "pooler_output", None)
+    return with_pooled(states, pooled)
+
+
+def with_pooled(states: Tensor, pooled: Tensor | None) -> Tensor:
+    """Hidden states and beside each the text's pooled vector, or its first token's state."""
     beside = states[:, 0] if pooled is None else pooled
     return torch.cat((states, beside[:, None].expand_as(states)), dim=-1)

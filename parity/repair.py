@@ -24,11 +24,12 @@ from ..components.ranges import some_of
 from ..converter.checkpoint import Checkpoint
 from ..converter.dtypes import to_float64
 from ..modules.context import Context
-from ..modules.decoder import BlockModule, Front
+from ..modules.decoder import BlockModule, Front, PoolerModule
 from ..modules.load import as_array, filled, tensor_of
 from .bisect import Cause, Divergence, Part, bisect
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
+from .outputs import with_pooled
 from .passes import hooked
 from .probe import RUNNING, SMALL, TABLES, Batch
 from .rows import final_norm, head_rows
@@ -132,7 +133,15 @@ def _run_unit(tree: Repaired, unit: _Unit, inputs: _Seen, batches: Sequence[Batc
         module = lambda *given: whole(*given)[0]  # noqa: E731
     elif unit == "back":
         norm, head = final_norm(tree, dtype), next(head_rows(tree, dtype, [slice(None)]))
-        module = lambda x: head(norm(x))  # noqa: E731
+        pooler = None
+        if tree.spec.pooler is not None:
+            pooler = filled(partial(PoolerModule, tree.spec.pooler), read, dtype, "pooler")
+
+        def module(x: Tensor) -> Tensor:
+            states: Tensor = norm(x)
+            pooled = None if pooler is None else pooler(states)
+            return head(states) if tree.spec.head is not None else with_pooled(states, pooled)
+
     else:
         module = filled(partial(BlockModule, tree.spec.blocks[unit], path), read, dtype, f"blocks.{unit}")
     for batch in batches:
@@ -232,7 +241,7 @@ def _find_causes(
     if first is None:
         return []  # one function, computed with less precision: nothing in it to repair
     source, target = both.source, both.target
-    ends: _Unit = "back" if first.label in ("final norm", "head") else "front"
+    ends: _Unit = "back" if first.label in ("final norm", "head", "pooler dense") else "front"
     unit = ends if first.layer is None else first.layer
     layer = len(source.spec.blocks) - 1 if unit == "back" else 0 if unit == "front" else unit
     seen: tuple[_Seen, _Seen] = {}, {}

@@ -6,10 +6,11 @@ without their layers (`_front_to_back`), which takes no pass through either.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from ..converter.dtypes import to_float64
 from ..converter.manifest import MANIFEST, check_manifest
 from ..errors import CheckpointError
 from ..modules.decoder import EmbeddingModule, PositionsModule
-from ..modules.load import filled
+from ..modules.load import filled, tensor_of
+from ..modules.registry import build_module
 from .passes import hooked
 from .probe import AFFORDABLE, EMBEDDING, POSITIONS, TABLES, Batch, longest
 from .rows import final_norm, head_rows
@@ -210,7 +212,8 @@ def _alike_at_the_ends(source: Checkpoint, target: Checkpoint, name: str, rows: 
     """
     if not len(rows):
         return np.zeros(0, bool)
-    columns = torch.linspace(0, source.spec.vocab_size - 1, min(_COLUMNS, source.spec.vocab_size)).round().long()
+    outputs = source.spec.hidden_size if source.spec.head is None else source.spec.vocab_size
+    columns = torch.linspace(0, outputs - 1, min(_COLUMNS, outputs)).round().long()
     gaps, noise = [], []
     for start in range(0, len(rows), _PIECE):
         here = torch.from_numpy(rows[start : start + _PIECE])
@@ -249,6 +252,9 @@ def _front_to_back(checkpoint: Checkpoint, name: str, rows: Tensor, columns: Ten
             few = partial(PositionsModule, replace(spec.positions, length=len(rows), offset=0))
             taken = rows if name == POSITIONS else first
             x = x + filled(few, partial(read, taken=taken), dtype, "positions")(every, dtype)
+        if spec.first_norm is not None:
+            make: Callable[[], Any] = partial(build_module, spec.first_norm)
+            x = filled(make, partial(tensor_of, checkpoint), dtype, "first_norm")(x)
         logits = next(head_rows(checkpoint, dtype, [columns]))(final_norm(checkpoint, dtype)(x))
     checkpoint.release()
     return logits

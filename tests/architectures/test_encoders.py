@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.command import call
 from helpers.edited import exit_code
-from helpers.families import BERT, CONFIGS, VOCAB, decoder_from, randomised_reference, spec_of
+from helpers.families import BERT, CONFIGS, VOCAB, decoder_from, edited, randomised_reference, save_hf, spec_of
 
 import gptkit
 from gptkit.analysis.costs import cache_bytes, forward_flops, pairs_in_sight
@@ -133,6 +134,24 @@ def test_nothing_is_saved_by_a_mask_and_nothing_is_cached() -> None:
     flops = forward_flops(spec, 64)
     assert flops.needed_scores == flops.scores
     assert cache_bytes(spec, 64).held == cache_bytes(spec, 64).a_token == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("token_type_embeddings.weight", "token types"), ("pooler.dense.weight", "pooler dense")]
+)
+def test_what_is_wrong_at_the_ends_is_found(name: str, place: str, tmp_path: Path) -> None:
+    for folder in ("hf", "wrong"):
+        save_hf(CONFIGS["bert-model"], tmp_path / folder)
+
+    def roll(weights: dict[str, torch.Tensor]) -> None:
+        own = next(each for each in weights if each.endswith(name))
+        weights[own] = weights[own].roll(1, 0).clone()
+
+    edited(tmp_path / "wrong", roll)
+    found = call("verify", tmp_path / "hf", tmp_path / "wrong", "--no-mutations")
+    assert found.exit_code == 3
+    assert f"place     {place}: the first component that differs" in found.stdout
+    assert "restores parity" in found.stdout
 
 
 # --- what it does not -------------------------------------------------------------------------------------------------
