@@ -127,6 +127,8 @@ MEASURED = {
         "gpt_oss": 0.003,
         **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), 0.01),
         "flint": 0.0006,
+        "bert": 0.002,
+        "distilbert": 0.003,
         "modernbert": 0.003,
         "llama4_text": 0.33,
     },
@@ -138,6 +140,7 @@ indices and masks of groups and choices. Of gpt-oss it keeps numbers of the expe
 rows, but tables half as wide. Of Llama 4 all experts are given all tokens. Of GPT-NeoX sdpa is handed two tensors as
 wide as the model that are made for it. Of Gemma 3n's and 4's norms it keeps the mean of squares and a power of it. Of
 Flint's routers, which it is not to have in bf16, it keeps a copy in fp32. Of ModernBERT it keeps a mask less.
+Of BERT it keeps the ids of types, and of DistilBERT as much as 4 bytes a token in each layer.
 """
 
 
@@ -162,7 +165,7 @@ def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch
             steps = 6 * len(ALL[family].blocks) * run.rows * 4 * ALL[family].hidden_size * run.size
             assert sum(told.values()) - steps == pytest.approx(measured, rel=0.001)
         elif family in IN_STEPS:
-            assert ratio < 0.75
+            assert ratio < (0.75 if family in ("granitemoehybrid", "nemotron_h") else 0.7)  # few of their layers recur
         else:
             latent = any(isinstance(node, LatentAttention) for node in ALL[family].components())
             close = 0.3 if family in OF_THEIR_OWN else 0.0001
