@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,6 +27,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config: pytest.Config) -> None:
     covering.quick = "not exhaustive" in config.option.markexpr
+    # What `make test` finds is to be of the change and not of the day: it tries the same examples each time.
+    # `make test-all` and `make test-slow` go on looking.
+    settings.register_profile("quick", derandomize=True)
+    settings.load_profile("quick" if covering.quick else "default")
     gc.disable()  # until everything is imported and collected, of which nothing is garbage
 
 

@@ -42,7 +42,7 @@ LARGEST = 300_000
 
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 HEADS = ("n_head", "num_attention_heads", "num_heads", "attention_heads", "n_heads")
-HIDDEN = ("n_embd", "n_embed", "hidden_size", "d_model")
+HIDDEN = ("n_embd", "n_embed", "hidden_size", "d_model", "dim")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "dff")
 NO_OTHER = ("helium",)
@@ -59,11 +59,15 @@ def turning_part(config: Mapping[str, Any]) -> float:
 
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
-    """A config of any family in other sizes, under whichever names it has them."""
+    """A config of any family in other sizes, under whichever names it has them; without attention in another vocabulary."""
     if "text_config" in config:
         return {**config, "text_config": resized(config["text_config"], choose)}
-    found = dict(config)
+    vocabulary = choose((41, 64, 97))
     name = {names: next((n for n in names if n in config), "") for names in (LAYERS, HEADS, HIDDEN, KV_HEADS, WIDTHS)}
+    attends = [block.mixer("attention") is not None for block in spec_of(config).blocks]
+    if not (any(attends) and all(name[each] for each in (LAYERS, HEADS, HIDDEN))):
+        return {**config, "vocab_size": vocabulary}
+    found = dict(config)
     part = 1.0 if "rotary_dim" in config else turning_part(config)
     own = config[name[HIDDEN]] // config[name[HEADS]]
     dims = [each for each in (4, 6, 8, 10, 16) if each <= 10 or part < 1]
@@ -86,7 +90,7 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
     by_layer = [
         n for n, v in config.items() if isinstance(v, list) and n not in ("attention_layers", "attention_types")
     ]
-    if not any(len(config[each]) == config[name[LAYERS]] for each in by_layer):
+    if all(attends) and not any(len(config[each]) == config[name[LAYERS]] for each in by_layer):
         found[name[LAYERS]] = max(choose((1, 2, 3)), config.get("first_k_dense_replace", 0))
     if "attention_types" in config:
         found.pop("attention_layers", None)
@@ -97,16 +101,17 @@ def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
         found |= {name[HEADS]: 4 * found[name[HEADS]], name[HIDDEN]: 4 * found[name[HIDDEN]]}
     if name[WIDTHS]:
         found[name[WIDTHS]] = choose((8, 20, 30, 33))
-    return {**found, "vocab_size": choose((41, 64, 97))}
+    return {**found, "vocab_size": vocabulary}
 
 
 def drawn_config(name: str, choose: Choose) -> dict[str, Any]:
-    """A config in sizes that go together in its family."""
-    while True:
+    """A config in sizes that go together in its family, or the one it has where ten draws found none."""
+    for _ in range(10):
         found = resized(CONFIGS[name], choose)
         with suppress(ConfigError):
             spec_of(found)
             return found
+    return dict(CONFIGS[name])
 
 
 def drawn_spec(choose: Choose) -> ModelSpec:
