@@ -169,7 +169,7 @@ NOT_BUILT = {
 }
 
 
-@few(12)
+@few(8)
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in NOT_BUILT])
 def test_the_default_config_counts_what_transformers_counts(family):
     """The full-size defaults, where head_dim, biases and groups are the real ones."""
@@ -272,7 +272,7 @@ def test_padded_decode_is_transformers_to_the_bit(variant, dtype):
     assert worst == [0.0] * len(worst)
 
 
-@few(7)
+@few(4)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_a_wrong_weight_shows(variant):
     """The probe is not blind: every single tensor, negated, moves the logits."""
@@ -395,6 +395,7 @@ def test_a_tree_that_another_family_has_too_is_expressed():
     assert ARCHITECTURES["mistral"].spec(config) == spec
 
 
+@few(20)
 @variants
 def test_any_tree_is_either_expressed_or_refused(variant):
     """Never another exception, and never a config that reads back as another tree."""

@@ -23,7 +23,7 @@ import pytest
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.components import ModelSpec
+from gptkit.components import ModelSpec, without_rounding
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, spec_of
 from helpers.full_spec import full
 from helpers.trees import TREES
@@ -155,6 +155,11 @@ def facts(spec: ModelSpec) -> set[Hashable]:
 
     walk("", full(msgspec.structs.replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)))))
     return found
+
+
+def functions(spec: ModelSpec) -> set[Hashable]:
+    """The facts of a tree that make it another function: not those by which it rounds."""
+    return facts(without_rounding(spec))
 
 
 def preset_facts(name: str) -> set[Hashable]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import exhaustive
+from helpers.covering import exhaustive, few
 from helpers.processes import python
 
 import gptkit
@@ -66,6 +66,7 @@ def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "out.healing").rglob("step-*"))
 
 
+@few(1)
 @pytest.mark.parametrize("trained", ["changed", "norms", "lora:2"])
 def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path) -> None:
     heal(changed, TEACHER, [PLAY], tmp_path / "out", **{**BUDGET, "tokens": 1024}, trained=trained, beside=False)
@@ -189,6 +190,7 @@ def test_the_command_tells_all_of_it(changed: Path, tmp_path: Path) -> None:
     assert data["control"] is None and 0 < data["healed"]["kl"] < data["start"]["kl"]
 
 
+@exhaustive
 def test_what_a_family_has_leaves_as_its_files(tmp_path: Path) -> None:
     assert call("swap", "sample:llama", tmp_path / "mqa", "--attention", "mqa", "--approximate", "-q").exit_code == 0
     options = {**BUDGET, "tokens": 512}
