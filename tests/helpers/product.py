@@ -12,10 +12,9 @@ _APART = ("tests", "docs", "benchmarks", "examples", "build", "dist")
 
 @cache
 def product() -> dict[str, Path]:
-    """The product's files by their paths in it. Environments and caches, of many thousand files, are not looked into."""
-    folders = [
-        each for each in ROOT.iterdir() if each.is_dir() and each.name not in _APART and each.name[0] not in "._"
-    ]
+    """The product's files by their paths in it. Environments, of many thousand files, are not looked into."""
+    folders = [each for each in ROOT.iterdir() if each.is_dir() and each.name not in _APART]
+    folders = [each for each in folders if not each.name.startswith((".", "_"))]
     found = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path for path in sorted(found)}
 
