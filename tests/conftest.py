@@ -12,12 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import covering
 from helpers.browser import chromium
 from helpers.hubserver import Hub
 
@@ -26,6 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") != "no":
+        return  # the process that deals tests out to others runs none, and needs neither torch nor transformers
+    gc.disable()  # until everything is imported and collected, of which nothing is garbage
+    from helpers import covering
+    from hypothesis import HealthCheck, settings
+
     covering.quick = "not exhaustive" in config.option.markexpr
     # What `make test` finds is to be of the change and not of the day: it tries the same examples each time, as
     # `make test-all` and `make test-slow` do not; and no test fails because the machine is busy.
@@ -33,18 +36,18 @@ def pytest_configure(config: pytest.Config) -> None:
     patient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     settings.register_profile("gptkit", derandomize=covering.quick, deadline=None, suppress_health_check=patient)
     settings.load_profile("gptkit")
-    gc.disable()  # until everything is imported and collected, of which nothing is garbage
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from helpers import covering
+
     covering.mark_the_rest(items)
 
 
 def pytest_collection_finish() -> None:
     """Tests, torch and transformers stay until the end: the garbage collector need not look at them time and again, and
     what tests leave is so small that it may wait."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
@@ -53,6 +56,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Models this small wait for other threads longer than they compute."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

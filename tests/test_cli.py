@@ -378,6 +378,7 @@ def test_convert_there_and_back(tmp_path: Path) -> None:
     run("verify", "sample:gpt2", "gpt2-local", "-q", "--no-mutations")
 
 
+@few(3)
 @pytest.mark.parametrize(
     "name", ["with space", "mödèl 你好", "-dash", "a'quote\"", "[bold]x", "100%", "{x}", ":smile:"]
 )
@@ -608,6 +609,7 @@ def test_escape_codes_on_a_terminal_unless_no_color() -> None:
     assert "\x1b[3" not in on_terminal("convert", "sample:gpt2", env={"NO_COLOR": "1"})
 
 
+@few(3)
 @pytest.mark.parametrize(
     "args",
     [

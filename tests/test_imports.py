@@ -11,20 +11,13 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import gptkit
-
-ROOT = Path(gptkit.__file__).parent
-APART = ("tests", "docs", "benchmarks", "examples", "build")
+from helpers.product import ROOT, parsed, product
 
 
 def modules() -> dict[str, Path]:
     """Every module of the package by its name within it; the package itself is ""."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        inside = path.relative_to(ROOT)
-        if inside.parts[0] not in APART and not inside.parts[0].startswith("."):
-            found[".".join(inside.with_suffix("").parts).removesuffix("__init__").rstrip(".")] = path
-    return found
+    names = {name: name.removesuffix(".py").replace("/", ".") for name in product()}
+    return {names[name].removesuffix("__init__").rstrip("."): path for name, path in product().items()}
 
 
 def imported(package: str, node: ast.AST) -> Iterator[str]:
@@ -36,7 +29,10 @@ def imported(package: str, node: ast.AST) -> Iterator[str]:
         if node.level or (node.module or "").partition(".")[0] == "gptkit":
             base = [*filter(None, above), *(node.module or "").removeprefix("gptkit").split(".")]
             yield from (".".join(filter(None, [*base, name.name])) for name in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and "import_module" in (
+        getattr(node.func, "id", ""),
+        getattr(node.func, "attr", ""),
+    ):
         first = node.args[0]
         if isinstance(first, ast.Constant) and isinstance(first.value, str) and first.value.startswith((".", "gptkit")):
             yield first.value.removeprefix("gptkit").lstrip(".")
@@ -49,7 +45,7 @@ def arrows() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        named = (each for node in ast.walk(ast.parse(path.read_text())) for each in imported(package, node))
+        named = (each for node in ast.walk(parsed(path)) for each in imported(package, node))
         graph[name] = {each if each in known else each.rpartition(".")[0] for each in named} - {name}
     return graph
 

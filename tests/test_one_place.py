@@ -4,34 +4,33 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
+from helpers.product import ROOT, parsed, product
 
-import gptkit
 from gptkit.architectures import ARCHITECTURES
 from gptkit.components import KINDS, Component, Mixer, Norm, Position
 from gptkit.converter.targets import FORMATS
 from gptkit.surgery.registry import all_options, all_swaps
 
-ROOT = Path(gptkit.__file__).parent
 EVERYWHERE = {"ModelSpec", "Block", "SubLayer", "Embedding", "Head"}
 """What every tree has: who asks for one asks for a place."""
 OURS = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("gptkit.components.")}
 FREE = ("components", "modules", "surgery/swaps", "architectures/families")
 """Where kinds are asked for: their own places, what exchanges one for another, and the families that have them."""
-NO_PRODUCT = ("tests", "docs", "benchmarks", "examples", "build")
+
+
+def trees() -> dict[str, ast.Module]:
+    """The product's files by their paths, parsed."""
+    return {name: parsed(path) for name, path in product().items()}
 
 
 @cache
-def product() -> dict[str, ast.Module]:
-    """The product's files by their paths, parsed."""
-    found = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-    return {
-        name: ast.parse(path.read_text())
-        for name, path in found.items()
-        if not name.startswith((*(f"{folder}/" for folder in NO_PRODUCT), "."))
-    }
+def imports() -> list[tuple[str, ast.ImportFrom]]:
+    """Every import of names from a module, beside its file."""
+    return [
+        (path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    ]
 
 
 def names(node: ast.AST) -> set[str]:
@@ -43,7 +42,7 @@ def names(node: ast.AST) -> set[str]:
 def questions(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
     """Where code asks for the kind of a value, and for which."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
             asked = names(node.args[1])
         elif isinstance(node, ast.match_case):
             asked = set().union(
@@ -59,7 +58,7 @@ def questions(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
 def test_nothing_elsewhere_asks_for_a_kind() -> None:
     asked = [
         f"{name}:{line} asks for {', '.join(sorted(kinds))}"
-        for name, tree in product().items()
+        for name, tree in trees().items()
         if not name.startswith(tuple(f"{folder}/" for folder in FREE))
         for line, kinds in questions(tree)
         if kinds
@@ -94,7 +93,7 @@ def decorations() -> list[tuple[str, set[str]]]:
     """What each class and function of the product is decorated with, beside its file."""
     return [
         (path, names(decorator))
-        for path, tree in product().items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
         for decorator in node.decorator_list
@@ -119,12 +118,7 @@ def test_a_kind_is_as_many_files_as_the_table_says(kind: type[Component]) -> Non
 def listed(folder: str) -> set[str]:
     """Files outside of a folder that import one of its files by name, and so would have to be edited for a new one."""
     last = folder.rpartition("/")[2]
-    return {
-        path
-        for path, tree in product().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and last in (node.module or "").split(".") and not path.startswith(folder)
-    }
+    return {path for path, node in imports() if last in (node.module or "").split(".") and not path.startswith(folder)}
 
 
 def test_swaps_and_families_are_found_by_looking() -> None:
@@ -140,9 +134,8 @@ def test_a_format_is_named_in_one_file_beside_its_own() -> None:
     assert all((ROOT / "converter" / "formats" / f"{module}.py").is_file() for module in modules)
     imported = {
         f".{node.module}".rpartition(".formats.")[2]
-        for path, tree in product().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and not path.startswith("converter/formats/")
+        for path, node in imports()
+        if not path.startswith("converter/formats/")
         if ".formats." in f".{node.module}"
     }
     assert imported & modules == {"gguf"}  # of which the beginning is read over a network, before it is a file

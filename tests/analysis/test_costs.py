@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from helpers.covering import covered, facts, few
+from helpers.covering import covered, few, functions
 from helpers.families import CONFIGS, DECODERS, VARIANTS, Variant, decoder_from, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.processes import imported
@@ -226,7 +226,7 @@ def counted_passes(spec: ModelSpec, kernel: str, batch: int, tokens: int) -> tup
     return forward, counter.get_total_flops()
 
 
-@covered("name", "kernel", by=lambda name, kernel: {kernel, *facts(ALL[name])})
+@covered("name", "kernel", by=lambda name, kernel: {kernel, *functions(ALL[name])})
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_flops_are_torchs_count_of_the_built_module(name: str, kernel: str) -> None:
@@ -289,7 +289,7 @@ def test_six_n() -> None:
 # --- caches ---
 
 
-@few(16)
+@few(6)
 @pytest.mark.parametrize("variant", DECODERS, ids=str)
 def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, new = spec_of(variant.config), 6

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from helpers.covering import covered, examples, facts
+from helpers.covering import covered, examples, facts, few, functions
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
 from helpers.random_trees import drawn_config
@@ -144,6 +144,7 @@ Of BERT it keeps the ids of types, and of DistilBERT as much as 4 bytes a token 
 """
 
 
+@few(16)
 @pytest.mark.parametrize("family", list(REPRESENTATIVES))
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_transformers_keeps_about_the_same(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +217,7 @@ def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> No
         assert told == pytest.approx(measured, rel=0.06)
 
 
+@covered("name", by=lambda name: functions(ALL[name]))
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_worst_moment_of_a_mixture(name: str) -> None:
     """Told for experts that take equally many tokens, which chance and its weights do not make them."""

@@ -125,6 +125,7 @@ def test_a_file_without_a_config_is_counted(tmp_path: Path) -> None:
 NEED_A_TREE = "--flops,--memory,--dtype bf16,--explain,--gpu 24GB,--tp 2,--swap norm=rmsnorm,--html page.html"
 
 
+@few(4)
 @pytest.mark.parametrize("options", NEED_A_TREE.split(","))
 def test_figures_that_need_a_tree_are_refused_by_the_family(
     options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

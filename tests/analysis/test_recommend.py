@@ -53,7 +53,7 @@ def choice(found: Recommendation, kind: str, words: str = "") -> Any:
 # --- sizes ---
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("budget", ["10M", "30M", "124M", "774M", "1.3B", "7B", "13B", "70B", "175B", "1T"])
 def test_the_budget_is_hit(goal: str, budget: str) -> None:
@@ -186,6 +186,7 @@ def test_a_small_model_ties_its_head_and_a_large_one_need_not() -> None:
     assert recommend("quality", "7B", vocab=256_000).spec.head.tied
 
 
+@few(3)
 @pytest.mark.parametrize("goal", GOALS)
 def test_a_family_holds_it(goal: str) -> None:
     found = recommend(goal, "30M")
@@ -234,6 +235,7 @@ def test_what_contradicts_the_advice_is_told() -> None:
     assert about(speed, "attention").figures["cache"] == 1 / 32
 
 
+@few(3)
 @pytest.mark.parametrize("goal", GOALS)
 def test_advice_that_is_contradicted_is_named_as_what_was_chosen(goal: str) -> None:
     found = recommend(goal, "7B")
@@ -270,7 +272,7 @@ def test_one_component_away_a_family_has_it() -> None:
     assert about(loadable, "feed-forward").words.startswith("GEGLU")
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("context", [512, 16_384])
 def test_loadable_is_what_transformers_loads(goal: str, context: int) -> None:
@@ -292,6 +294,7 @@ def test_where_more_than_one_component_is_in_the_way(monkeypatch: pytest.MonkeyP
     assert "Leave out --loadable" in str(refused.value)
 
 
+@few(3)
 @pytest.mark.parametrize("goal", GOALS)
 def test_findings_are_figures_of_these_trees(goal: str) -> None:
     found = recommend(goal, "1.3B")

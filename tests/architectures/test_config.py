@@ -220,7 +220,7 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
         tracemalloc.stop()
 
 
-@few(10)
+@few(4)
 @families
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = {key: value for key, value in REPRESENTATIVES[family].config.items() if key != "attention_types"}

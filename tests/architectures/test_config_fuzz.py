@@ -166,7 +166,7 @@ def check(family: str, count: int) -> Counter[str]:
     return counts
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_any_values_give_a_finite_tree_or_an_error(family: str) -> None:
     assert check(family, examples(EXAMPLES))["all"] >= examples(EXAMPLES)

@@ -99,7 +99,7 @@ def moves(family: str, config: dict[str, Any], name: str) -> bool:
     return False
 
 
-@few(12)
+@few(6)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_field_that_is_read_moves_some_tree_of_the_family(family: str) -> None:
     configs = [each.config for each in VARIANTS if each.family == family and "text_config" not in each.config]

@@ -87,7 +87,7 @@ def within(family: str) -> set[str]:
     return {part for name in fields if "." in name for part in name.split(".")}
 
 
-@few(12)
+@few(6)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_nothing_that_transformers_reads_is_called_unread(family: str) -> None:
     """Whatever it holds: the field is read, refused, or declared irrelevant with a reason."""

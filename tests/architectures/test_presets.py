@@ -61,7 +61,7 @@ PUBLISHED = {
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
 
 
-@few(12)
+@few(6)
 @every_preset
 def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path: Path) -> None:
     import torch
@@ -99,7 +99,7 @@ def test_every_field_is_known(preset: Preset) -> None:
     assert set(unknown) <= UNKNOWN_FIELDS
 
 
-@few(40)
+@few(20)
 @every_preset
 def test_the_tree_goes_back_into_a_config(preset: Preset) -> None:
     architecture = architecture_of(preset.config)

@@ -75,7 +75,7 @@ def read(config: dict[str, Any]) -> ModelSpec | str:
         return str(error)
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("family", MADE)
 def test_the_tiny_config_of_transformers_own_tests(family: str) -> None:
     config = tiny(family)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.covering import few
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES
 from rich.console import Console
@@ -95,6 +96,7 @@ def test_formats_refuse_by_the_component(name):
         nanogpt.expressed(spec, "gelu")
 
 
+@few(8)
 @pytest.mark.parametrize("name", TREES)
 def test_gguf_refuses_by_a_component_or_has_the_same_function(name):
     spec = TREES[name]

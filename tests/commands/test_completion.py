@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.covering import few
 from helpers.processes import python
 from typer.testing import CliRunner
 
@@ -48,6 +49,7 @@ def test_own_files_come_first_and_only_models(tmp_path: Path) -> None:
     assert names("no/such/folder/") == []
 
 
+@few(2)
 @pytest.mark.parametrize("call", ["params qwen3-32", "params gpt2 qwen3-32", "load qwen3-32", "convert qwen3-32"])
 def test_bash_gets_them(call: str) -> None:
     words = call.split()

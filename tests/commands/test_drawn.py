@@ -23,7 +23,7 @@ def run(*args: str | Path) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_page_is_written_and_named_last(name: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
@@ -33,6 +33,7 @@ def test_a_page_is_written_and_named_last(name: str, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+@few(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_json_stays_json(name: str, tmp_path: Path) -> None:
     import json

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import typer
+from helpers.covering import few
 from typer.testing import CliRunner
 
 from gptkit.cli import app
@@ -22,6 +23,7 @@ def shown(columns: int, *call: str) -> str:
     return done.output
 
 
+@few(10)
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_nothing_is_broken_at_80_columns(command: str) -> None:
     """Each word is one of those of a terminal that is wide enough for all of them."""

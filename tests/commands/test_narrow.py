@@ -34,7 +34,7 @@ def words(text: str) -> set[str]:
     return {word.strip(",:;.") for word in BOXES.sub(" ", text).split()}
 
 
-@few(6)
+@few(3)
 @pytest.mark.parametrize("call", CALLS)
 def test_no_word_is_broken(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is one that a terminal shows that is wide enough for all of them."""

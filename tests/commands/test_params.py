@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.covering import covered, few
+from helpers.covering import few
 from helpers.processes import imported
 from typer.testing import CliRunner, Result
 
@@ -247,6 +247,7 @@ def test_which_of_several_failed() -> None:
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")
 
 
+@few(20)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, "x", 1.5, True, [1], float("nan"), float("inf")])
 def test_sizes_that_no_model_has(name: str, value: Any) -> None:
@@ -276,7 +277,7 @@ def test_sizes_that_are_not_stated_are_told() -> None:
 # --- what reaches the terminal
 
 
-@covered()
+@few(1)
 @pytest.mark.parametrize("columns", [40, 80, 200])
 @pytest.mark.parametrize("by", ["component", "layer", "tensor"])
 @pytest.mark.parametrize(
@@ -311,6 +312,7 @@ def test_all_presets_at_once() -> None:
     assert "bloom-176b" in (line.split()[0] for line in lines)
 
 
+@few(2)
 @pytest.mark.parametrize("args", [EVERYTHING, ("--csv",), ("--by", "tensor"), ("--json", *EVERYTHING)])
 def test_nothing_heavy_is_imported(args: tuple[str, ...]) -> None:
     code = f"from gptkit.cli import app; app({['params', 'gpt2', *args]!r}, prog_name='gptkit')"
@@ -340,7 +342,7 @@ def test_a_word_that_no_preset_has() -> None:
     assert "lists all of them" in call("presets", "zzzzzz", code=2).stderr
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_the_list_of_presets_fits(columns: int) -> None:
     lines = call("presets", columns=columns).stdout.splitlines()

@@ -625,6 +625,7 @@ def assert_rounds(value: float, dtype: str) -> None:
         assert (found, math.copysign(1, found)) == (expected, math.copysign(1, expected)), value
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_rounding_is_exact_where_it_is_hard(dtype: str) -> None:
     for value in adversaries(dtype):

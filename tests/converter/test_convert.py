@@ -354,7 +354,7 @@ def test_nan_in_a_stored_tied_head_equals_itself(gpt2: tuple[Path, Any], tmp_pat
 # --- shards ---
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_shards_that_transformers_reads(variant: Variant, tmp_path: Path) -> None:
     model = save_hf(variant.config, tmp_path / "source")
@@ -758,7 +758,7 @@ def test_what_drafts_tokens_is_what_transformers_drops() -> None:
     assert dropping == set(DRAFTS)
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("base", [False, True], ids=["whole", "base model"])
 @pytest.mark.parametrize("family", DRAFTS)
 def test_what_drafts_tokens_is_carried_there_and_back_and_told(family: str, base: bool, tmp_path: Path) -> None:

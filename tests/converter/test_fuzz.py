@@ -364,7 +364,7 @@ def headers_read(path: Path) -> str:
 proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell the peak of memory")
 
 
-@few(2)
+@few(1)
 @proc
 @pytest.mark.parametrize("case", LARGE)
 def test_a_header_as_large_as_it_gets(case: str, memory_path: Path) -> None:
@@ -392,7 +392,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
 }
 
 
-@few(2)
+@few(1)
 @proc
 @pytest.mark.parametrize("case", LARGE_INDEX)
 def test_an_index_as_large_as_it_gets(case: str, memory_path: Path) -> None:

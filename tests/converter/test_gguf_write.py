@@ -199,7 +199,7 @@ RENAMED = [
 # --- tensors
 
 
-@covered()
+@few(10)
 @pytest.mark.parametrize("variant", RENAMED, ids=str)
 def test_tensors_are_those_of_llama_cpps_converter(tmp_path: Path, variant: Variant) -> None:
     expected = llama_cpp_tensors(save_hf(variant.config, tmp_path / "hf"), variant)
@@ -280,6 +280,7 @@ ODD = ("x", True, False, -1, 0, 1, 1.5, float("nan"), [1, 2], [True], [], 2**40)
 MORE = ("expert_count", "nextn_predict_layers", "rope.scaling.type", "attention.key_length", "attention.sliding_window")
 
 
+@few(20)
 @pytest.mark.parametrize("name", GGUF)
 def test_metadata_of_any_value_give_a_tree_or_an_error_of_ours(name: str) -> None:
     """Each key left out, and with values that it never has, of one variant of every row."""
@@ -457,7 +458,7 @@ def test_a_file_is_the_same_every_time_and_named_as_llama_cpp_does(tmp_path: Pat
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (SAMPLES / "llama" / "tokenizer.json").read_bytes()
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_llama_cpp_does_not_compute_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(CannotExpress, match=REFUSED[name]):

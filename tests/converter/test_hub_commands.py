@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.hubserver import NEW, OLD, Big, Hub, Repo
 from typer.testing import Result
@@ -112,6 +113,7 @@ def test_exit_codes(hub: Hub, environment: dict[str, str], files: dict[str, byte
     assert not Path(out).exists()
 
 
+@few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_bars_where_a_person_looks(hub: Hub, environment: dict[str, str], tmp_path: Path, quiet: bool) -> None:
     leader, follower = pty.openpty()

@@ -365,6 +365,7 @@ def begun(tiny: Path, target: Path) -> subprocess.Popen[bytes]:
     return process
 
 
+@few(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, number: int, code: int) -> None:
     tiny, target = make_tiny(tmp_path / "tiny"), tmp_path / "room" / "out"
@@ -399,7 +400,7 @@ def test_a_second_convert_to_the_same_place_is_refused_at_once(tmp_path: Path) -
 # --- disks and folders that refuse
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("limit", [0, 300, 1_000, 1_500, 4_000])
 def test_a_file_size_limit(tmp_path: Path, limit: int) -> None:
     tiny, target = make_tiny(tmp_path / "tiny"), tmp_path / "room" / "out"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.families import CONFIGS, GPT2, save_hf
 from safetensors.torch import load_file
 from torch import nn
@@ -242,6 +243,7 @@ def test_trees_that_it_cannot_hold(config: dict[str, Any], told: str, tmp_path: 
 # --- in ---
 
 
+@few(2)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_train_py_saves(bias: bool, compiled: bool, tmp_path: Path) -> None:
@@ -345,6 +347,7 @@ def edit(kind: str, content: dict[str, Any]) -> Any:
     return content
 
 
+@few(6)
 @pytest.mark.parametrize(
     ("kind", "told"),
     [

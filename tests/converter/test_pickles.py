@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import imported
 from safetensors.torch import load_file
@@ -256,6 +257,7 @@ def test_what_is_wrong_with_a_file_from_before_1_6(tmp_path: Path) -> None:
 # --- what is no dictionary of tensors ---
 
 
+@few(4)
 @pytest.mark.parametrize("where", ["with a config", "alone"])
 @pytest.mark.parametrize("kind", ["state_dict", "model", "nested", "parallel", "with a number"])
 def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
@@ -451,6 +453,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
+@few(10)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pickles(name: str, folder: Path) -> None:
     data, message = BAD[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from helpers.covering import covered, few
+from helpers.covering import few
 
 from gptkit.converter import publish
 from gptkit.converter.files import copy_file, sha256_file, write_bytes
@@ -268,7 +268,7 @@ class Fault:
         return wrapped
 
 
-@covered()
+@few(2)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("over_old", [False, True])
 @pytest.mark.usefixtures("any_rename")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.processes import imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -281,6 +281,7 @@ def test_pieces_of_a_text_are_its_decoding(path: Path, skip: bool) -> None:
         assert "�" in text or not any("�" in piece for piece in pieces)
 
 
+@few(1)
 @settings(max_examples=examples(500), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 @pytest.mark.parametrize("path", KINDS)

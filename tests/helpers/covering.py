@@ -10,9 +10,11 @@ A test whose cases go over all families is covered without being told to: a fami
 unless there is something in its trees that was in none before.
 """
 
+import heapq
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
-from gptkit.components import ModelSpec
+from gptkit.components import ModelSpec, without_rounding
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, spec_of
 from helpers.full_spec import full
 from helpers.trees import TREES
@@ -53,20 +55,26 @@ def examples(count: int) -> int:
     return max(count // SHARE, min(count, 3)) if quick else count
 
 
-def chosen(shown: Sequence[set[Hashable]], start: int = 0) -> set[int]:
+def chosen(shown: Sequence[AbstractSet[Hashable]], start: int = 0) -> set[int]:
     """The places of cases that together show whatever any of them shows; of two that bring as much the first one, seen
     from where the search starts.
     """
-    number = {each: 1 << place for place, each in enumerate(dict.fromkeys(itertools.chain(*shown)))}
-    left = {}  # by place, what is still missing and a case shows, as the bits of a number
-    for place in [*range(start % len(shown), len(shown)), *range(start % len(shown))]:
-        left[place] = sum(number[each] for each in shown[place])
+    missing = set(itertools.chain(*shown))
+    start %= len(shown)
     kept: set[int] = set()
-    while left:
-        best = max(left, key=lambda place: left[place].bit_count())
-        kept.add(best)
-        found = left[best]
-        left = {place: rest for place, bits in left.items() if (rest := bits & ~found)}
+    # What a case brings becomes less and never more: the first one that still brings as much as it did brings the most.
+    places = (*range(start, len(shown)), *range(start))
+    best = [(-len(shown[place]), turn, place) for turn, place in enumerate(places)]
+    heapq.heapify(best)
+    while missing or not kept:
+        brought, turn, place = best[0]
+        brings = -len(missing & shown[place])
+        if brings == brought:
+            heapq.heappop(best)
+            kept.add(place)
+            missing -= shown[place]
+        else:
+            heapq.heapreplace(best, (brings, turn, place))
     return kept
 
 
@@ -80,7 +88,18 @@ def shows(arguments: Mapping[str, Any], names: Sequence[str], by: Callable[..., 
     """What a case shows."""
     if by is not None:
         return set(by(*(arguments[name] for name in names)))
-    return {(name, each) for name in names or arguments for each in kinds(arguments[name])}
+    return set().union(*(named(name, arguments[name]) for name in names or arguments))
+
+
+def named(name: str, value: Any) -> AbstractSet[Hashable]:
+    """What is in the value of an argument, as the argument's."""
+    model = model_of(value)
+    return {(name, each) for each in kinds(value)} if model is None else _named(name, model)
+
+
+@cache
+def _named(name: str, model: str) -> frozenset[Hashable]:
+    return frozenset((name, each) for each in contents(model))
 
 
 def kinds(value: Any) -> set[Hashable]:
@@ -136,6 +155,11 @@ def facts(spec: ModelSpec) -> set[Hashable]:
 
     walk("", full(msgspec.structs.replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)))))
     return found
+
+
+def functions(spec: ModelSpec) -> set[Hashable]:
+    """The facts of a tree that make it another function: not those by which it rounds."""
+    return facts(without_rounding(spec))
 
 
 def preset_facts(name: str) -> set[Hashable]:

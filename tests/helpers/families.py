@@ -1821,7 +1821,20 @@ def _variants() -> list[Variant]:
 
 
 VARIANTS = _variants()
-DECODERS = [variant for variant in VARIANTS if architecture_of(variant.config).spec(variant.config).causal]
+
+
+_SPECS: dict[str, ModelSpec] = {}
+
+
+def spec_of(config: Mapping[str, Any]) -> ModelSpec:
+    """gptkit's tree of a config, which is read once."""
+    key = json.dumps(config)
+    if key not in _SPECS:
+        _SPECS[key] = architecture_of(config).spec(config)
+    return _SPECS[key]
+
+
+DECODERS = [variant for variant in VARIANTS if spec_of(variant.config).causal]
 """Those that generate."""
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 
@@ -1992,8 +2005,3 @@ def edited(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
 def zeroed(folder: Path, *endings: str) -> None:
     """Set the tensors of a checkpoint whose names end so to zero."""
     edited(folder, lambda weights: [tensor.zero_() for name, tensor in weights.items() if name.endswith(endings)])
-
-
-def spec_of(config: Mapping[str, Any]) -> ModelSpec:
-    """gptkit's tree of a config."""
-    return architecture_of(config).spec(config)

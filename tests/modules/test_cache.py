@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered
+from helpers.covering import few
 from helpers.families import (
     BLOOM,
     FALCON,
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@covered()
+@few(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_in_place_is_transformers_to_the_bit(name: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import covered, few, kinds
+from helpers.covering import covered, few, functions
 from helpers.families import (
     CONFIGS,
     VARIANTS,
@@ -61,7 +61,7 @@ CASES = [
 ]
 
 
-@covered("variant", "attention", "padding", by=lambda variant, *rest: {*kinds(variant), rest})
+@covered("variant", "attention", "padding", by=lambda variant, *rest: {*functions(spec_of(variant.config)), rest})
 @pytest.mark.parametrize(("variant", "attention", "padding"), CASES)
 @pytest.mark.usefixtures("in_fp64")
 def test_gradients_are_those_of_transformers(variant: Variant, attention: str, padding: tuple[str, ...]) -> None:
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     assert wrong == {}
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama-3", "gemma2", "bloom"])
 def test_a_training_step_is_one_graph(name: str) -> None:
     """torch.compile traces forward without a break, and gradients come through as without it."""

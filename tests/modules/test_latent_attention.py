@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers.covering import few
 from helpers.families import CONFIGS, VOCAB, spec_of
 from helpers.trees import ATTENTIONS, LATENT, TREES, filled, random_weights, with_blocks
 from torch import Tensor
@@ -217,6 +218,7 @@ def test_json_there_and_back(name):
     assert from_json(json.loads(text)) == TREES[name]
 
 
+@few(7)
 @pytest.mark.parametrize("name", TREES)
 def test_every_parameter_moves_the_logits(name):
     """None is left out of the forward pass."""

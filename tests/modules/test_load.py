@@ -85,7 +85,7 @@ def test_attention_paths_compute_the_same_function() -> None:
     assert eager.blocks[0].attention.kernel == "eager"
 
 
-@few(12)
+@few(5)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_local_and_hf_are_one(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")

@@ -70,7 +70,7 @@ def test_what_was_trained_comes_back(name: str, tmp_path: Path) -> None:
     assert origin.history[-1]["saved"].startswith("from memory")
 
 
-@few(10)
+@few(5)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_transformers_loads_what_was_trained(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")

@@ -31,7 +31,7 @@ def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}], ids=str)
 def test_the_pieces_are_the_text(sample: str, options: dict[str, Any]) -> None:

@@ -272,7 +272,7 @@ def test_of_a_repository_of_many_files_only_the_headers_are_asked_for(hub: Hub) 
     assert found(audit("org/name"), "unlisted-tensor") == ("model.layers.79.mlp.up_proj.weight",)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_models_of_no_known_family_are_told_by_names(kind: str, tmp_path: Path) -> None:
     """params, show, diff, check and audit of what transformers itself saved: nothing is refused, nothing is wrong."""

@@ -162,6 +162,7 @@ def test_no_component_of_a_right_model_parts(variant, tmp_path):
         assert all(place.relative <= 1.001 * place.noise + 1e-9 for place in found.places)
 
 
+@few(1)
 @pytest.mark.parametrize("family", ["gpt_neox_japanese", "granitemoeshared"])
 def test_nothing_parts_where_transformers_adds_a_part_in_another_module(family, tmp_path):
     test_no_component_of_a_right_model_parts(REPRESENTATIVES[family], tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.edited import Tensors, damaged, exit_code, pairs, setting, with_spec
 from helpers.families import CONFIGS, edited, save_hf
 
@@ -139,6 +139,7 @@ def test_a_wrong_row_in_a_swapped_table_is_seen(
         assert quick(hf, tmp_path / "bad", up_to=1000).passed
 
 
+@exhaustive
 def test_a_row_of_a_table_whose_width_changed_is_seen(pair: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     hf, _ = pair("llama")
     gptkit.swap(hf, tmp_path / "wider", norm="layernorm", measured=False)

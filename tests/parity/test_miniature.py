@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.covering import covered, few
+from helpers.covering import covered, few, functions
 from helpers.families import VARIANTS, spec_of
 
 from gptkit.architectures import architecture_of
@@ -54,7 +54,7 @@ def test_every_mistake_shows_on_the_small_copy(name):
     assert marks.tried >= 11
 
 
-@covered()
+@covered("variant", by=lambda variant: functions(spec_of(variant.config)))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_kind_of_layer_is_in_the_small_copy(variant):
     spec = spec_of(variant.config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, exhaustive, facts, few
+from helpers.covering import exhaustive, few
 from helpers.families import (
     CONFIGS,
     DISTINCT,
@@ -264,7 +264,7 @@ def sample_pairs() -> Iterator[Any]:
                 yield pytest.param(f"sample:{sample}", mutation.name, marks=marks)
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize(("checkpoint", "name"), [*pairs(), *sample_pairs()])
 def test_a_mistake_is_seen_placed_and_repaired(checkpoint, name, converted, tmp_path):
     reference, right = converted(checkpoint)
@@ -330,7 +330,7 @@ TRAITS = (
 """What sets families apart from the first eleven, and the mistake that it invites."""
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(("name", "mistake"), TRAITS)
 def test_the_mistake_of_a_trait_is_made_seen_and_repaired(name, mistake, converted, tmp_path):
     reference, right = converted(name)
@@ -393,7 +393,7 @@ def test_a_repair_undoes_the_mistake(name):
             assert a == pytest.approx(b, rel=1e-12)  # a number, times ten and divided by it
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize("variant", REPRESENTATIVES.values(), ids=str)
 def test_the_probe_catches_every_mistake_on_random_weights(variant):
     decoder = decoder_from(randomised_reference(variant.config, torch.float64, "eager"), variant.config)
@@ -421,7 +421,7 @@ def test_what_is_unprobed_is_not_counted():
     assert "window ignored" not in (*marks.caught, *marks.caught_random, *marks.missed)
 
 
-@covered("name", by=lambda name: facts(TREES[name]))
+@few(3)
 @pytest.mark.parametrize("name", TREES)
 def test_mistakes_in_trees_that_no_family_has_are_caught(name):
     """On themselves and on their small copies."""

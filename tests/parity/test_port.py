@@ -188,7 +188,7 @@ def test_a_right_port_is_the_same(port):
     assert result.functions <= result.allowed < 1e-3
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     "mistake", [pytest.param(each, marks=pytest.mark.slow if each in ("odd base", "keys") else ()) for each in WRONG]
 )

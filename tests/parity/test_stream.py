@@ -19,7 +19,7 @@ from gptkit.parity.verify import verify
 QUICK = [variant for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("variant", QUICK, ids=str)
 def test_streamed_logits_are_those_in_memory(variant, tmp_path):
     save_hf(variant.config, tmp_path / "hf", torch.bfloat16)
@@ -51,6 +51,7 @@ def test_verdicts_are_the_same(tmp_path):
         assert result.score.tried >= 10
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "falcon"])
 def test_one_unit_is_present_at_a_time(name):
     checkpoint = open_checkpoint(f"sample:{name}")

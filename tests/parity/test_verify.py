@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import call
-from helpers.covering import covered, few
+from helpers.covering import few
 from helpers.edited import Tensors, damaged, exchange, exit_code, pairs, scale, setting, with_spec
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, save_hf
 
@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 # --- what is right passes ---------------------------------------------------------------------------------------------
 
 
-@covered()
+@few(2)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_are_identical(sample: str, dtype: str) -> None:
@@ -71,7 +71,7 @@ def test_every_variant_is_identical(variant: Variant, tmp_path: Path) -> None:
         assert len(result.prompts) >= 6
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) -> None:
     save_hf(REPRESENTATIVES[family].config, tmp_path / "hf", torch.bfloat16)
@@ -95,6 +95,7 @@ def test_fp64_is_equal_though_transformers_keeps_parts_of_it_in_fp32(
     assert result.passed
 
 
+@few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_number_of_fp64_that_transformers_makes_without_a_dtype(
     stream: bool, pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
@@ -121,7 +122,7 @@ WAYS_TO_ROUND = [
 ]
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(("name", "fields"), WAYS_TO_ROUND, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_way_to_round_is_equal(
@@ -221,7 +222,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], set[str]]] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_damaged_tensors_are_different_and_named(
@@ -255,7 +256,7 @@ CHANGED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_changed_tree_is_different(
@@ -674,6 +675,7 @@ def test_shapes_must_be_the_same() -> None:
 # --- checkpoints that others trained ----------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["stories260K-llama", "capp-gpt2"])
 def test_trained_checkpoints_go_through_and_back(name: str, tmp_path: Path) -> None:
     source = SHARED / name

@@ -20,6 +20,7 @@ import torch
 from helpers import covering
 from helpers.browser import system_browser
 from helpers.command import call
+from helpers.covering import exhaustive, few
 from helpers.processes import gptkit as gptkit_alone
 
 import gptkit
@@ -204,6 +205,7 @@ FLAGS = pytest.mark.parametrize(
 )
 
 
+@few(6)
 @WORDS_OF_KINDS
 @FLAGS
 def test_params(here, folder, flags) -> None:
@@ -404,6 +406,7 @@ def test_it_is_named_in_no_product_file() -> None:
     assert [name for name in product if NAMES.search((ROOT / name).read_text())] == []
 
 
+@exhaustive
 @WORDS_OF_KINDS
 def test_by_name(tmp_path, folder) -> None:
     bare = tmp_path / "bare"

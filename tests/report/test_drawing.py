@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from helpers.covering import examples, few
+from helpers.covering import covered, examples, few, functions
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, DISTINCT, spec_of
 from helpers.family_specs import preset_spec as preset
@@ -131,6 +131,7 @@ def check_wires(placed: Placement, metrics: Metrics) -> None:
 # --- where things stand -----------------------------------------------------------------------------------------------
 
 
+@covered("name", by=lambda name: functions(ALL[name]))
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_overlaps_and_lines_end_where_edges_do(name: str) -> None:
     for _, placed, metrics in placements(ALL[name]):
@@ -207,6 +208,7 @@ def shown(renderable: object, width: int, encoding: str = "utf-8") -> str:
     return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
 
 
+@few(12)
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-70b", "mixtral-8x7b", "falcon-40b", "bloom-176b", "qwen3-8b"])
 def test_drawings_fit_the_terminal_with_every_part_and_number(name: str, width: int) -> None:
@@ -388,7 +390,7 @@ def test_heads_are_drawn_in_their_groups() -> None:
 # --- as a figure ------------------------------------------------------------------------------------------------------
 
 
-@few(10)
+@few(5)
 @pytest.mark.parametrize("name", SOME)
 def test_words_fit_their_boxes(name: str) -> None:
     pytest.importorskip("plotly", reason='figures need pip install "gptkit[html]"')
@@ -446,7 +448,7 @@ def test_most_diagrams_fit_a_phone() -> None:
     assert max(lanes.values()) == max(bounds)
 
 
-@few(40)
+@few(15)
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_can_be_drawn(name: str) -> None:
     spec = preset(name)

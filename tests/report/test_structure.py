@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import examples
+from helpers.covering import covered, examples, functions
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, spec_of
 from helpers.trees import TREES, filled, random_weights
@@ -339,6 +339,7 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+@covered("name", by=lambda name: functions(ALL[name]))
 @pytest.mark.parametrize("name", ALL)
 @torch.no_grad()
 def test_the_graph_followed_gives_the_logits(name: str) -> None:

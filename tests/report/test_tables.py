@@ -5,6 +5,7 @@ import json
 
 import msgspec
 import pytest
+from helpers.covering import few
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -99,6 +100,7 @@ def test_no_color_leaves_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[3" not in text
 
 
+@few(16)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("by", ["component", "layer", "tensor"])
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.swaps import folds as module
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon-rw"])
 def test_the_keys_bias_is_not_seen_without_rotary(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")

@@ -36,6 +36,7 @@ def test_the_whole_latent_is_exact(name: str, tmp_path: Path) -> None:
     assert [isinstance(block.attention, LatentAttention) for block in some.spec.blocks[:2]] == [False, True]
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["falcon-7b", "gpt2", "bloom"])
 def test_the_whole_rank_is_the_whole_where_no_rotary_heads_become_one(name: str, tmp_path: Path) -> None:
     save_hf(CONFIGS[name], tmp_path / "hf")

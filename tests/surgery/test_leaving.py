@@ -221,6 +221,7 @@ def test_convert_to_any_family_that_there_is_none_for(folder: Path, tmp_path: Pa
 # --- what stays -------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
@@ -331,7 +332,7 @@ def test_a_model_arrives_in_its_own_family(name: str, folder: Path) -> None:
     assert found.arrived and not found.remedies
 
 
-@few(16)
+@few(6)
 @pytest.mark.parametrize("to", ARCHITECTURES)
 @LEAVING
 def test_ways_are_ways(name: str, to: str, folder: Path) -> None:
@@ -358,7 +359,7 @@ def proposed(name: str) -> set[tuple[str, str]]:
     return found
 
 
-@few(5)
+@few(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_remedy_is_a_swap_that_exists(name: str) -> None:
     assert proposed(name)

@@ -174,6 +174,7 @@ def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
     assert found["--heads 5"] == "needs a text"
 
 
+@few(1)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_samples_compute_no_tensor(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def computed(*_: Any) -> None:

@@ -88,7 +88,7 @@ def test_mixtures_and_latents_are_run_by_rows(name: str) -> None:
         assert (batch.valid(x) - batch.valid(y)).abs().max().item() < 1e-12
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", ["gpt2", "llama-v5", "qwen2", "bloom", "bloom-old-names", "falcon-40b"])
 def test_a_measurement_is_that_of_whole_modules(name: str) -> None:
@@ -126,6 +126,7 @@ def test_each_weight_is_read_once_a_dtype_and_side() -> None:
     assert sum(told) == 2 * sum(w.nbytes for name, w in before.weights.items() if name.endswith("_proj.weight"))
 
 
+@few(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -145,6 +146,7 @@ def test_a_change_anywhere_is_seen(name: str) -> None:
     assert found.relative["float32"] > 1e-6
 
 
+@few(3)
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", ["blocks.0.attention.o_proj.weight", "final_norm.weight", "head.weight"])
 def test_nan_is_never_lost(name: str, side: int) -> None:

@@ -158,6 +158,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, tuple[
 }
 
 
+@few(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_not_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate, model, value, silent = MISTAKES[name]

@@ -114,6 +114,7 @@ def test_behind_a_norm_the_mean_joins_its_bias(bias: bool) -> None:
     assert apply(Weights(rms), Step("position", "none", approximate=True)).guarantee == "retrained"
 
 
+@few(2)
 @pytest.mark.parametrize("value", ["none", "rope", "alibi", "rope:neutral"])
 def test_it_commutes_with_the_norm(value: str) -> None:
     """LayerNorm -> RMSNorm centres the table and the embedding that its mean joins, before or after."""
@@ -141,7 +142,7 @@ def test_kinds() -> None:
     assert kind(replace(spec, positions=LearnedPositions(length=9, size=48))) == "mixed"
 
 
-@few(12)
+@few(6)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("value", ["rope", "rope:300", "alibi", "none", "learned:64"])
 def test_from_any_to_any(name: str, value: str, tmp_path: Path) -> None:

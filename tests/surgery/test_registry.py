@@ -132,7 +132,7 @@ def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- on every tree ----------------------------------------------------------------------------------------------------
 
 
-@few(10)
+@few(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_examples_are_done_or_refused(name: str) -> None:
     """And what is done says for each tensor of the new tree how it is made, of tensors that there are."""
@@ -158,7 +158,7 @@ def test_examples_are_done_or_refused(name: str) -> None:
     assert done > 30
 
 
-@few(12)
+@few(5)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_inverse_of_an_exact_swap_is_exact_and_gives_the_tree_back(name: str) -> None:
     model = Weights(SPECS[name])

@@ -78,6 +78,7 @@ CONFIGURED: dict[str, tuple[dict[str, Any], int]] = {
 """What a config of transformers says for the same, and its max_position_embeddings."""
 
 
+@few(3)
 @pytest.mark.parametrize("value", [*CONFIGURED, "ntk:2", "yarn:1.5"])
 def test_scalings_are_those_of_transformers(value: str, tmp_path: Path) -> None:
     """The written tree as a llama: what its config reads back as, and logits past the old context."""

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import pytest
-from helpers.covering import examples, few
+from helpers.covering import examples, exhaustive, few
 from helpers.families import CONFIGS, spec_of
 from helpers.processes import at_most
 from helpers.random_trees import drawn_chain, drawn_source, possible, steps_for
@@ -63,7 +63,7 @@ def agree(answer: Reshaped | SwapRefused, spec: ModelSpec, guarantee: str) -> bo
 # --- with weights, and without ----------------------------------------------------------------------------------------
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize("name", SPECS)
 def test_random_weights_are_what_is_usual(name: str) -> None:
     """Tree and guarantee are those of random weights, and so are refusals."""
@@ -84,7 +84,7 @@ def test_random_weights_are_what_is_usual(name: str) -> None:
     assert done > 30
 
 
-@few(1)
+@exhaustive
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_swap_of_a_sample_gives_the_tree_that_shapes_tell(name: str) -> None:
     """Those that are fitted on a text too: the checkpoint's own, with the text that comes along."""

@@ -69,6 +69,7 @@ REFUSED = [
 ]
 
 
+@few(16)
 @pytest.mark.parametrize(("name", "option", "value", "field"), REFUSED)
 def test_a_field_that_a_swap_does_not_know_is_refused_by_name(
     name: str, option: str, value: str, field: str, tmp_path: Path
@@ -78,7 +79,7 @@ def test_a_field_that_a_swap_does_not_know_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.command import call
+from helpers.covering import few
 from helpers.families import spec_of
 from helpers.training import made
 
@@ -142,6 +143,7 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
             ran(tmp_path, plan(tmp_path, healed, how=f'"{how}"', base='"sample:gpt2"'), "none")
 
 
+@few(2)
 @pytest.mark.parametrize("name", shipped())
 def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
     """Its trees are what it says, each computes, and where parameters are to be equal they nearly are."""

@@ -63,7 +63,7 @@ def plainly(
     return tuple(torch.cat(each).numpy() for each in (lost, ranks, positions))  # type: ignore[return-value]
 
 
-@few(3)
+@few(2)
 @samples
 @pytest.mark.parametrize("stride", [None, 24])
 def test_numbers_are_those_of_transformers_and_cross_entropy(sample: str, stride: int | None, play: Path) -> None:
@@ -141,6 +141,7 @@ def test_errors_are_those_of_many_texts() -> None:
     assert np.mean([each.error for each in found]) == pytest.approx(spread, rel=0.05)
 
 
+@few(1)
 @samples
 def test_a_model_less_itself_is_nothing(sample: str, play: Path) -> None:
     paired = evaluate(f"sample:{sample}", play, against=f"sample:{sample}").paired

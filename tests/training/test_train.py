@@ -106,7 +106,7 @@ def test_kinds_of_computing_agree(tmp_path: Path) -> None:
     assert timed.seconds >= 0.5 and timed.steps >= 1
 
 
-@few(8)
+@few(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_takes_a_step(tmp_path: Path, name: str, dtype: str) -> None:
@@ -309,6 +309,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, context=64)
 
 
+@few(1)
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, where: str) -> None:
     made(tmp_path)
