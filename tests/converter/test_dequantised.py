@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.families import CONFIGS, edited, randomised_reference
-from helpers.quantised import Tensors, numbers, same_bits, write
+from helpers.quantised import METHODS, Tensors, checkpoint, numbers, same_bits, write
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -218,49 +218,86 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, folders: d
     assert {each.name for each in tmp_path.iterdir()} == {"bad"}
 
 
-def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict[str, int]:
-    """Tensors dropped, renamed, cut, turned and of other types at random: refused by our own errors, or converted."""
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        "fp8",
+        "mxfp4",
+        "gptq",
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "",
+        3,
+        4,
+        8,
+        -1,
+        0,
+        True,
+        [],
+        {},
+        "gemm",
+    ),
+    *([16], [16, 32], [32, 16], [0, 1], [2**70, 2**70], [1.5, 2], 2**70, 1.5, "gptq_v2", "pack-quantized", "group"),
+)
+ENDS = (
+    "_scale_inv",
+    "_scales",
+    "_blocks",
+    "x",
+    ".qweight",
+    ".weight",
+    "_packed",
+    ".absmax",
+    ".SCB",
+    "_scale",
+    ".g_idx",
+)
+
+
+def fuzzed(folder: Path, root: Path, rounds: int, seed: int) -> dict[str, int]:
+    """Tensors dropped, renamed, cut, turned and of other types and values at random, settings of other values: refused
+    by our own errors, or converted.
+    """
     draw, counts = random.Random(seed), {"refused": 0, "converted": 0}
-    types = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+    types += (torch.int8, torch.int32, torch.int64)
 
     def mutate(tensors: Tensors) -> None:
         for name in draw.sample(sorted(tensors), draw.choice((1, 1, 1, 2, 5))):
             tensor = tensors.pop(name)
-            kind = draw.randrange(6)
+            kind = draw.randrange(8)
             if kind == 0:
-                name += draw.choice(("_scale_inv", "_scales", "_blocks", "x"))
+                name += draw.choice(ENDS)
             elif kind == 1:
                 tensor = tensor.to(draw.choice(types))
-            elif kind == 2:
+            elif kind == 2 and tensor.ndim:
                 tensor = tensor[: draw.randrange(len(tensor) + 1)]
-            elif kind == 3:
+            elif kind == 3 and tensor.ndim:
                 tensor = tensor.transpose(0, -1)
             elif kind == 4:
                 tensor = tensor[None] if draw.random() < 0.5 else tensor.flatten()
-            if kind < 5:
+            elif kind == 5 and tensor.numel():
+                raw = tensor.contiguous().flatten().view(torch.uint8).clone()
+                raw[draw.randrange(len(raw))] = draw.randrange(256)
+                tensor = raw.view(tensor.dtype).reshape(tensor.shape)
+            elif kind == 6:
+                name = name.replace(draw.choice(("layers.0", "q_proj", "weight")), draw.choice(("layers.1", "k_proj")))
+            if kind < 7:
                 tensors[name] = tensor.contiguous()
 
-    values: tuple[Any, ...] = (
-        None,
-        "fp8",
-        "mxfp4",
-        "",
-        3,
-        [],
-        [16],
-        [16, 32],
-        [32, 16],
-        [0, 1],
-        [2**70, 2**70],
-        [1.5, 2],
-    )
     for number in range(rounds):
-        settings = {}
+        bad, out, settings = root / f"bad{number}", root / f"out{number}", {}
         if draw.random() < 0.3:
-            settings[draw.choice(("quant_method", "weight_block_size"))] = draw.choice(values)
+            stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+            key = draw.choice(sorted({*stated, "bits", "group_size", "weight_block_size", "quant_method"}))
+            settings[key] = draw.choice(VALUES)
+            if key == "config_groups" and draw.random() < 0.8:
+                group = stated[key]["group_0"]
+                inner = draw.choice(sorted({*group["weights"], "num_bits", "type", "actorder"}))
+                settings[key] = {"group_0": {**group, "weights": {**group["weights"], inner: draw.choice(VALUES)}}}
         change = mutate if not settings or draw.random() < 0.5 else without()
-        bad, out = root / f"bad{number}", root / f"out{number}"
-        broken(folders[draw.choice(sorted(folders))], bad, change, settings)
+        broken(folder, bad, change, settings)
         try:
             convert(bad, out, dtype=draw.choice(("bfloat16", "float32")))
             counts["converted"] += 1
@@ -273,12 +310,21 @@ def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict
     return counts
 
 
-def test_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
-    counts = fuzzed(folders, memory_path, 30, seed=1)
-    assert counts["refused"] > 15 and counts["converted"] > 0, counts
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> dict[str, Path]:
+    """A small checkpoint of every method."""
+    root, small = tmp_path_factory.mktemp("methods"), {**QWEN3, "num_hidden_layers": 1, "intermediate_size": 96}
+    return {**folders, **{method: checkpoint(root / method, small, method)[0] for method in METHODS}}
+
+
+def test_broken_files_are_refused(quantised: dict[str, Path], memory_path: Path) -> None:
+    counts = [fuzzed(folder, memory_path, 5, seed=1) for folder in quantised.values()]
+    refused, converted = (sum(each[what] for each in counts) for what in ("refused", "converted"))
+    assert refused > 15 and converted > 0, counts
 
 
 @pytest.mark.slow
-def test_many_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
-    counts = fuzzed(folders, memory_path, 20_000, seed=2)
-    assert counts["refused"] > 10_000 and counts["converted"] > 500, counts
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", *METHODS])
+def test_many_broken_files_are_refused(method: str, quantised: dict[str, Path], memory_path: Path) -> None:
+    counts = fuzzed(quantised[method], memory_path, 20_000, seed=2)
+    assert counts["refused"] > 8_000 and counts["converted"] > 500, counts

@@ -3,6 +3,7 @@ formulas make of them; and what bitsandbytes and compressed-tensors make themsel
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.quantised import METHODS, NF4, awq, checkpoint, compressed, four_bi
 from safetensors.torch import load_file
 
 from gptkit.converter.convert import convert
+from gptkit.converter.tree import Quantised
 
 QWEN3 = {**CONFIGS["qwen3"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 40}
 QWEN3["num_attention_heads"] = 4
@@ -139,6 +141,89 @@ def test_compressed_tensors_of_an_order() -> None:
     assert same_bits(only(numbers(ones | {"weight_g_idx": index}, settings)), first[:, order])
     assert not same_bits(moved, plain)
     assert same_bits(only(numbers(stored | {"weight_g_idx": torch.full((96,), -1).int()}, settings)), plain)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+BNB = {"quant_method": "bitsandbytes"}
+INT4 = {**ARGS["int4 groups"], "group_size": 16}
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+"""What each case below spoils."""
+
+
+def state_of(**fields: Any) -> torch.Tensor:
+    stated = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 64], **fields}
+    return torch.tensor(list(json.dumps(stated).encode())).to(torch.uint8)
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gptq: no bits": ("gptq", {"qweight": None}, "3 scales belong to no quantised weight: qzeros, scales, g_idx"),
+    "gptq: no scales": ("gptq", {"scales": None}, r"no scales: qweight \(scales is expected\)"),
+    "gptq: five bits": ("gptq", {"bits": 5}, "GPTQ of 2, 3, 4 or 8 bits is read, not of 5"),
+    "gptq: eight bits": ("gptq", {"bits": 8}, "32 inputs in groups of 16 have 4 scales"),
+    "gptq: true bits": ("gptq", {"bits": True}, "not of True"),
+    "gptq: marlin": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+    "gptq: words of 16": ("gptq", {"pack_dtype": "int16"}, "pack_dtype is 'int16'"),
+    "gptq: group out of range": ("gptq", {"g_idx": torch.arange(64, dtype=torch.int32)}, "names groups 0 to 63, and"),
+    "gptq: group below": ("gptq", {"g_idx": torch.arange(64, dtype=torch.int32) // 16 - 1}, "names groups -1 to 2"),
+    "gptq: an index of another length": ("gptq", {"g_idx": torch.zeros(60).int()}, r"g_idx of I32 \[64\] is expected"),
+    "gptq: an order, and no index": ("gptq", {"g_idx": None, "desc_act": True}, "there is no g_idx"),
+    "gptq: two candidates": ("gptq", {"weight": torch.zeros(64, 64)}, "1 quantised weights are there twice: weight is"),
+    "gptq: zeros of too few": ("gptq", {"qzeros": torch.zeros(4, 7).int()}, "scales and zeros of 4 groups of 64"),
+    "gptq: bits of floats": ("gptq", {"qweight": torch.zeros(8, 64)}, "words of I32"),
+    "awq: gemv": ("awq", {"version": "gemv"}, "version is 'gemv': gemm is read"),
+    "awq: three bits": ("awq", {"bits": 3}, "AWQ of 4 bits is read, not of 3"),
+    "awq: without zeros": ("awq", {"zero_point": False}, "no zeros"),
+    "awq: zeros lost": ("awq", {"qzeros": None}, "qzeros is expected"),
+    "awq: groups": ("awq", {"group_size": 24}, "64 inputs are not in groups of 24"),
+    "int8: no weight": ("int8", {"weight": None}, "1 scales belong to no quantised weight: SCB"),
+    "int8: no scales": ("int8", {"SCB": None}, "SCB is expected"),
+    "int8: another order": ("int8", {"weight_format": torch.tensor(1, dtype=torch.uint8)}, "weight_format"),
+    "int8: both": ("int8", {"weight.absmax": torch.zeros(64)}, "1 scales belong to no quantised weight: weight.absmax"),
+    "nf4: no state": ("nf4", {NF4_STATE: None}, "0 of its quant_state"),
+    "nf4: two states": ("nf4", {NF4_STATE.replace("nf4", "fp4"): state_of()}, "2 of its quant_state"),
+    "nf4: no JSON": ("nf4", {NF4_STATE: torch.tensor([123, 91], dtype=torch.uint8)}, "says no shape"),
+    "nf4: another type": ("nf4", {NF4_STATE: state_of(quant_type="fp4")}, "is of 'fp4' for 'bfloat16'"),
+    "nf4: a shape too large": ("nf4", {NF4_STATE: state_of(shape=[64, 128])}, r"2048 bytes are not \[64, 128\]"),
+    "nf4: blocks of nothing": ("nf4", {NF4_STATE: state_of(blocksize=0)}, "size of blocks"),
+    "nf4: an offset that is none": ("nf4", {NF4_STATE: state_of(nested_blocksize=256, nested_offset="x")}, "offset"),
+    "nf4: scales of scales lost": ("nf4", {"weight.nested_absmax": None}, "absmax of F32"),
+    "int4: no bits": ("int4", {"weight_packed": None}, "2 scales belong to no quantised weight"),
+    "int4: no scales": ("int4", {"weight_scale": None}, "weight_scale is expected"),
+    "int4: two candidates": ("int4", {"weight": torch.zeros(64, 64)}, "weight is there beside weight_packed"),
+    "int4: another shape": ("int4", {"weight_shape": torch.tensor([64, 80])}, r"weight_shape says \[64, 80\]"),
+    "int4: other groups": ("int4", {"weight_scale": torch.zeros(64, 2)}, r"scales of \[64, 4\] are expected"),
+    "int4: an order out of range": ("int4", {"weight_g_idx": torch.full((64,), 4).int()}, "names groups 4 to 4"),
+    "int4: a format": ("int4", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+    "int4: sparse": ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not read"),
+    "int4: turned": ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config is not read"),
+    "int4: no groups": ("int4", {"config_groups": {}}, "config_groups do not say"),
+    "int4: three bits": ("int4", described({**INT4, "num_bits": 3}), "not of 3"),
+    "int4: zeros lost": ("int4", described({**INT4, "symmetric": False}), "there is no weight_zero_point"),
+    "int4: floats": ("int4", described({**INT4, "type": "float"}), "no group of config.json is of int"),
+}
+_SOUND: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (gptq, GPTQ),
+    "awq": (awq, AWQ),
+    "int8": (int8, BNB),
+    "nf4": (four_bits, BNB),
+    "int4": (partial(compressed, args=INT4), described(INT4)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named(case: str) -> None:
+    method, changes, message = BAD[case]
+    make, settings = _SOUND[method]
+    tensors, settings = make(64, 64, 0)[0], dict(settings)
+    only(numbers(tensors, settings))
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            (tensors if isinstance(value, torch.Tensor) else settings)[name] = value
+    with pytest.raises(Quantised, match=message):
+        numbers(tensors, settings)
 
 
 # --- their own code, where it is installed ---
