@@ -423,7 +423,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
         return "a quant_map of F32 [16] is expected"
     if nested:
         inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if inner not in _BLOCKS or type(offset) not in (int, float) or not math.isfinite(offset):
+        if inner not in _BLOCKS or not isinstance(offset, int | float) or not math.isfinite(offset):
             return "its quant_state says no size of blocks and offset of its absmax"
         if (parts.kind(".nested_absmax"), parts.shape(".nested_absmax")) != ("F32", (-(-blocks // inner),)):
             return f"nested_absmax of F32 [{-(-blocks // inner)}] is expected"
@@ -521,7 +521,8 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
             columns = said[1]
     elif bits != 8:
         return f"numbers of 8 bits are expected, and config.json says {bits!r:.20}"
-    high, wide = rows, columns  # what has one scale
+    high: Any = rows  # what has one scale
+    wide: Any = columns
     if strategy == "channel":
         high = 1
     elif strategy == "group":

@@ -320,7 +320,7 @@ class _Carrier:
             if shard.name in self.writers:
                 dtype = widest([held[name][1] for name in output.leaf.shared])
                 array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
-                pieces = (contiguous(array[rows] if array.ndim else array) for rows in _row_slices(array))
+                pieces = (contiguous(array[rows] if array.ndim else array) for rows in _row_slices(array, output.rows))
                 self._write(self.writers[shard.name], output, pieces, dtype)
         del held
         self.source.release()
@@ -338,7 +338,7 @@ class _Carrier:
                     blocks = output.encode(chunk, dtype)
                     piece(blocks.reshape(-1).view(np.uint8))
                     if output.decode is not None:
-                        loss += quantisation(chunk, dtype, output.decode(blocks))
+                        loss += quantisation(chunk, dtype, output.decode(blocks, chunk, dtype))
                     continue
                 try:
                     narrow = cast(chunk, dtype, output.dtype)
@@ -377,12 +377,14 @@ class _Carrier:
             return self.sources[path]
 
 
-def _row_slices(array: np.ndarray) -> Iterator[Any]:
-    """Slices of the first axis that take about ROWS bytes each; one that takes all of a scalar or an empty array."""
+def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
+    """Slices of the first axis that take about ROWS bytes each, by multiples of so many; one that takes all of a scalar
+    or an empty array.
+    """
     if array.ndim == 0 or array.size == 0:
         yield ...
         return
-    rows = max(1, _ROWS // max(array.nbytes // array.shape[0], 1))
+    rows = max(1, _ROWS // max(array.nbytes // array.shape[0], 1) // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield slice(start, start + rows)
 

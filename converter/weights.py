@@ -85,7 +85,7 @@ class Weights:
     def span(self, name: str) -> tuple[Path, int] | None:
         """The same of a tensor whose bytes lie there as `info` says they are, None for any other."""
         tensor = self._tensors[name]
-        plain = tensor.path is not None and tensor.decode is tensor.pieces is None and tensor.contiguous
+        plain = tensor.path is not None and tensor.decode is None and tensor.pieces is None and tensor.contiguous
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
