@@ -79,12 +79,10 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 QUANTISED = ("quantization_config", "quantization")
 """The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
 
+_CONVERT = "gptkit convert --dtype bfloat16"
 _DEQUANTISED = {
-    "bitsandbytes": "transformers' from_pretrained(MODEL).dequantize(), then save_pretrained",
-    "compressed-tensors": "transformers with quantization_config=CompressedTensorsConfig(dequantize=True)",
-    "fp8": "gptkit convert --dtype bfloat16",
+    **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4"), _CONVERT),
     "mlx": "mlx_lm.convert --dequantize",
-    "mxfp4": "gptkit convert --dtype bfloat16",
 }
 """What makes floating-point weights of them again, by method."""
 
@@ -98,7 +96,10 @@ def quantisation(config: Mapping[str, Any] | None) -> tuple[str, str | None] | N
         return None
     if not isinstance(given, dict):
         return "in a way that config.json does not tell", None
-    method = given.get("quant_method", "mlx" if "group_size" in given and "bits" in given else "some method")
+    usual = "mlx" if "group_size" in given and "bits" in given else "some method"
+    if True in (given.get("load_in_4bit"), given.get("load_in_8bit")):  # as transformers takes it
+        usual = "bitsandbytes"
+    method = given.get("quant_method", usual)
     groups = given.get("config_groups")  # of compressed-tensors
     first = next((each for each in groups.values() if isinstance(each, dict)), {}) if isinstance(groups, dict) else {}
     told = first.get("weights")

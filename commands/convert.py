@@ -114,7 +114,9 @@ def convert(
         complete=complete_target,
     ),
     dtype: str | None = option(
-        "DTYPE", "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF.", complete=one_of((*FLOATS, "q8_0"))
+        "DTYPE",
+        "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF; fp8: matrices of layers, with --to hf.",
+        complete=one_of((*FLOATS, "q8_0", "fp8")),
     ),
     max_shard_size: str | None = option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB."),
     drop: list[str] | None = option(

@@ -1,5 +1,6 @@
 """convert: a checkpoint from one format to another, bytes unchanged wherever the formats allow."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
 from ..errors import UsageError
 from ..version import __version__
+from . import fp8
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
@@ -76,10 +78,12 @@ def plan_output(
     texts: Mapping[str, bytes] | None = None,
     homes: Mapping[str, Path] | None = None,
     carried: Mapping[str, Sequence[BoundLeaf]] | None = None,
+    in_fp8: bool = False,
 ) -> Plan:
     """The plan for a tree as "local", "hf" or "hf:FAMILY". `dtypes` by shared name; `compute_dtype` is what it runs in;
     tokenizer files lie in `folder` or are `texts`; by default files are as many as the original's (`homes`), or of 5
-    GB; `carried` go along, by their group. Raises CannotExpress; UsageError for "hf" of a tree that never had a family.
+    GB; `carried` go along, by their group; `in_fp8`: matrices of layers are quantised. Raises CannotExpress; UsageError
+    for "hf" of a tree that never had a family.
     """
     to, more = parsed(to), [leaf for leaves in (carried or {}).values() for leaf in leaves]
     beside = token_files(folder) if folder is not None else []
@@ -105,7 +109,7 @@ def plan_output(
     def canonical(name: str, known: Mapping[str, Any]) -> str | None:
         return architecture.canonical_name(name, known, len(spec.blocks))
 
-    for each in (leaves, merged) if max_shard_bytes is None else ():
+    for each in (leaves, merged) if max_shard_bytes is None and not in_fp8 else ():
         again = as_it_was(each, dtypes, origin.files, canonical)
         if again is not None:
             return Plan(again[0], {**small, **again[1]}, tuple(beside))
@@ -116,7 +120,15 @@ def plan_output(
         inside = [leaf for leaf in leaves if leaf.checkpoint not in theirs]
         names = [architecture.as_composite(leaf.checkpoint, headers) for leaf in inside]
         leaves = [replace(leaf, checkpoint=name) for leaf, name in zip(inside, names, strict=True)] + apart
-    return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES)
+    otherwise = {}
+    if in_fp8:
+        few = fp8.quantised_leaves(spec, leaves)
+        if not few:
+            raise UsageError(f"{architecture.name} has no matrices that transformers' fp8 layers hold")
+        settings = {"quantization_config": fp8.settings(leaves, few, architecture.head)}
+        small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
+        otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in few}
+    return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, otherwise=otherwise)
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
@@ -162,6 +174,10 @@ def plan_conversion(
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     if dtype is not None and dtype.lower() == "q8_0":
         raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+    in_fp8 = dtype is not None and dtype.lower() == "fp8"
+    if in_fp8 and to.kind != "hf":
+        raise UsageError(f"--to {to} has no fp8", "It is for --to hf.")
+    dtype = None if in_fp8 else dtype
     dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)
     spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
     homes = {name: span[0] for leaf, span in spans if span is not None for name in leaf.shared}
@@ -169,7 +185,7 @@ def plan_conversion(
         homes = {}
     kept = {group: leaves for group, leaves in source.carried.items() if leaves[0] in source.leaves}
     given = source.spec, source.origin, to, dtypes, compute, folder, max_shard_bytes, source.texts, homes, kept
-    return plan_output(*given)
+    return plan_output(*given, in_fp8)
 
 
 def companions(source: Checkpoint) -> Path | None:
@@ -212,7 +228,8 @@ def convert(
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         drop: groups of tensors that are not computed (mtp, vision, …), to be left out instead of carried along.
         dtype: store every tensor as this, rounded to nearest even where it is narrower; weights stored as integers are
-            then taken for the numbers they are. By default nothing is cast.
+            then taken for the numbers they are. By default nothing is cast. "fp8" (to "hf") stores the matrices of
+            layers with a scale for each block of 128 x 128, as DeepSeek-V3 has them, and the rest as it is.
         max_shard_bytes: start another weight file beyond it; by default as the original was sharded, or 5 GB.
         workers: threads; by default one a core.
         max_memory: bytes of tensors held at once.
@@ -237,8 +254,8 @@ def convert(
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         stored = dtype is None and form.kind in ("local", "hf") and form.family is None and "scales" not in drop
-        narrow = dtype is not None and dtype.lower().removeprefix("torch.") in ("bf16", "bfloat16")
-        opening |= {"integers": dtype is not None, "dequantise": dtype is not None, "narrow": narrow}
+        narrow = dtype is not None and dtype.lower().removeprefix("torch.") in ("bf16", "bfloat16", "fp8")
+        opening |= {"integers": dtype not in (None, "fp8"), "dequantise": dtype is not None, "narrow": narrow}
         source = open_checkpoint(found, headers_only=dry_run, stored=stored, **opening)
         source, form = adapted(source, form)
         source = _with_carried(source, form, drop)

@@ -100,9 +100,19 @@ def cast(array: Array, dtype: str, target: str) -> Array:
         with np.errstate(invalid="ignore"):
             return single.astype(np.float64)
     odd = not_finite(single, "F32")
+    return _in_range(cast_freely(single, target, odd), target, odd)
+
+
+def cast_freely(single: Array, target: str, odd: int | None = None) -> Array:
+    """fp32 as itself, fp16 or bf16, rounded to nearest even; what is beyond the range becomes infinite. `odd`: how many
+    are not finite, where that is known.
+    """
+    if target == "F32":
+        return single
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = single.astype(np.float16) if target == "F16" else _to_bf16(single, odd)
-    return _in_range(narrow, target, odd)
+        if target == "F16":
+            return single.astype(np.float16)
+        return _to_bf16(single, not_finite(single, "F32") if odd is None else odd)
 
 
 def _to_bf16(single: Array, odd: int) -> Array:

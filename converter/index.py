@@ -1,7 +1,7 @@
 """The weight files of a checkpoint: one file, or shards with an index; every tensor with its file and place."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ class Stored:
 
     strides, offset: of the view, in elements; without strides its elements lie one after the other.
     decode: where the bytes are no plain values (quantised), or in no file, what makes the values; kind: what they are.
+    pieces: the same, where they can be made some rows at a time: about so many bytes -> whole rows, each contiguous.
     """
 
     path: Path | None
@@ -46,6 +47,7 @@ class Stored:
     offset: int = 0
     decode: Callable[[np.ndarray], np.ndarray] | None = None
     kind: str = ""
+    pieces: Callable[[int], Iterator[np.ndarray]] | None = None
 
     @property
     def itemsize(self) -> int:

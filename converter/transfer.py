@@ -25,6 +25,7 @@ from .dtypes import Quantisation, Rounding, cast, not_finite, quantisation, roun
 from .manifest import FileRecord
 from .publish import Staging
 from .threads import available_cores
+from .weights import PIECE
 from .write import Output, Plan, Shard, prepare, writer
 
 IN_FLIGHT = 128 * 2**20  # bytes of tensors held at once by all workers together, unless a single job needs more
@@ -167,9 +168,12 @@ def jobs_of(plan: Plan, source: TensorFiles) -> list[_Job]:
 
 
 def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
-    copied = len(leaves) == len(outputs) == 1 and _same_bytes(source, leaves[0], outputs[0][1])
+    alike = len(leaves) == len(outputs) == 1 and _same_layout(leaves[0], outputs[0][1])
+    copied = alike and _same_bytes(source, leaves[0], outputs[0][1])
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
+    elif alike and source.pieces(leaves[0]) is not None:
+        memory = 16 * PIECE + source.nbytes_of(leaves[0]) // 8  # its scales
     else:
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
         memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
@@ -179,10 +183,15 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
-    """Whether the output is stored as the source's tensor is."""
+    """Whether the output, of the same layout, is stored as the source's tensor is."""
     if output.encode is not None or output.around is not None or source.dtype_of(leaf) != output.dtype:
         return False
-    if source.span(leaf) is None or (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
+    return source.span(leaf) is not None
+
+
+def _same_layout(leaf: BoundLeaf, output: Output) -> bool:
+    """Whether the output has the source's tensor's values in the same order."""
+    if (leaf.shared, leaf.shape) != (output.leaf.shared, output.leaf.shape):
         return False
     ours, theirs = leaf.layout, output.leaf.layout
     return (ours.is_identity and theirs.is_identity) or (ours == theirs and leaf.sizes == output.leaf.sizes)
@@ -300,30 +309,36 @@ class _Carrier:
         self._note(output, bad)
 
     def _rewrite(self, job: _Job) -> None:
+        (shard, output), leaf = job.outputs[0], job.sources[0]
+        alike = len(job.sources) == len(job.outputs) == 1 and _same_layout(leaf, output)
+        if alike and (pieces := self.source.pieces(leaf)) is not None:
+            self._write(self.writers[shard.name], output, pieces, self.source.dtype_of(leaf))
+            self.source.release()
+            return
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
             if shard.name in self.writers:
                 dtype = widest([held[name][1] for name in output.leaf.shared])
                 array = output.leaf.to_checkpoint([cast(*held[name], dtype) for name in output.leaf.shared])
-                self._write(self.writers[shard.name], output, array, dtype)
+                pieces = (contiguous(array[rows] if array.ndim else array) for rows in _row_slices(array, output.rows))
+                self._write(self.writers[shard.name], output, pieces, dtype)
         del held
         self.source.release()
 
-    def _write(self, file: BlockFile, output: Output, array: np.ndarray, dtype: str) -> None:
-        """A view, some rows at a time."""
+    def _write(self, file: BlockFile, output: Output, pieces: Iterable[np.ndarray], dtype: str) -> None:
+        """A tensor, some rows at a time."""
         bad, cost, loss, crc, around, name = 0, Rounding(), Quantisation(), 0, output.around, output.leaf.checkpoint
         with file.pieces(name) as piece:
             if around is not None:
                 piece(around[0])
-            for rows in _row_slices(array):
+            for chunk in pieces:
                 self.scheduler.check()
-                chunk = contiguous(array[rows] if array.ndim else array)
                 bad += not_finite(chunk, dtype)
                 if output.encode is not None:
                     blocks = output.encode(chunk, dtype)
                     piece(blocks.reshape(-1).view(np.uint8))
                     if output.decode is not None:
-                        loss += quantisation(chunk, dtype, output.decode(blocks))
+                        loss += quantisation(chunk, dtype, output.decode(blocks, chunk, dtype))
                     continue
                 try:
                     narrow = cast(chunk, dtype, output.dtype)
@@ -362,12 +377,14 @@ class _Carrier:
             return self.sources[path]
 
 
-def _row_slices(array: np.ndarray) -> Iterator[Any]:
-    """Slices of the first axis that take about ROWS bytes each; one that takes all of a scalar or an empty array."""
+def _row_slices(array: np.ndarray, multiple: int) -> Iterator[Any]:
+    """Slices of the first axis that take about ROWS bytes each, by multiples of so many; one that takes all of a scalar
+    or an empty array.
+    """
     if array.ndim == 0 or array.size == 0:
         yield ...
         return
-    rows = max(1, _ROWS // max(array.nbytes // array.shape[0], 1))
+    rows = max(1, _ROWS // max(array.nbytes // array.shape[0], 1) // multiple) * multiple
     for start in range(0, array.shape[0], rows):
         yield slice(start, start + rows)
 

@@ -29,6 +29,9 @@ from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
 
+PIECE = 1 << 18
+"""Bytes of a tensor that are made at a time, of what is made on reading: they stay in a core's cache until written."""
+
 
 class Weights:
     """The tensors of files. info: each one's dtype, once read, and shape. blocks: of those made on reading, type and
@@ -82,7 +85,7 @@ class Weights:
     def span(self, name: str) -> tuple[Path, int] | None:
         """The same of a tensor whose bytes lie there as `info` says they are, None for any other."""
         tensor = self._tensors[name]
-        plain = tensor.path is not None and tensor.decode is None and tensor.contiguous
+        plain = tensor.path is not None and tensor.decode is None and tensor.pieces is None and tensor.contiguous
         return self.place(name) if plain else None
 
     def read(self, name: str) -> np.ndarray:
@@ -91,6 +94,12 @@ class Weights:
             raise RuntimeError(f"{name}: only the headers of this checkpoint were fetched")
         tensor = self._tensors[name]
         carrier, itemsize = DTYPES[tensor.dtype].carrier, tensor.itemsize
+        if tensor.pieces is not None:
+            whole, at = np.empty(tensor.count, carrier), 0
+            for piece in tensor.pieces(PIECE):
+                whole[at : at + piece.size] = piece.reshape(-1)
+                at += piece.size
+            return whole.reshape(tensor.shape)
         if tensor.path is None and tensor.decode is not None:
             return tensor.decode(np.empty(0, np.uint8))
         if tensor.path is None or not tensor.count:
@@ -107,6 +116,11 @@ class Weights:
             return flat.reshape(tensor.shape)
         strides = [stride * itemsize for stride in tensor.strides or ()]
         return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False))
+
+    def pieces(self, name: str) -> Iterator[np.ndarray] | None:
+        """The tensor some whole rows at a time, each contiguous; None where it is a view, or made at once."""
+        make = self._tensors[name].pieces
+        return None if make is None else make(PIECE)
 
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same bytes, so that NaN equals NaN and -0 is not 0."""
@@ -216,6 +230,10 @@ class TensorFiles:
     def read(self, leaf: BoundLeaf) -> np.ndarray:
         """A leaf's tensor as it lies in its file, in the carrier dtype; a memory-mapped view where it can be."""
         return self._weights.read(self._found[leaf.checkpoint])
+
+    def pieces(self, leaf: BoundLeaf) -> Iterator[np.ndarray] | None:
+        """The same some whole rows at a time, of what can be made so; None where it is a view, or made at once."""
+        return self._weights.pieces(self._found[leaf.checkpoint])
 
     def release(self) -> None:
         """Give pages of the files that were read back to the system, where memory is short."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,14 +34,16 @@ _METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers as
 
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
+_Decode = Callable[[np.ndarray, np.ndarray, str], np.ndarray]
+"""Entry bytes, the rows that they were made of, and their dtype -> the values that they stand for, in fp32."""
 _Around = tuple[bytes, Callable[[int], bytes]]
 """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor, and its place in its file. encode, decode: to bytes of quantised blocks and back, others are cast;
-    around: what stands before and behind its bytes, where that depends on their crc32.
+    """One tensor, and its place in its file. encode, decode: to bytes of quantised blocks and back, others are cast, by
+    multiples of so many rows; around: what stands before and behind its bytes, where that depends on their crc32.
     """
 
     leaf: BoundLeaf
@@ -48,8 +51,19 @@ class Output:
     start: int
     nbytes: int
     encode: Encode | None = None
-    decode: Callable[[np.ndarray], np.ndarray] | None = None
+    decode: _Decode | None = None
     around: _Around | None = None
+    rows: int = 1
+
+
+class Entry(NamedTuple):
+    """A tensor to be written, as an `Output` that has no place yet."""
+
+    leaf: BoundLeaf
+    dtype: str
+    encode: Encode | None = None
+    decode: _Decode | None = None
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,11 +115,15 @@ class Plan:
         return max(output.nbytes for shard in self.shards for output in shard.outputs)
 
 
-def _lay_out(name: str, tensors: Sequence[tuple[BoundLeaf, str]]) -> Shard:
-    """A safetensors file of these leaves, each with its dtype, as the safetensors library would write it."""
-    header, infos = build_header([(leaf.checkpoint, dtype, leaf.shape) for leaf, dtype in tensors], _METADATA)
-    leaves = {leaf.checkpoint: leaf for leaf, _ in tensors}
-    outputs = tuple(Output(leaves[info.name], info.dtype, info.start, info.nbytes) for info in infos)
+def _lay_out(name: str, tensors: Sequence[Entry]) -> Shard:
+    """A safetensors file of these tensors, as the safetensors library would write it."""
+    header, infos = build_header([(each.leaf.checkpoint, each.dtype, each.leaf.shape) for each in tensors], _METADATA)
+    by_name = {each.leaf.checkpoint: each for each in tensors}
+    places = [(by_name[info.name], info) for info in infos]
+    outputs = tuple(
+        Output(each.leaf, each.dtype, info.start, info.nbytes, each.encode, each.decode, rows=each.rows)
+        for each, info in places
+    )
     return Shard(name, header, outputs, max([len(header), *(info.end for info in infos)]))
 
 
@@ -116,30 +134,35 @@ def plan(
     companions: Sequence[Path],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     homes: Mapping[str, Path] | None = None,
+    otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
 ) -> Plan:
     """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
     else as transformers deals them out (split_state_dict_into_shards_factory). Several tensors in one get the widest
-    dtype.
+    dtype. otherwise: the tensors that a leaf is stored as, by its name, where it is not cast.
     """
-    tensors = [(leaf, widest([dtypes[name] for name in leaf.shared])) for leaf in leaves]
-    groups: list[list[tuple[BoundLeaf, str]]] = []
+    tensors = [
+        each
+        for leaf in leaves
+        for each in otherwise.get(leaf.checkpoint) or [Entry(leaf, widest([dtypes[name] for name in leaf.shared]))]
+    ]
+    groups: list[list[Entry]] = []
     if homes:
-        by_file: dict[Path, list[tuple[BoundLeaf, str]]] = {}
-        for leaf, dtype in tensors:
-            by_file.setdefault(homes[leaf.shared[0]], []).append((leaf, dtype))
+        by_file: dict[Path, list[Entry]] = {}
+        for each in tensors:
+            by_file.setdefault(homes[each.leaf.shared[0]], []).append(each)
         groups = list(by_file.values())
     else:
-        group: list[tuple[BoundLeaf, str]] = []
+        group: list[Entry] = []
         filled = 0
-        for leaf, dtype in tensors:
-            nbytes = math.prod(leaf.shape) * DTYPES[dtype].itemsize
+        for each in tensors:
+            nbytes = math.prod(each.leaf.shape) * DTYPES[each.dtype].itemsize
             if nbytes > max_shard_bytes:
-                groups.append([(leaf, dtype)])
+                groups.append([each])
                 continue
             if filled + nbytes > max_shard_bytes:
                 groups.append(group)
                 group, filled = [], 0
-            group.append((leaf, dtype))
+            group.append(each)
             filled += nbytes
         groups += [group] if group else []
     if (count := len(groups)) == 1:
@@ -147,7 +170,7 @@ def plan(
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(leaf.shape) for leaf, _ in tensors if not leaf.buffer),
+            "total_parameters": sum(math.prod(leaf.shape) for leaf in leaves if not leaf.buffer),
             "total_size": sum(shard.nbytes for shard in shards),
         },
         "weight_map": {output.leaf.checkpoint: shard.name for shard in shards for output in shard.outputs},

@@ -139,7 +139,7 @@ def conversion_lines(conversion: Conversion) -> list[str]:
         memory, largest = human_bytes(conversion.memory), human_bytes(plan.largest)
         lines.append(f"  memory: {memory} of tensors; the largest has {largest}")
     else:
-        quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.encode is not None)
+        quantised = Counter(o.dtype for shard in plan.shards for o in shard.outputs if o.decode is not None)
         for dtype, tensors in quantised.items():
             lines.append(f"{tensors} of {plan.tensors} tensors are quantised to {dtype}")
         lines += _transfer_lines(transferred)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...architectures import BoundLeaf
 from ...architectures.config import parse_config_text
-from ...architectures.ggml import TYPES
+from ...architectures.ggml import TYPES, Quant
 from ...architectures.gguf import expressed
 from ...architectures.gguf_architecture import ALWAYS_FP32, shifted
 from ...architectures.gguf_rope import LONG
@@ -177,13 +177,17 @@ def _lay_out(
     for (leaf, kind), place, nbytes in zip(tensors, places[len(data) :], sizes[len(data) :], strict=False):
         coders: tuple[Any, ...] = (_one_more,) if leaf.shared[0] in factors else ()
         if kind == "Q8_0":
-            coders = (q8_0(leaf.checkpoint), partial(dequantised, kind=TYPES[_CODES[kind]]))
+            coders = (q8_0(leaf.checkpoint), partial(_values, TYPES[_CODES[kind]]))
         outputs.append(Output(leaf, kind, start + place, nbytes, *coders))
     for leaf in inside:
         key, _, number = leaf.checkpoint.rpartition(".")
         values: Any = metadata[key]
         outputs.append(Output(leaf, "F32", ends[key] - 4 * (len(values) - int(number)), 4))
     return Shard(name, header, tuple(outputs), start + places[-1])
+
+
+def _values(kind: Quant, blocks: np.ndarray, _: np.ndarray, __: str) -> np.ndarray:
+    return dequantised(blocks, kind)
 
 
 def _padded(nbytes: int) -> int:

@@ -7,22 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from helpers.families import CONFIGS, edited, randomised_reference
-from safetensors.torch import load_file, save_file
+from helpers.quantised import METHODS, Tensors, checkpoint, numbers, same_bits, write
+from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import gptkit
 from gptkit.converter.convert import convert
-from gptkit.converter.quantised import _fp8, _of_fp8, _of_mxfp4
 from gptkit.errors import GptkitError, InvalidInput
 from gptkit.parity.diff import diff
 
-Tensors = dict[str, torch.Tensor]
 BLOCK = (16, 32)
 QWEN3 = {**CONFIGS["qwen3"], "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 40}
 GPT_OSS = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
@@ -44,23 +42,6 @@ def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> t
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def write(folder: Path, config: dict[str, Any], settings: dict[str, Any], tensors: Tensors, shards: int = 1) -> Path:
-    """A checkpoint, its tensors dealt out to shards in turns, so that scales lie elsewhere than their weights."""
-    folder.mkdir()
-    names = (
-        [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
-    )
-    homes = {name: names[i % shards] for i, name in enumerate(sorted(tensors))}
-    for each in names:
-        held = {name: tensor.contiguous() for name, tensor in tensors.items() if homes[name] == each}
-        save_file(held, folder / each, {"format": "pt"})
-    if shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
-    stated = {**config, "dtype": "bfloat16", "quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(stated))
-    return folder
-
-
 def fp8(folder: Path, config: dict[str, Any] = QWEN3, shards: int = 1) -> tuple[Path, Tensors]:
     weights = {name: each.bfloat16() for name, each in randomised_reference(config).state_dict().items()}
     for name in [name for name in weights if "_proj." in name]:
@@ -79,14 +60,6 @@ def mxfp4(folder: Path) -> tuple[Path, Tensors]:
         weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
         weights[f"{name}_scales"] = torch.randint(118, 125, shape, dtype=torch.uint8, generator=generator)
     return write(folder, GPT_OSS, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, weights), weights
-
-
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """NaN is NaN, whatever it carries; -0 is not 0."""
-    nan = theirs.isnan()
-    bits = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
-    equal = (ours.view(bits) == theirs.view(bits)) | nan
-    return ours.dtype == theirs.dtype and torch.equal(ours.isnan(), nan) and bool(equal.all())
 
 
 def converted(folder: Path, out: Path, dtype: str) -> Tensors:
@@ -133,12 +106,9 @@ def test_every_byte_of_fp8_and_every_kind_of_scales(scales: torch.dtype) -> None
     grid = torch.tensor([1e-3, 2.0**-140, 3e38, 1.0, 0.0, 1e-30, 7.0, 2.0]).reshape(2, 2, 2)
     bytes_ = torch.tensor([0, 1, 100, 127, 128, 200, 253, 255], dtype=torch.uint8).reshape(2, 2, 2)
     grid = bytes_ if scales is torch.uint8 else grid.to(scales)
-    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
-    carriers = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
-    raw = grid.view(carriers.get(scales, torch.uint8)).numpy()
-    with np.errstate(all="ignore"):
-        ours = _of_fp8("F8_E4M3", kinds[scales], (3, 256), "F32", bits.view(torch.uint8).numpy(), raw)
-    assert same_bits(torch.from_numpy(ours), Fp8Dequantize(None)._dequantize_one(bits, grid, torch.float32))
+    settings = {"quant_method": "fp8", "weight_block_size": [3, 256]}
+    ours = numbers({"x": bits, "x_scale_inv": grid}, settings, "F32")["x"]
+    assert same_bits(ours, Fp8Dequantize(None)._dequantize_one(bits, grid, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -148,19 +118,18 @@ def test_every_byte_of_fp8_and_every_kind_of_scales(scales: torch.dtype) -> None
 def test_blocks_of_any_size(block: list[int] | None, grid: tuple[int, ...]) -> None:
     """One for all of a matrix, beyond its end, and more of them in a row than a byte counts."""
     bits, scales = torch.randint(0, 126, (30, 6006 if grid == (1, 858) else 6000), dtype=torch.uint8), torch.rand(grid)
-    numbers = _fp8({"weight_block_size": block}, ("F8_E4M3", tuple(bits.shape)), ("F32", grid), "BF16")
-    assert not isinstance(numbers, str), numbers
-    ours = torch.from_numpy(numbers.decode(bits.numpy(), scales.numpy())).view(torch.bfloat16)
-    theirs = Fp8Dequantize(None)._dequantize_one(bits.view(torch.float8_e4m3fn), scales, torch.bfloat16)
+    bits = bits.view(torch.float8_e4m3fn)
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    ours = numbers({"x": bits, "x_scale_inv": scales}, settings)["x"]
+    theirs = Fp8Dequantize(None)._dequantize_one(bits, scales, torch.bfloat16)
     assert same_bits(ours, theirs)
 
 
 def test_every_byte_of_mxfp4_at_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(1, 1, 16)
-    with np.errstate(over="ignore"):
-        ours = _of_mxfp4(blocks.numpy(), scales.numpy())
-    assert same_bits(torch.from_numpy(ours.copy()).view(torch.bfloat16), convert_moe_packed_tensors(blocks, scales))
+    ours = numbers({"x_blocks": blocks, "x_scales": scales}, {"quant_method": "mxfp4"})["x"]
+    assert same_bits(ours, convert_moe_packed_tensors(blocks, scales))
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
@@ -249,49 +218,86 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, folders: d
     assert {each.name for each in tmp_path.iterdir()} == {"bad"}
 
 
-def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict[str, int]:
-    """Tensors dropped, renamed, cut, turned and of other types at random: refused by our own errors, or converted."""
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        "fp8",
+        "mxfp4",
+        "gptq",
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "",
+        3,
+        4,
+        8,
+        -1,
+        0,
+        True,
+        [],
+        {},
+        "gemm",
+    ),
+    *([16], [16, 32], [32, 16], [0, 1], [2**70, 2**70], [1.5, 2], 2**70, 1.5, "gptq_v2", "pack-quantized", "group"),
+)
+ENDS = (
+    "_scale_inv",
+    "_scales",
+    "_blocks",
+    "x",
+    ".qweight",
+    ".weight",
+    "_packed",
+    ".absmax",
+    ".SCB",
+    "_scale",
+    ".g_idx",
+)
+
+
+def fuzzed(folder: Path, root: Path, rounds: int, seed: int) -> dict[str, int]:
+    """Tensors dropped, renamed, cut, turned and of other types and values at random, settings of other values: refused
+    by our own errors, or converted.
+    """
     draw, counts = random.Random(seed), {"refused": 0, "converted": 0}
-    types = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+    types += (torch.int8, torch.int32, torch.int64)
 
     def mutate(tensors: Tensors) -> None:
         for name in draw.sample(sorted(tensors), draw.choice((1, 1, 1, 2, 5))):
             tensor = tensors.pop(name)
-            kind = draw.randrange(6)
+            kind = draw.randrange(8)
             if kind == 0:
-                name += draw.choice(("_scale_inv", "_scales", "_blocks", "x"))
+                name += draw.choice(ENDS)
             elif kind == 1:
                 tensor = tensor.to(draw.choice(types))
-            elif kind == 2:
+            elif kind == 2 and tensor.ndim:
                 tensor = tensor[: draw.randrange(len(tensor) + 1)]
-            elif kind == 3:
+            elif kind == 3 and tensor.ndim:
                 tensor = tensor.transpose(0, -1)
             elif kind == 4:
                 tensor = tensor[None] if draw.random() < 0.5 else tensor.flatten()
-            if kind < 5:
+            elif kind == 5 and tensor.numel():
+                raw = tensor.contiguous().flatten().view(torch.uint8).clone()
+                raw[draw.randrange(len(raw))] = draw.randrange(256)
+                tensor = raw.view(tensor.dtype).reshape(tensor.shape)
+            elif kind == 6:
+                name = name.replace(draw.choice(("layers.0", "q_proj", "weight")), draw.choice(("layers.1", "k_proj")))
+            if kind < 7:
                 tensors[name] = tensor.contiguous()
 
-    values: tuple[Any, ...] = (
-        None,
-        "fp8",
-        "mxfp4",
-        "",
-        3,
-        [],
-        [16],
-        [16, 32],
-        [32, 16],
-        [0, 1],
-        [2**70, 2**70],
-        [1.5, 2],
-    )
     for number in range(rounds):
-        settings = {}
+        bad, out, settings = root / f"bad{number}", root / f"out{number}", {}
         if draw.random() < 0.3:
-            settings[draw.choice(("quant_method", "weight_block_size"))] = draw.choice(values)
+            stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+            key = draw.choice(sorted({*stated, "bits", "group_size", "weight_block_size", "quant_method"}))
+            settings[key] = draw.choice(VALUES)
+            if key == "config_groups" and draw.random() < 0.8:
+                group = stated[key]["group_0"]
+                inner = draw.choice(sorted({*group["weights"], "num_bits", "type", "actorder"}))
+                settings[key] = {"group_0": {**group, "weights": {**group["weights"], inner: draw.choice(VALUES)}}}
         change = mutate if not settings or draw.random() < 0.5 else without()
-        bad, out = root / f"bad{number}", root / f"out{number}"
-        broken(folders[draw.choice(sorted(folders))], bad, change, settings)
+        broken(folder, bad, change, settings)
         try:
             convert(bad, out, dtype=draw.choice(("bfloat16", "float32")))
             counts["converted"] += 1
@@ -304,12 +310,21 @@ def fuzzed(folders: dict[str, Path], root: Path, rounds: int, seed: int) -> dict
     return counts
 
 
-def test_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
-    counts = fuzzed(folders, memory_path, 30, seed=1)
-    assert counts["refused"] > 15 and counts["converted"] > 0, counts
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> dict[str, Path]:
+    """A small checkpoint of every method."""
+    root, small = tmp_path_factory.mktemp("methods"), {**QWEN3, "num_hidden_layers": 1, "intermediate_size": 96}
+    return {**folders, **{method: checkpoint(root / method, small, method)[0] for method in METHODS}}
+
+
+def test_broken_files_are_refused(quantised: dict[str, Path], memory_path: Path) -> None:
+    counts = [fuzzed(folder, memory_path, 5, seed=1) for folder in quantised.values()]
+    refused, converted = (sum(each[what] for each in counts) for what in ("refused", "converted"))
+    assert refused > 15 and converted > 0, counts
 
 
 @pytest.mark.slow
-def test_many_broken_files_are_refused(folders: dict[str, Path], memory_path: Path) -> None:
-    counts = fuzzed(folders, memory_path, 20_000, seed=2)
-    assert counts["refused"] > 10_000 and counts["converted"] > 500, counts
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", *METHODS])
+def test_many_broken_files_are_refused(method: str, quantised: dict[str, Path], memory_path: Path) -> None:
+    counts = fuzzed(quantised[method], memory_path, 20_000, seed=2)
+    assert counts["refused"] > 8_000 and counts["converted"] > 500, counts

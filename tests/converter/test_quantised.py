@@ -23,6 +23,8 @@ from gptkit.converter.tree import Quantised
 from gptkit.errors import InvalidInput
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+SECRET = {**GPTQ, "quant_method": "hqq"}
+"""What is not read."""
 
 
 def stored(reference: str) -> Stored:
@@ -53,15 +55,19 @@ def configure(path: Path, **fields: Any) -> None:
 
 
 def test_the_method_and_a_way_on_are_told(folder: Path) -> None:
-    for reading in (open_checkpoint, lambda path: convert(path, path.parent / "out")):
-        with pytest.raises(InvalidInput, match=r"quantised \(gptq, 4 bits, groups of 16\)") as caught:
+    with pytest.raises(InvalidInput, match=r"quantised \(gptq, 4 bits, groups of 16\)") as caught:
+        convert(folder, folder.parent / "out")
+    assert "gptkit convert --dtype bfloat16" in (caught.value.hint or "")
+    configure(folder, quantization_config=SECRET)
+    for reading in (open_checkpoint, lambda path: convert(path, path.parent / "out", dtype="bfloat16")):
+        with pytest.raises(InvalidInput, match=r"quantised \(hqq, 4 bits, groups of 16\)") as caught:
             reading(folder)
         assert "Name the model that it was made from" in (caught.value.hint or "")
         assert len(str(caught.value).splitlines()) == 2
-    configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.raises(InvalidInput, match=r"bitsandbytes, 8 bits") as caught:
+    configure(folder, quantization_config=None, quantization={"group_size": 16, "bits": 4})
+    with pytest.raises(InvalidInput, match=r"mlx, 4 bits") as caught:
         open_checkpoint(folder)
-    assert "dequantize()" in (caught.value.hint or "")
+    assert "mlx_lm.convert" in (caught.value.hint or "")
 
 
 def test_what_needs_no_weights_works(folder: Path) -> None:
@@ -86,8 +92,9 @@ def test_stored_tells_the_headers_own_tensors(folder: Path) -> None:
 
 
 def test_a_repository_is_refused_before_its_weights_are_fetched(folder: Path, hub: Hub) -> None:
+    configure(folder, quantization_config=SECRET)
     hub.repos["org/model"] = Repo({each.name: each.read_bytes() for each in folder.iterdir()})
-    with pytest.raises(InvalidInput, match="gptq, 4 bits"):
+    with pytest.raises(InvalidInput, match="hqq, 4 bits"):
         open_checkpoint("org/model")
     assert outline("org/model").spec == outline(str(folder)).spec
     assert "model.safetensors" not in hub.sent

@@ -1,0 +1,630 @@
+"""What bits and their scales stand for, a method a row of `METHODS`: fp8, MXFP4, GPTQ, AWQ, bitsandbytes' int8, nf4 and
+fp4, and compressed-tensors' integers and fp8.
+
+Each number is what the method's own reader makes of it, to the last bit: computed in fp32 and rounded to the type that
+this reader gives (the scales', for most), before anybody casts it.
+
+Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 5 (nn_modules/qlinear,
+utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
+backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lifecycle).
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..components import Shape
+from .dtypes import F8, Array, cast_freely, to_float64
+from .safetensors import DTYPES
+from .weights import Weights
+
+_Settings = Mapping[str, Any]
+_Rows = Callable[[int, int, int], Array]
+"""Which matrix of all, its first row, the row behind the last -> these rows, contiguous, in their dtype's carrier."""
+_LINE = 64  # bytes that a processor reads at once
+
+
+class Numbers(NamedTuple):
+    """What bits stand for: a dtype, a shape, what makes rows of them once it has read their scales, and by how many
+    rows at a time that is worth it.
+    """
+
+    dtype: str
+    shape: Shape
+    decoder: Callable[[], _Rows]
+    step: int = 1
+
+
+class Parts:
+    """The tensors that one quantised weight is stored in, by the ends of their names."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
+        self.fetched = weights.fetched
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._names
+
+    def __getitem__(self, part: str) -> Array:
+        return self._weights.read(self._names[part])
+
+    def kind(self, part: str) -> str:
+        """A part's dtype; "" where there is none."""
+        return self._weights.info[self._names[part]][0] if part in self._names else ""
+
+    def shape(self, part: str) -> Shape:
+        return self._weights.info[self._names[part]][1]
+
+    def told(self) -> str:
+        """What the parts are, in words: the bits first."""
+        whole = [(name, *self._weights.info[name]) for name in self._names.values()]
+        first, *others = [f"{name} is {kind} {list(shape)}" for name, kind, shape in whole[:3]]
+        return ", ".join([first, *(each.replace(" is ", " ", 1) for each in others)])
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one kind of weight is stored. bits, made: what stands behind a name where its bits are, and where its numbers
+    are read; needs, may: behind the names of tensors beside them. kinds: types of the bits, any where empty. fit:
+    settings of config.json, the parts, and the dtype asked for -> numbers; a sentence where they do not fit.
+    """
+
+    bits: str
+    needs: tuple[str, ...]
+    fit: Callable[[_Settings, Parts, str], Numbers | str]
+    may: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    made: str = ""
+
+
+@dataclass(frozen=True)
+class _Method:
+    """How a program stores weights. refuses: why settings of config.json are not read, None where they are."""
+
+    schemes: tuple[Scheme, ...]
+    refuses: Callable[[_Settings], str | None] = lambda _: None
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+# --- fp8: a scale a block of a matrix, which is all of it where config.json names no size ---
+
+_EXPONENTS = ("F8_E8M0", "U8")  # of two
+
+
+def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
+    shape, scale_kind, grid = parts.shape(""), parts.kind("_scale_inv"), parts.shape("_scale_inv")
+    block = settings.get("weight_block_size")
+    if scale_kind not in ("F32", "BF16", "F16", *_EXPONENTS):
+        return "scales are floating-point numbers, or exponents of two"
+    if len(shape) < 2:
+        return "a matrix is expected"
+    if block is None:
+        wanted, block = grid if math.prod(grid) == 1 else (1,), shape[-2:]
+    elif not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
+        return f"weight_block_size is {block!r:.40}, not two sizes"
+    else:
+        wanted = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    if grid != wanted:
+        return f"scales of {list(wanted)} are expected"
+    high, wide = (min(side, max(whole, 1)) for side, whole in zip(block, shape[-2:], strict=True))
+    return Numbers(dtype, shape, partial(_fp8_rows, parts, (high, wide), dtype), min(high, 128))
+
+
+def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
+    """A block has one scale and few different bytes: their products are computed once for the block, in fp32 as
+    transformers does, rounded once, and looked up.
+    """
+    values = to_float64(np.arange(256, dtype=np.uint8), parts.kind("")).astype(np.float32)
+    bits = parts[""]
+    rows, columns = bits.shape[-2:]
+    matrices = bits.reshape(-1, rows, columns)
+    across = -(-columns // block[1])
+    grids = _scales(parts["_scale_inv"], parts.kind("_scale_inv")).reshape(len(matrices), -1, across)
+    blocks = min(across, 256)  # whose number and a byte 16 bits can tell
+    starts = np.repeat(np.arange(0, 256 * blocks, 256, dtype=np.uint16), block[1])
+
+    def make(which: int, start: int, end: int) -> Array:
+        out = np.empty((end - start, columns), DTYPES[dtype].carrier)
+        for row in range(start // block[0], -(-end // block[0])):
+            for column in range(0, columns, len(starts)):
+                some = grids[which, row, column // block[1] :][:blocks]
+                products = cast_freely(np.multiply.outer(some, values), dtype).reshape(-1)
+                first, last = max(start, row * block[0]), min(end, (row + 1) * block[0])
+                across = slice(column, column + len(starts))
+                for at in range(first, last, step):
+                    down = slice(at, min(last, at + step))
+                    here = matrices[which, down, across]
+                    out[down.start - start : down.stop - start, across] = products.take(starts[: here.shape[1]] + here)
+        return out
+
+    step = max(1, _STEP // max(1, min(columns, len(starts))))
+    return make
+
+
+_STEP = 2**16  # elements that are looked up at a time, so that their indices stay in a core's cache
+
+
+def _scales(scales: Array, kind: str) -> Array:
+    """Scales as fp32; a byte is an exponent of two, 127 more than it."""
+    if kind not in _EXPONENTS:
+        return to_float64(scales, kind).astype(np.float32)
+    powers = np.exp2(scales.astype(np.float32) - 127)
+    return np.where(scales == 255, np.float32(np.nan), powers) if kind == "F8_E8M0" else powers
+
+
+# --- mxfp4: two values of 4 bits in a byte, and an exponent of two for 32 values ---
+
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def _mxfp4(_: _Settings, parts: Parts, __: str) -> Numbers | str:
+    shape = parts.shape("_blocks")
+    if parts.kind("_blocks") != "U8" or len(shape) != 4 or shape[-1] != 16:
+        return "U8 [experts, out, groups, 16] is expected"
+    if (parts.kind("_scales"), parts.shape("_scales")) != ("U8", shape[:-1]):
+        return f"scales of U8 {list(shape[:-1])} are expected"
+    experts, out, groups = shape[:-1]
+    # In a type that holds each of them exactly.
+    return Numbers("BF16", (experts, groups * 32, out), partial(_mxfp4_rows, parts), 32 * _LINE // 16)
+
+
+def _mxfp4_rows(parts: Parts) -> _Rows:
+    """Bytes [experts, out, groups, 16] and scales [experts, out, groups] -> rows of [experts, in, out]."""
+    bits, exponents, pairs = parts["_blocks"], parts["_scales"], _mxfp4_pairs()
+
+    def make(expert: int, start: int, end: int) -> Array:
+        groups = slice(start // 32, -(-end // 32))
+        some = bits[expert, :, groups]
+        indices = (exponents[expert, :, groups, None].astype(np.uint16) << 8) | some
+        values = pairs.take(indices.reshape(len(some), -1)).view(np.uint16)
+        return np.ascontiguousarray(values.T)
+
+    return make
+
+
+@cache
+def _mxfp4_pairs() -> Array:
+    """What scale (the high byte) and byte stand for, in bf16: the number in the low four bits, then in the high."""
+    byte = np.arange(256)
+    scaled = np.ldexp(np.concatenate([_FP4, -_FP4]), byte[:, None] - 127)
+    numbers = cast_freely(scaled, "BF16").astype("<u4")
+    pairs: Array = numbers[:, byte & 15] | numbers[:, byte >> 4] << 16
+    return pairs.reshape(-1)
+
+
+# --- integers in words of 32 bits, and what groups of them have in common ---
+
+
+def _unpacked(words: Array, bits: int, order: tuple[int, ...] = ()) -> Array:
+    """Unsigned integers of so many bits, densely in words of 32: [rows, words] -> [rows, integers], in bytes. `order`:
+    the place in its word of each integer, where that is not its number.
+    """
+    unit = 32 // math.gcd(bits, 32)  # integers after which a word begins anew
+    taken = words.view(np.uint32).reshape(len(words), -1, unit * bits // 32)
+    out = np.empty((*taken.shape[:2], unit), np.uint8)
+    for number, place in enumerate(order or range(unit)):
+        word, shift = divmod(place * bits, 32)
+        value = taken[..., word] >> np.uint32(shift)
+        if shift + bits > 32:
+            value = value | taken[..., word + 1] << np.uint32(32 - shift)
+        out[..., number] = value & np.uint32(2**bits - 1)
+    return out.reshape(len(words), -1)
+
+
+def _scaled(values: Array, scales: Array, zeros: Array | None, groups: Array | None, kind: str) -> Array:
+    """(values - zeros) * scales in fp32, which holds these differences exactly, rounded to the scales' type: values
+    [rows, columns] in fp32, which is written over, the others [rows, groups]. groups: which one each column is of,
+    where they are not of equal width one behind the other.
+    """
+    if groups is None:
+        grouped = values.reshape(len(values), scales.shape[1], -1)
+        if zeros is not None:
+            grouped -= zeros[:, :, None]
+        grouped *= scales[:, :, None]
+    else:
+        if zeros is not None:
+            values -= zeros.take(groups, 1)
+        values *= scales.take(groups, 1)
+    return cast_freely(values, kind)
+
+
+def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | None:
+    """Which group each column is of, where a tensor says it and they are not simply one behind the other."""
+    if part not in parts or not parts.fetched:
+        return None
+    if parts.kind(part) not in ("I32", "I64") or parts.shape(part) != (columns,):
+        return f"{part} of I32 [{columns}] is expected, and {parts.kind(part)} {list(parts.shape(part))} is there"
+    found = parts[part]
+    if columns and (found.min() < 0 or found.max() >= count):
+        return f"{part} names groups {found.min()} to {found.max()}, and there are {count}"
+    plain = columns % count == 0 and np.array_equal(found, np.arange(columns) // (columns // count))
+    return None if plain else found.astype(np.intp)
+
+
+def _transposed(matrix: Array, start: int, end: int) -> Array:
+    """Columns of a matrix as rows, contiguous; gathered first, since a column's elements lie far apart."""
+    return np.ascontiguousarray(np.ascontiguousarray(matrix[:, start:end]).T)
+
+
+# --- GPTQ: [in, out], packed along in, zeros along out; less by one in version 1 ---
+
+_GPTQ_BITS = (2, 3, 4, 8)
+
+
+def _refuses_gptq(settings: _Settings) -> str | None:
+    bits, form, words = settings.get("bits"), _gptq_format(settings), settings.get("pack_dtype", "int32")
+    if bits not in _GPTQ_BITS or type(bits) is not int:
+        return f"GPTQ of 2, 3, 4 or 8 bits is read, not of {bits!r:.20}"
+    if form not in ("gptq", "gptq_v2"):
+        return f"its checkpoint_format is {form!r:.40}: gptq and gptq_v2 are read"
+    return None if words in ("int32", None) else f"its pack_dtype is {words!r:.40}: int32 is read"
+
+
+def _gptq_format(settings: _Settings) -> Any:
+    return settings.get("checkpoint_format") or settings.get("format") or "gptq"
+
+
+def _packed(parts: Parts, bits: str = "qweight") -> str | None:
+    """What is wrong with the types and dimensions of packed integers, their zeros and scales."""
+    if parts.kind(bits) not in ("I32", "U32") or parts.kind("qzeros") not in ("I32", "U32"):
+        return "integers in words of I32 are expected"
+    if parts.kind("scales") not in ("F16", "BF16", "F32"):
+        return "scales are floating-point numbers"
+    if not all(len(parts.shape(part)) == 2 and all(parts.shape(part)) for part in (bits, "qzeros", "scales")):
+        return "matrices are expected"
+    return None
+
+
+def _gptq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
+    if (wrong := _packed(parts)) is not None:
+        return wrong
+    (words, out), (count, wide), zeros = parts.shape("qweight"), parts.shape("scales"), parts.shape("qzeros")
+    bits, size, varied = settings["bits"], settings.get("group_size", 128), bool(settings.get("dynamic"))
+    indexed = parts.shape("g_idx") if "g_idx" in parts else ()
+    if varied and len(indexed) == 1 and indexed[0] and 32 * words % indexed[0] == 0:
+        bits = 32 * words // indexed[0]  # which differ from layer to layer
+    if bits not in _GPTQ_BITS or 32 * words % bits:
+        return f"integers of {bits} bits do not fill {words} words"
+    columns = 32 * words // bits
+    if settings.get("desc_act") and not indexed:
+        return "desc_act is set, and there is no g_idx"
+    if not indexed or not varied:
+        size = columns if size == -1 else size
+        if not _whole(size) or count != -(-columns // size):
+            return f"{columns} inputs in groups of {size!r:.20} have {count} scales"
+    if wide != out or 32 * zeros[1] != out * bits or zeros[0] != count:
+        return f"scales and zeros of {count} groups of {out} outputs are expected"
+    groups = _groups(parts, "g_idx", columns, count)
+    if isinstance(groups, str):
+        return groups
+    if groups is None and columns % count:
+        groups = np.arange(columns) // size
+    decoder = partial(_gptq_rows, parts, bits, _gptq_format(settings) == "gptq", groups)
+    return Numbers(parts.kind("scales"), (out, columns), decoder, _LINE // 4)
+
+
+def _gptq_rows(parts: Parts, bits: int, less: bool, groups: Array | None) -> _Rows:
+    kind, packed = parts.kind("scales"), parts["qzeros"].view(np.uint32)
+    if less and bits != 3:  # as GPTQModel does: what overflows goes over into the next one
+        packed = packed + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+    zeros = _unpacked(packed, bits).T
+    if less and bits == 3:
+        zeros = (zeros + np.uint8(1)) & np.uint8(7)
+    zeros, scales = zeros.astype(np.float32), to_float64(parts["scales"], kind).astype(np.float32).T
+    words = parts["qweight"]
+
+    def make(_: int, start: int, end: int) -> Array:
+        values = _unpacked(_transposed(words, start, end), bits).astype(np.float32)
+        return _scaled(values, scales[start:end], zeros[start:end], groups, kind)
+
+    return make
+
+
+# --- AWQ: [in, out], packed along out, in an order of its own ---
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight outputs
+
+
+def _refuses_awq(settings: _Settings) -> str | None:
+    form = settings.get("version") or settings.get("format") or "gemm"
+    if str(form).lower() != "gemm":
+        return f"its version is {form!r:.40}: gemm is read"
+    if settings.get("bits", 4) != 4:
+        return f"AWQ of 4 bits is read, not of {settings['bits']!r:.20}"
+    return None if settings.get("zero_point", True) is True else "it has no zeros (zero_point), which are expected"
+
+
+def _awq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
+    if (wrong := _packed(parts)) is not None:
+        return wrong
+    (columns, words), size = parts.shape("qweight"), settings.get("group_size", 128)
+    size = columns if size == -1 else size
+    if not _whole(size) or columns % size:
+        return f"{columns} inputs are not in groups of {size!r:.20}"
+    wanted = (columns // size, words)
+    if parts.shape("qzeros") != wanted or parts.shape("scales") != (wanted[0], 8 * words):
+        return f"zeros of {list(wanted)} and scales of {[wanted[0], 8 * words]} are expected"
+    return Numbers(parts.kind("scales"), (8 * words, columns), partial(_awq_rows, parts), 2 * _LINE)
+
+
+def _awq_rows(parts: Parts) -> _Rows:
+    kind, words = parts.kind("scales"), parts["qweight"]
+    zeros = _unpacked(parts["qzeros"], 4, _AWQ_ORDER).T.astype(np.float32)
+    scales = to_float64(parts["scales"], kind).astype(np.float32).T
+
+    def make(_: int, start: int, end: int) -> Array:
+        # The words of eight rows, then the rows: _unpacked puts integers of a word side by side.
+        some = _unpacked(np.ascontiguousarray(words[:, start // 8 : end // 8]), 4, _AWQ_ORDER)
+        values = np.ascontiguousarray(some.T).astype(np.float32)
+        return _scaled(values, scales[start:end], zeros[start:end], None, kind)
+
+    return make
+
+
+# --- bitsandbytes: int8 by rows; nf4 and fp4 by blocks of the flat matrix, whose scales may be of 8 bits again ---
+
+
+def _int8(_: _Settings, parts: Parts, __: str) -> Numbers | str:
+    shape = parts.shape("weight")
+    if len(shape) != 2 or (parts.kind("SCB"), parts.shape("SCB")) != ("F32", shape[:1]):
+        return "a matrix is expected, and its SCB of F32, one a row"
+    if "weight_format" in parts and parts.fetched and parts["weight_format"].any():
+        return "its weight_format is of another order of rows and columns"
+    return Numbers("F32", shape, partial(_int8_rows, parts))
+
+
+def _int8_rows(parts: Parts) -> _Rows:
+    bits, scales = parts["weight"], parts["SCB"]
+
+    def make(_: int, start: int, end: int) -> Array:
+        values = bits[start:end].astype(np.float32)
+        values *= scales[start:end, None]
+        values *= np.float32(7.874015718698502e-3)  # bitsandbytes' 1 / 127
+        return values
+
+    return make
+
+
+_QUANT_STATE = ".quant_state.bitsandbytes__"
+_STATE_BYTES = 2**16
+_BLOCKS = {32, 64, 128, 256, 512, 1024, 2048, 4096}
+
+
+def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
+    said = [each for each in ("nf4", "fp4") if _QUANT_STATE + each in parts]
+    if len(said) != 1:
+        return f"{len(said)} of its quant_state are there, and one is expected"
+    if not parts.fetched:
+        return "its shape lies in its quant_state, which was not fetched"
+    state = _state(parts, _QUANT_STATE + said[0])
+    shape, size, kind = state.get("shape"), state.get("blocksize"), state.get("dtype")
+    dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}.get(kind) if isinstance(kind, str) else None
+    if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape))) or size not in _BLOCKS:
+        return "its quant_state says no shape of a matrix and size of blocks"
+    if state.get("quant_type") != said[0] or dtype is None:
+        return f"its quant_state is of {state.get('quant_type')!r:.20} for {kind!r:.20}"
+    elements = math.prod(shape)
+    stored = math.prod(parts.shape("")) * DTYPES[parts.kind("")].itemsize
+    blocks = -(-elements // size)
+    if stored != -(-elements // 2):
+        return f"{stored} bytes are not {list(shape)} of 4 bits"
+    nested = ".nested_absmax" in parts
+    if parts.kind(".absmax") != ("U8" if nested else "F32") or parts.shape(".absmax") != (blocks,):
+        return f"absmax of {'U8' if nested else 'F32'} [{blocks}] is expected"
+    if (parts.kind(".quant_map"), parts.shape(".quant_map")) != ("F32", (16,)):
+        return "a quant_map of F32 [16] is expected"
+    if nested:
+        inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
+        if inner not in _BLOCKS or not isinstance(offset, int | float) or not math.isfinite(offset):
+            return "its quant_state says no size of blocks and offset of its absmax"
+        if (parts.kind(".nested_absmax"), parts.shape(".nested_absmax")) != ("F32", (-(-blocks // inner),)):
+            return f"nested_absmax of F32 [{-(-blocks // inner)}] is expected"
+        if (parts.kind(".nested_quant_map"), parts.shape(".nested_quant_map")) != ("F32", (256,)):
+            return "a nested_quant_map of F32 [256] is expected"
+    return Numbers(dtype, tuple(shape), partial(_four_bit_rows, parts, tuple(shape), size, state, dtype), 2)
+
+
+def _state(parts: Parts, part: str) -> Mapping[str, Any]:
+    """The JSON that lies in a tensor, nothing where it is none."""
+    if parts.kind(part) != "U8" or math.prod(parts.shape(part)) > _STATE_BYTES:
+        return {}
+    try:
+        found = json.loads(parts[part].tobytes().decode())
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _four_bit_rows(parts: Parts, shape: Shape, size: int, state: Mapping[str, Any], dtype: str) -> _Rows:
+    bits, code = np.ascontiguousarray(parts[""]).reshape(-1).view(np.uint8), parts[".quant_map"]
+    scales, columns, byte = parts[".absmax"], shape[1], np.arange(256)
+    if ".nested_absmax" in parts:
+        outer = np.repeat(parts[".nested_absmax"], state["nested_blocksize"])[: len(scales)]
+        scales = parts[".nested_quant_map"].take(scales) * outer + np.float32(state["nested_offset"])
+    pairs = np.stack([code[byte >> 4], code[byte & 15]], 1).view(np.uint64).reshape(-1)  # looked up two at once
+
+    def make(_: int, start: int, end: int) -> Array:
+        first, last = start * columns, end * columns  # of which the first is even, since rows come in twos
+        values = pairs.take(bits[first // 2 : -(-last // 2)]).view(np.float32)[: last - first]
+        block = first // size
+        values *= np.repeat(scales[block : -(-last // size)], size)[first - block * size :][: last - first]
+        return cast_freely(values, dtype).reshape(-1, columns)
+
+    return make
+
+
+# --- compressed-tensors: integers in words or bytes, or fp8, with a scale a tensor, row, group or block ---
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", None)
+
+
+def _refuses_compressed(settings: _Settings) -> str | None:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(map(_weights_of, groups.values())):
+        return "its config_groups do not say how weights are stored"
+    for form in (settings.get("format"), *(group.get("format") for group in groups.values())):
+        if form not in _FORMATS:
+            return f"its format is {form!r:.40}: {', '.join(str(each) for each in _FORMATS[:-1])} are read"
+    sparse, turned = (settings.get(name) or {} for name in ("sparsity_config", "transform_config"))
+    if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
+        return "its sparsity_config is not read"
+    if not isinstance(turned, dict) or turned.get("config_groups"):
+        return "its transform_config is not read"
+    return None
+
+
+def _weights_of(group: Any) -> Any:
+    return isinstance(group, dict) and isinstance(group.get("weights"), dict) and group["weights"]
+
+
+def _compressed(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
+    packed = "weight_packed" in parts
+    own = "weight_packed" if packed else "weight"
+    kind, scale_kind = parts.kind(own), parts.kind("weight_scale")
+    if len(parts.shape(own)) != 2 or (packed and kind != "I32"):
+        return "a matrix is expected" + (" in words of I32" if packed else "")
+    if scale_kind not in ("F16", "BF16", "F32"):
+        return "scales are floating-point numbers"
+    described = [_weights_of(each) for each in settings["config_groups"].values()]
+    wanted = "float" if kind in F8 else "int"
+    described = [each for each in described if each.get("type", "int") == wanted]
+    misfits = []
+    for args in described:
+        found = _as_described(args, parts, own)
+        if not isinstance(found, str):
+            return found
+        misfits.append(found)
+    return misfits[0] if misfits else f"no group of config.json is of {wanted}"
+
+
+def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
+    """The numbers, where they are stored as one of config.json's groups says."""
+    bits, strategy, size = args.get("num_bits"), args.get("strategy") or "tensor", args.get("group_size")
+    block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")
+    rows, columns = parts.shape(own)
+    if own == "weight_packed":
+        if bits not in (2, 4, 8):
+            return f"integers of 2, 4 or 8 bits are read from words, not of {bits!r:.20}"
+        words, columns = columns, columns * (32 // bits)
+        if "weight_shape" in parts and parts.fetched:
+            said = parts["weight_shape"].tolist() if parts.shape("weight_shape") == (2,) else []
+            if len(said) != 2 or said[0] != rows or not columns - 32 // bits < said[1] <= columns:
+                return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
+            columns = said[1]
+    elif bits != 8:
+        return f"numbers of 8 bits are expected, and config.json says {bits!r:.20}"
+    high: Any = rows  # what has one scale
+    wide: Any = columns
+    if strategy == "channel":
+        high = 1
+    elif strategy == "group":
+        high, wide = 1, size
+    elif strategy == "block" and isinstance(block, list) and len(block) == 2:
+        high, wide = block
+    elif strategy != "tensor":
+        return f"a scale a {strategy!r:.20} is not read"
+    if not (_whole(high) and _whole(wide)) or (strategy == "group" and columns % wide):
+        return f"{rows} x {columns} in parts of {[high, wide]}: the sizes do not fit"
+    down, across = -(-rows // high), -(-columns // wide)
+    if math.prod(scales) != down * across or (down * across > 1 and scales not in ((down, across), (down,))):
+        return f"scales of {[down, across]} are expected"
+    zero, zeros = parts.kind("weight_zero_point"), None
+    if zero and args.get("symmetric", True) is False:
+        zeros = parts.shape("weight_zero_point")
+        if zero == "I32" and own == "weight_packed" and strategy in ("group", "channel"):
+            if zeros != (-(-rows * bits // 32), across):
+                return f"zeros of I32 {[-(-rows * bits // 32), across]} are expected"
+        elif zero not in ("I8", "I32", "I64") or math.prod(zeros) != down * across:
+            return f"zeros of I8 {[down, across]} are expected"
+    elif args.get("symmetric", True) is False:
+        return "it is asymmetric, and there is no weight_zero_point"
+    groups = _groups(parts, "weight_g_idx", columns, across) if "weight_g_idx" in parts and _indexed(parts) else None
+    if isinstance(groups, str):
+        return groups
+    if groups is None and columns % across:
+        groups = np.arange(columns) // wide
+    grid, shape = (high, down, across), (rows, columns)
+    return Numbers(kind, shape, partial(_compressed_rows, parts, own, bits, shape, grid, groups, zeros is not None))
+
+
+def _indexed(parts: Parts) -> bool:
+    """Whether its index says something: -1 stands for none."""
+    return not parts.fetched or not (parts["weight_g_idx"] == -1).any()
+
+
+def _compressed_rows(
+    parts: Parts, own: str, bits: int, shape: Shape, grid: tuple[int, int, int], groups: Array | None, zeroed: bool
+) -> _Rows:
+    stored, kind, (high, down, across) = parts[own], parts.kind("weight_scale"), grid
+    rows, columns = shape
+    scales = to_float64(parts["weight_scale"], kind).astype(np.float32).reshape(down, across)
+    zeros = None
+    if zeroed:
+        given, zero_kind = parts["weight_zero_point"], parts.kind("weight_zero_point")
+        if zero_kind == "I32" and own == "weight_packed" and given.shape != (down, across):
+            zeros = _unpacked(np.ascontiguousarray(given.T), bits).T[:rows].astype(np.float32) - 2 ** (bits - 1)
+        else:
+            zeros = to_float64(given, zero_kind).astype(np.float32).reshape(down, across)
+    table = to_float64(np.arange(256, dtype=np.uint8), parts.kind(own)).astype(np.float32) if own == "weight" else None
+
+    def make(_: int, start: int, end: int) -> Array:
+        some = stored[start:end]
+        if own == "weight_packed":
+            values = _unpacked(np.ascontiguousarray(some), bits)[:, :columns].astype(np.float32)
+            values -= 2 ** (bits - 1)
+        else:
+            assert table is not None
+            values = some.astype(np.float32) if parts.kind(own) == "I8" else table.take(some)
+        which = np.arange(start, end) // high
+        return _scaled(values, scales[which], None if zeros is None else zeros[which], groups, kind)
+
+    return make
+
+
+METHODS = {
+    "fp8": _Method((Scheme("", ("_scale_inv",), _fp8, kinds=F8),)),
+    "mxfp4": _Method((Scheme("_blocks", ("_scales",), _mxfp4),)),
+    "gptq": _Method((Scheme("qweight", ("scales", "qzeros"), _gptq, ("g_idx",), made="weight"),), _refuses_gptq),
+    "awq": _Method((Scheme("qweight", ("scales", "qzeros"), _awq, made="weight"),), _refuses_awq),
+    "bitsandbytes": _Method(
+        (
+            Scheme("weight", ("SCB",), _int8, ("weight_format",), ("I8",), "weight"),
+            Scheme(
+                "",
+                (".absmax", ".quant_map"),
+                _four_bits,
+                (".nested_absmax", ".nested_quant_map", f"{_QUANT_STATE}nf4", f"{_QUANT_STATE}fp4"),
+                ("U8", "BF16", "F16", "F32"),
+            ),
+        )
+    ),
+    "compressed-tensors": _Method(
+        (
+            Scheme(
+                "weight_packed",
+                ("weight_scale",),
+                _compressed,
+                ("weight_zero_point", "weight_shape", "weight_g_idx"),
+                made="weight",
+            ),
+            Scheme(
+                "weight",
+                ("weight_scale",),
+                _compressed,
+                ("weight_zero_point", "weight_g_idx"),
+                ("I8", "F8_E4M3"),
+                "weight",
+            ),
+        ),
+        _refuses_compressed,
+    ),
+}
+"""What config.json calls them (quant_method)."""

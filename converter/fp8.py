@@ -1,0 +1,99 @@
+"""fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3's files have it.
+
+A block's largest value becomes fp8's largest, 448. To the last bit what transformers makes of the same tensor
+(integrations/finegrained_fp8.py, Fp8Quantize); a block at an edge, which that leaves alone, is scaled by what it has.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..architectures import BoundLeaf
+from ..architectures.layout import parse
+from ..components import ModelSpec
+from .dtypes import Array, cast, to_float64
+from .write import Entry
+
+_BLOCK = 128
+_MOST = np.float32(448)
+_ROLES = ("reads", "writes", "inner")
+
+
+def quantised_leaves(spec: ModelSpec, leaves: Iterable[BoundLeaf]) -> set[str]:
+    """The names of the leaves that transformers' fp8 layers have bits for: matrices [out, in] within layers, but for
+    routers.
+    """
+    parameters = {each.name: each for each in spec.parameters()}
+    found = set()
+    for leaf in leaves:
+        held = [parameters.get(name) for name in leaf.shared]
+        if len(leaf.shape) != 2 or not leaf.checkpoint.endswith(".weight"):
+            continue
+        turned = not leaf.layout.is_identity and parse(leaf.layout.checkpoint)[1] != parse(leaf.layout.shared)[1]
+        if not turned and all(each is not None and each.layer is not None and each.role in _ROLES for each in held):
+            found.add(leaf.checkpoint)
+    return found
+
+
+def settings(leaves: Iterable[BoundLeaf], quantised: Collection[str], head: str) -> dict[str, Any]:
+    """What config.json says of it: the method, and which other matrices transformers is to leave as they are."""
+    kept = [each.checkpoint for each in leaves if len(each.shape) == 2 and each.checkpoint not in quantised]
+    names = sorted({name.removesuffix(".weight") for name in (*kept, head) if name.endswith(".weight")})
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": names,
+        "quant_method": "fp8",
+        "weight_block_size": [_BLOCK, _BLOCK],
+    }
+
+
+def stored(leaf: BoundLeaf) -> list[Entry]:
+    """A leaf's bits and, behind them, its scales."""
+    grid = (-(-leaf.shape[0] // _BLOCK), -(-leaf.shape[1] // _BLOCK))
+    scales = replace(leaf, checkpoint=f"{leaf.checkpoint}_scale_inv", shape=grid)
+    return [Entry(leaf, "F8_E4M3", _bits, _numbers, _BLOCK), Entry(scales, "F32", _inverses, None, _BLOCK)]
+
+
+def _scales(values: Array) -> tuple[Array, Array]:
+    """What blocks are multiplied by and, in fp8, what these products are to be multiplied by; 1 where all are 0."""
+    down, across = (np.arange(0, side, _BLOCK) for side in values.shape)
+    most = np.maximum.reduceat(np.maximum.reduceat(np.abs(values), down, 0), across, 1)
+    one = np.float32(1)
+    scales = np.where(most > 0, one / np.where(most > 0, most, one) * _MOST, one)  # so rounds torch's 448 / most
+    return scales, one / scales
+
+
+def _spread(scales: Array, shape: tuple[int, ...]) -> Array:
+    return np.repeat(np.repeat(scales, _BLOCK, 0)[: shape[0]], _BLOCK, 1)[:, : shape[1]]
+
+
+def _inverses(rows: Array, dtype: str) -> Array:
+    with np.errstate(all="ignore"):
+        return _scales(cast(rows, dtype, "F32"))[1]
+
+
+def _bits(rows: Array, dtype: str) -> Array:
+    values = cast(rows, dtype, "F32")
+    with np.errstate(all="ignore"):
+        return _rounded(np.clip(values * _spread(_scales(values)[0], values.shape), -_MOST, _MOST))
+
+
+def _rounded(values: Array) -> Array:
+    """fp32 of at most 448 as F8_E4M3, to nearest even: below the least normal number multiples of 2^-9."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    size = np.abs(values)
+    normal = ((bits & np.uint32(0x7FFFFFFF)) + (0x7FFFF + ((bits >> 20) & 1)) >> 20) - np.uint32(120 << 3)
+    least = size < 2.0**-6
+    codes = np.where(least, np.rint(np.where(least, size, 0) * 512).astype(np.uint32), normal)
+    rounded: Array = (np.where(np.isnan(values), np.uint32(0x7F), codes) | bits >> 24 & 0x80).astype(np.uint8)
+    return rounded
+
+
+def _numbers(bits: Array, rows: Array, dtype: str) -> Array:
+    """What bits stand for, of the rows that they were made of."""
+    table = to_float64(np.arange(256, dtype=np.uint8), "F8_E4M3").astype(np.float32)
+    values = table.take(bits).reshape(rows.shape)
+    return values * _spread(_inverses(rows, dtype), values.shape)
