@@ -1,11 +1,12 @@
 """Definitions from outside: modules of other packages that register families, components, swaps and formats.
 
-A plugin is a module, and importing it registers what it has: a component by its class alone, which names the module
+A plugin is a module or a file of Python, and importing it registers what it has: a component by its class alone, which names the module
 that computes it (`Component.computed_in`), a family by `architectures.register`, swaps by `surgery.registry.register`,
 a format by `converter.targets.register`. It is found by an entry point of the group `gptkit.plugins`, or named by
-`--plugin MODULE` or in GPTKIT_PLUGINS (several by commas). Each is imported once, before anything else is done.
+`--plugin MODULE`, `--plugin FILE.py` or in GPTKIT_PLUGINS (several by commas). Each is imported once, before anything else is done.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
@@ -31,10 +32,19 @@ def load(named: Iterable[str] = ()) -> None:
 @cache
 def _import(name: str) -> None:
     try:
-        import_module(name)
+        import_file(Path(name)) if name.endswith(".py") else import_module(name)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         complain(f"the plugin {name} is ignored: {type(error).__name__}: {reason}".rstrip(": "))
+
+
+def import_file(path: Path) -> None:
+    """Import a file of Python that lies anywhere, as a module of the file's name; raises whatever it does."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    if found is None or found.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
 
 
 @cache
