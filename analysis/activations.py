@@ -298,6 +298,9 @@ class Keeping:
                 result.heads_first = operation.again
             case ops.Scale(weights=((_, shape),)) if shape != (1,):  # one of a number is not trained
                 self._keep(self._given(operation))
+            case ops.Scale(together=name) if name:
+                whole = sum(map(self._bytes, operation.made_together(self.program)))
+                result.storage = self.products.setdefault(name, _Storage(whole, operation.row))
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.AltUp():
