@@ -224,13 +224,16 @@ class _Storage(msgspec.Struct, eq=False):
 
 
 class _View(msgspec.Struct, eq=False):
-    """A result. heads_first: whether a head's rows lie together, and not a token's heads."""
+    """A result. heads_first: whether a head's rows lie together, and not a token's heads. whole: bytes of the tensor of
+    which it is the end, where a convolution is over more tokens than there are.
+    """
 
     id: str
     storage: _Storage
     size: int
     heads: int = 1
     heads_first: bool = False
+    whole: int = 0
 
 
 class Keeping:
@@ -298,6 +301,9 @@ class Keeping:
                 result.heads_first = operation.again
             case ops.Scale(weights=((_, shape),)) if shape != (1,):  # one of a number is not trained
                 self._keep(self._given(operation))
+            case ops.Scale(together=name) if name:
+                whole = sum(map(self._bytes, operation.made_together(self.program)))
+                result.storage = self.products.setdefault(name, _Storage(whole, operation.row))
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
             case ops.AltUp():
@@ -338,11 +344,12 @@ class Keeping:
                 if operation.gain == "1 + weight" or copied:  # which is a tensor of its own
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
-                found[operation.row] += size  # tokens and channels exchanged
+                result.whole = size // run.tokens * max(run.tokens, width)
+                found[operation.row] += result.whole  # tokens and channels exchanged
                 found[operation.row] += (
                     math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
                 )
-                result.storage.size += (width - 1) * size // run.tokens
+                result.storage.size = result.whole + (width - 1) * size // run.tokens
             case ops.Linear():
                 self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.
@@ -379,6 +386,7 @@ class Keeping:
                     found[operation.row] += numbers * run.wide
                 elif cost.result:
                     self._keep(result)
+                size = result.storage.size = max(size, self._given(operation).whole)
                 if operation.wide == "kept":
                     result.storage.size = result.size = numbers * run.wide
                 found[operation.row] += (cost.kept - cost.input) * size

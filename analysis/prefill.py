@@ -110,6 +110,12 @@ class Following:
                 return _Step(size)  # here and below no more than the result
             case ops.Gather(weighs=weighs):
                 return _Step(size, size if weighs else 0)
+            case ops.Scale(together=name) if name:
+                scales = operation.made_together(self.program)
+                if operation is not scales[0]:
+                    return _Step()
+                whole = sum(map(self._bytes, scales))
+                return _Step(whole, whole)  # before they are put side by side
             case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
             case ops.Sparse():
@@ -235,7 +241,7 @@ def _lifetimes(program: Sequence[ops.AnyOperation]) -> dict[str, int]:
         until |= dict.fromkeys(each.inputs, index)
     until = {each.id: max(until[each.id], places.get(each.held, 0)) for each in program}
     for each in program:
-        if isinstance(each, ops.Linear) and each.fused:
+        if (isinstance(each, ops.Linear) and each.fused) or (isinstance(each, ops.Scale) and each.together):
             first, *others = each.made_together(program)
             until[first.id] = max(until[first.id], *(until[other.id] for other in others))
     return until

@@ -24,6 +24,7 @@ from .operations import (
     linear,
     out_of,
 )
+from .operations import Scale as ScaleOperation
 from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Temperature, Turning
 from .words import NOT_THERE, Words
 
@@ -59,6 +60,8 @@ class Attention(Mixer, Component, frozen=True):
     kept in fp32 in a model of any dtype or not, or what heads give is multiplied by what it leaves to the others
     (Granite). `temperature` is on the queries, last of
     all.
+
+    `key_multiplier` scales keys before they turn (Falcon-H1).
 
     `kv_from` says what keys and values are made of: the "input", each by a projection; with "keys" one projection makes
     both, and values are what it gives before the norm and the positions of keys (Gemma 4); with "earlier" they are
@@ -107,6 +110,7 @@ class Attention(Mixer, Component, frozen=True):
         "temperature": "queries not scaled by their positions",
         "v_norm": "norm of values left out",
         "kv_from": "keys and values projected apart in every layer",
+        "key_multiplier": "keys not scaled",
     }
 
     hidden_size: Size
@@ -133,6 +137,7 @@ class Attention(Mixer, Component, frozen=True):
     temperature: Temperature | None = None
     v_norm: Norm | None = None
     kv_from: Literal["input", "keys", "earlier"] = "input"
+    key_multiplier: Positive = 1.0
     arithmetic: Arithmetic = "linear"
     scaling: Literal["multiply", "divide", "queries"] = "multiply"
     kv_expansion: Literal["repeat", "broadcast", "projection"] = "repeat"
@@ -177,6 +182,8 @@ class Attention(Mixer, Component, frozen=True):
             raise ConfigError(f"kv_from {self.kv_from}: keys and values that have no projections are not made at once")
         if self.kv_from == "earlier" and (self.k_norm is not None or self.v_norm is not None):
             raise ConfigError("kv_from earlier: keys and values of an earlier layer have its norms, and no others")
+        if self.key_multiplier != 1 and (self.kv_from != "input" or self.k_norm is not None or self.clip is not None):
+            raise ConfigError("keys that are scaled are made of the input, and neither normed nor clipped")
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
                 f"mixed_norm of size {self.mixed_norm.size} does not fit {self.heads} heads of {self.head_dim}"
@@ -373,6 +380,9 @@ class Attention(Mixer, Component, frozen=True):
                 last = found[-1].id
             steps: tuple[str, ...] = ("norm", "rotate") if self.norm_order == "before" else ("rotate", "norm")
             steps = ("norm", "clip", "rotate") if self.clip_normed else ("clip", *steps)
+            if part == "k" and self.key_multiplier != 1:
+                found.append(ScaleOperation(f"{path}.k_scaled", (last,), inner, row, factor=self.key_multiplier))
+                last = found[-1].id
             for step in steps:
                 if step == "clip" and self.clip is not None:
                     cut: dict[str, Any] = {"limit": self.clip, "hard": True, "held": end}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from .mixture import MixtureOfExperts
 from .norms import Norm
 from .operations import Add, AltUp, AnyOperation, Program, Scale, Sizes, Stream
 from .streams import AlternatingUpdates, LowRankResidual
-from .words import NOT_THERE, Words
+from .words import NOT_THERE, Words, plain_number
 
 __all__ = ["Block", "BlockScale", "SubLayer"]
 
@@ -34,9 +35,12 @@ class SubLayer(Component, frozen=True):
     `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite). With
     `low_rank` r x becomes (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n). In a layer with `altup` what goes `onto`
     "others" is added to all streams but the first, and is of the active one of the corrected streams.
+
+    `input_multiplier` scales what the mixer alone reads. With `beside` it reads what the sub-layer before it read, and
+    the results of both are added to the stream together (Falcon-H1).
     """
 
-    tells = ("mixer", *_NORMS)
+    tells = ("mixer", *_NORMS, "input_multiplier")
     forgotten: ClassVar[dict[str, str]] = {
         "norm": "norms before sub-layers left out",
         "output_norm": "norms of sub-layers' outputs left out",
@@ -44,6 +48,8 @@ class SubLayer(Component, frozen=True):
         "multiplier": "branches not scaled",
         "low_rank": "residual of low rank left out",
         "onto": "inputs of layers added to the computed stream",
+        "input_multiplier": "inputs of branches not scaled",
+        "beside": "mixers side by side run in series",
     }
 
     mixer: Mixer
@@ -53,10 +59,14 @@ class SubLayer(Component, frozen=True):
     sum_norm: Norm | None = None
     multiplier: Positive = 1.0
     onto: Literal["stream", "others"] = "stream"
+    input_multiplier: Positive = 1.0
+    beside: bool = False
 
     def __post_init__(self) -> None:
         if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
             raise ConfigError("a residual of low rank is of a norm's output, in a sum without a norm")
+        if self.beside and (self.norm is not None or self.sum_norm is not None):
+            raise ConfigError("what runs beside another mixer reads behind that one's norm, and into the same sum")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         """As of any component; `path` is the block's, and the parts' paths begin with it."""
@@ -68,7 +78,8 @@ class SubLayer(Component, frozen=True):
         """Its fields by the names that they have in a block: "attention_norm", "attention", …"""
         slot = self.mixer.slot
         named = {"norm": self.norm, "low_rank": self.low_rank, "": self.mixer}
-        named |= {name: getattr(self, name) for name in ("output_norm", "sum_norm", "multiplier", "onto")}
+        others = ("output_norm", "sum_norm", "multiplier", "onto", "input_multiplier", "beside")
+        named |= {name: getattr(self, name) for name in others}
         return {f"{slot}_{name}".rstrip("_"): value for name, value in named.items()}
 
     def words(self) -> dict[str, Words]:
@@ -143,6 +154,13 @@ class Block(Component, frozen=True):
         told = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
         if self.wide and (told or not all(plain)):
             raise ConfigError("a stream in fp32 is of plain blocks, whose sub-layers each have a norm before them")
+        if any(each.beside for each in self.sublayers):
+            firsts = [first for first, *others in self.groups() if others]
+            plainly = [each.norm is not None and each.low_rank is None and each.sum_norm is None for each in firsts]
+            if told or self.wide or self.sublayers[0].beside or not all(plainly):
+                raise ConfigError(
+                    "what runs beside another mixer is of a plain block, behind one with a norm before it"
+                )
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError("sub-layers onto other streams come last, in a block with altup")
@@ -163,6 +181,12 @@ class Block(Component, frozen=True):
     def slips(self) -> dict[str, Block]:
         alone = self.parallel and all(sublayer.norm is not None for sublayer in self.sublayers)
         return {"parallel block run in series": msgspec.structs.replace(self, parallel=False)} if alone else {}
+
+    def groups(self) -> Iterator[tuple[SubLayer, ...]]:
+        """Its sub-layers, those that run side by side together."""
+        starts = [index for index, each in enumerate(self.sublayers) if not each.beside]
+        for start, end in pairwise((*starts, len(self.sublayers))):
+            yield self.sublayers[start:end]
 
     def widths(self) -> Iterator[tuple[str, int]]:
         """How wide each part is that meets the stream: (name, size)."""
@@ -214,9 +238,13 @@ class Block(Component, frozen=True):
         alike = bool(others) and all(each == first for each in others)
         for slot, fields in ({"branch": first} if alike else untold).items():
             words["block"] = words["block"].also({f"{slot} {n}": (f"{slot} {w}", v) for n, (w, v) in fields.items()})
+        read = {each.mixer.slot: each.input_multiplier for each in self.sublayers if each.input_multiplier != 1}
+        if read:
+            said = ", ".join(f"{slot} times {plain_number(factor)}" for slot, factor in read.items())
+            words["input of branches"] = Words(said, read)
         for each in self.sublayers:
-            for aspect, said in each.mixer.aspects().items():
-                words[aspect] = words[aspect].beside(said) if aspect in words else said
+            for aspect, told in each.mixer.aspects().items():
+                words[aspect] = words[aspect].beside(told) if aspect in words else told
         return words | {"bias": self._biases()}
 
     def norms(self) -> dict[str, Norm]:
@@ -316,34 +344,49 @@ class Block(Component, frozen=True):
             found.append(Add(name, inputs, shape, "norms", held=end, residual=residual, kept_wide=wide))
             return name
 
-        branches, total, shared = [], source, source
+        branches, total, shared, waiting = [], source, source, ""
         for index, sublayer in enumerate(self.sublayers):
             slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1 and self.altup is None
+            behind = self.sublayers[index + 1 :]
+            following = next(
+                (f"{each.mixer.slot}_norm" for each in behind if not each.beside and not self.parallel), ""
+            )
+            waits = bool(behind) and behind[0].beside
             if self.altup is not None and sublayer.onto == "others":
                 found += self.altup.corrected(f"{path}altup", total, shape)
                 found += self.altup.scaled(f"{path}altup", shape)
                 total = found[-1].id
-            read = shared if self.parallel else total
+            read = shared if self.parallel or sublayer.beside else total
             if sublayer.norm is not None:
-                behind = self.sublayers[index + 1 : index + 2]
-                following = "" if self.parallel or not behind else f"{behind[0].mixer.slot}_norm"
                 read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
                 if self.wide:
                     found[-1] = msgspec.structs.replace(found[-1], narrowed=True)
-            shared = read if index == 0 else shared
+            shared = shared if sublayer.beside or (self.parallel and index) else read
             if sublayer.low_rank is not None:  # which no order of sums tells from one behind the mixer's
                 inputs = (total, run(f"{slot}_low_rank", sublayer.low_rank, read, ""))
                 found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
                 total = found[-1].id
-            scaled, kept = sublayer.multiplier != 1, "" if last else end  # of a branch the last result has the name
-            normed = sublayer.output_norm is not None
-            branch = run(slot, sublayer.mixer, read, "" if normed or scaled else kept)
+            # Of a branch the last result has the name.
+            scaled, kept = sublayer.multiplier != 1, "" if last or waits or sublayer.beside else end
+            normed, mixed = sublayer.output_norm is not None, read
+            if sublayer.input_multiplier != 1:
+                mixed, factor = f"{slot}_input_scaled", sublayer.input_multiplier
+                held = sublayer.mixer.operations(f"{path}{slot}", mixed, shape)[-1].id
+                found.append(Scale(mixed, (read,), shape, "norms", held=held, factor=factor))
+            branch = run(slot, sublayer.mixer, mixed, "" if normed or scaled else kept)
             if sublayer.output_norm is not None:
                 branch = run(f"{slot}_output_norm", sublayer.output_norm, branch, "" if scaled else kept)
             if scaled:
                 factor = sublayer.multiplier
                 found.append(Scale(f"{slot}_scaled", (branch,), shape, "norms", held=kept, factor=factor))
                 branch = found[-1].id
+            if sublayer.beside:
+                name, held = f"{slot}_beside", "" if last or waits else end
+                found.append(Add(name, (waiting, branch), shape, "norms", held=held))
+                branch = name
+            if waits:
+                waiting = branch
+                continue
             if self.parallel:
                 branches.append(branch)
                 continue
@@ -383,7 +426,8 @@ class Block(Component, frozen=True):
         Raises:
             MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
         """
-        looked = (*_NORMS[1:], "low_rank", *(("multiplier",) if self.residual == "normed" else ()))
+        more = ("multiplier",) if self.residual == "normed" else ()
+        looked = (*_NORMS[1:], "low_rank", "input_multiplier", "beside", *more)
         for index, sublayer in enumerate(self.sublayers):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:

@@ -9,7 +9,7 @@ from .activations import FACTS, LEARNT, Activation, function_of
 from .base import Arithmetic, Component, Mixer, Positive, Size, Weight, bias, divided
 from .norms import Norm
 from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Cap, Given, Product, Program, Shift, Sizes, Sparse, linear, out_of
+from .operations import AnyOperation, Cap, Given, Product, Program, Scale, Shift, Sizes, Sparse, linear, out_of
 from .words import Words, plain_number
 
 __all__ = ["FeedForward", "GatedFeedForward", "LayerInput"]
@@ -88,10 +88,10 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
 
     `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
-    (gpt-oss 2508.10925). With `sparsity` s about that share of a token's units are 0: of gate(x) there is left what is
-    above mean + Φ⁻¹(s) · deviation of its units (Gemma 3n). `inner_norm` is on the product, before the projection back
-    (BitNet). `fused` computes gate and up in one matrix product; with `down_turned` what writes the stream lies
-    [in, out] in memory, and the others do not (DBRX).
+    (gpt-oss 2508.10925). `gate_multiplier` scales gate(x), before all that (Falcon-H1). With `sparsity` s about that
+    share of a token's units are 0: of gate(x) there is left what is above mean + Φ⁻¹(s) · deviation of its units
+    (Gemma 3n). `inner_norm` is on the product, before the projection back (BitNet). `fused` computes gate and up in one
+    matrix product; with `down_turned` what writes the stream lies [in, out] in memory, and the others do not (DBRX).
     """
 
     label = "feed-forward"
@@ -106,6 +106,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         "up_shift": "up taken as it is, not one more",
         "inner_norm": "norm before the feed-forward's output left out",
         "sparsity": "all units of the feed-forward active",
+        "gate_multiplier": "gate of the feed-forward not scaled",
     }
 
     hidden_size: Size
@@ -117,6 +118,7 @@ class GatedFeedForward(Mixer, Component, frozen=True):
     up_shift: float = 0.0
     inner_norm: Norm | None = None
     sparsity: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    gate_multiplier: Positive = 1.0
     arithmetic: Arithmetic = "linear"
     fused: bool = False
     down_turned: bool = False
@@ -178,6 +180,8 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         gate = linear(self, "gate_proj", path, source, inner, row, **together)
         up = linear(self, "up_proj", path, source, inner, row, **together)
         found: list[AnyOperation] = [gate]
+        if self.gate_multiplier != 1:
+            found.append(Scale(f"{path}.gate_scaled", (gate.id,), inner, row, factor=self.gate_multiplier))
         if self.sparsity is not None:
             found.append(Sparse(f"{path}.gate_sparse", (gate.id,), inner, row, share=self.sparsity))
         if self.limit is not None:

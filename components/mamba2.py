@@ -9,7 +9,7 @@ from .activations import FACTS, Activation, function_of
 from .base import Component, Logs, Misread, Mixer, Positive, Size, Weight, bias, divided
 from .norms import RMSNorm, inside
 from .operations import Activation as ActivationOperation
-from .operations import AnyOperation, Product, Program, Scan, Sizes, linear, out_of
+from .operations import AnyOperation, Product, Program, Scale, Scan, Sizes, linear, out_of
 from .short_convolution import convolve, misread_kernels
 from .words import Words
 
@@ -28,7 +28,8 @@ class Mamba2(Mixer, Component, frozen=True):
     with Δ = softplus(dt_proj(x) + dt_bias), which is kept between `least` and `most` where tokens are read at once.
     Each of `groups` b and c is for heads / groups heads in a row. x, b and c go through a causal convolution, a kernel
     of `kernel` tokens a channel, and the `activation`. y is multiplied by silu(gate_proj(x)) and normed, or with
-    `gated` "behind norm" the other way round.
+    `gated` "behind norm" the other way round. The projections gate, x, b, c and dt are scaled by `multipliers`, each as
+    narrow as the model (Falcon-H1).
 
     Tokens that are read at once are taken in chunks of `chunk`, in fp32 at least, as states are. With `bias` the
     linears that read the stream have one, with `output_bias` what writes it, with `conv_bias` the convolutions.
@@ -48,6 +49,7 @@ class Mamba2(Mixer, Component, frozen=True):
         "gated": "gate before the recurrence's norm, not behind",
         "least": "steps of the recurrence with no least",
         "most": "steps of the recurrence with no most",
+        "multipliers": "projections of the recurrence not scaled",
     }
 
     hidden_size: Size
@@ -64,6 +66,7 @@ class Mamba2(Mixer, Component, frozen=True):
     conv_bias: bool = False
     least: Annotated[float, msgspec.Meta(ge=0, le=1e30)] = 0.0
     most: Positive | None = None
+    multipliers: tuple[Positive, Positive, Positive, Positive, Positive] = (1.0, 1.0, 1.0, 1.0, 1.0)
     chunk: Size = 256
 
     def __post_init__(self) -> None:
@@ -81,6 +84,11 @@ class Mamba2(Mixer, Component, frozen=True):
     def states(self) -> int:
         """How wide b is, or c, of all groups together."""
         return self.groups * self.state_size
+
+    @property
+    def scaled(self) -> bool:
+        """Whether its projections are."""
+        return any(each != 1 for each in self.multipliers)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -191,12 +199,18 @@ class Mamba2(Mixer, Component, frozen=True):
         found: list[AnyOperation] = [
             linear(self, f"{name}_proj", path, source, size, row, end, **parts) for name, size in sizes.items()
         ]
+        made = {name: f"{path}.{name}_proj" for name in sizes}
+        if self.scaled:
+            made = {name: f"{path}.{name}_scaled" for name in sizes}
+            for (name, size), factor in zip(sizes.items(), self.multipliers, strict=True):
+                read, beside = (f"{path}.{name}_proj",), f"{path}.scaled"
+                found.append(Scale(made[name], read, size, row, held=end, factor=factor, together=beside))
         for name in _MIXED:
             size = sizes[name]
-            found.append(convolve(self, f"{name}_conv", path, f"{path}.{name}_proj", size, row, joined=True))
+            found.append(convolve(self, f"{name}_conv", path, made[name], size, row, joined=True))
             active = f"{path}.{name}_activated"
             found.append(ActivationOperation(active, (found[-1].id,), size, row, function=self.activation, held=end))
-        inputs = (*(f"{path}.{name}_activated" for name in _MIXED), f"{path}.dt_proj")
+        inputs = (*(f"{path}.{name}_activated" for name in _MIXED), made["dt"])
         own = tuple((name, (self.heads,)) for name in ("A_log", "D", "dt_bias"))
         wide, long, chunk = self.head_dim, self.state_size, self.chunk
         kept = -(-wide * long // chunk)  # a state's share of a token
@@ -225,7 +239,7 @@ class Mamba2(Mixer, Component, frozen=True):
         found.append(scan)
         narrow = self.norm is None
         opened = ActivationOperation(
-            f"{path}.gate", (f"{path}.gate_proj",), inner, row, function="silu", wide="" if narrow else "kept"
+            f"{path}.gate", (made["gate"],), inner, row, function="silu", wide="" if narrow else "kept"
         )
         last = scan.id
         if self.norm is not None and self.gated == "behind norm":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar
 
 import msgspec
 
@@ -32,6 +32,9 @@ __all__ = [
     "out_of", "unknown",
 ]
 # fmt: on
+
+
+_Joined = TypeVar("_Joined", "Linear", "Scale")
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -143,8 +146,12 @@ class Linear(Operation, frozen=True, kw_only=True):
 
     def made_together(self, program: Iterable[Operation]) -> list[Linear]:
         """The linears of its program that are made at once with this one, which is among them."""
-        linears = (each for each in program if isinstance(each, Linear))
-        return [each for each in linears if each is self or (self.together and each.together == self.together)]
+        return _made_together(self, program)
+
+
+def _made_together(one: _Joined, program: Iterable[Operation]) -> list[_Joined]:
+    alike = (each for each in program if isinstance(each, type(one)))
+    return [each for each in alike if each is one or (one.together and each.together == one.together)]
 
 
 class Rotate(Operation, frozen=True, kw_only=True):
@@ -306,10 +313,15 @@ class Product(Operation, frozen=True, kw_only=True):
 
 class Scale(Operation, frozen=True, kw_only=True):
     """The input times a number, and times its weight, where it has one: a number too, and one that is not trained, or
-    one a column.
+    one a column. together: a name that those share whose results lie side by side in one tensor.
     """
 
     factor: float
+    together: str = ""
+
+    def made_together(self, program: Iterable[Operation]) -> list[Scale]:
+        """Those of its program whose results lie beside this one's, which is among them."""
+        return _made_together(self, program)
 
 
 class Shift(Operation, frozen=True, kw_only=True):

@@ -192,6 +192,8 @@ class AttentionModule(nn.Module):
         parts = {name: each.reshape(heads) for name, each in zip(spec.projected, projected, strict=True)}
         if spec.kv_from == "keys":
             parts["v"] = parts["k"]
+        if spec.key_multiplier != 1:
+            parts["k"] = parts["k"] * spec.key_multiplier
         parts = self._normed(parts, "qkv" if spec.norm_order == "before" else "v")  # (B, T, H, hd)
         if spec.clip_normed:
             parts = {name: clipped(each, spec.clip) for name, each in parts.items()}

@@ -202,7 +202,7 @@ class BlockModule(nn.Module):
         return x if self.scale is None else self.scale(x)
 
     def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        for sublayer in self.spec.sublayers:
+        for sublayer, *others in self.spec.groups():
             if sublayer.onto == "others":
                 continue
             taken = x.to(context.dtype) if self.spec.wide else x
@@ -211,6 +211,8 @@ class BlockModule(nn.Module):
             past = x if self.spec.residual == "stream" else read
             beside = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
             branch = self._branch(sublayer, read, context, cache)
+            for other in others:
+                branch = branch + self._branch(other, read, context, cache)
             x = past + branch
             if beside is not None:
                 x = (x + beside) / 2**0.5
@@ -231,8 +233,9 @@ class BlockModule(nn.Module):
         return x + reduce(lambda total, branch: branch + total, branches)
 
     def _branch(self, sublayer: SubLayer, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
-        slot = sublayer.mixer.slot
-        mixed: Tensor = getattr(self, slot)(x, context, None if cache is None else cache.get(slot))
+        slot, factor = sublayer.mixer.slot, sublayer.input_multiplier
+        kept = None if cache is None else cache.get(slot)
+        mixed: Tensor = getattr(self, slot)(x if factor == 1 else x * factor, context, kept)
         if sublayer.output_norm is not None:
             mixed = self._part(sublayer, "output_norm")(mixed)
         return mixed if sublayer.multiplier == 1 else mixed * sublayer.multiplier

@@ -65,6 +65,7 @@ class _GatedFeedForwardModule(nn.Module):
         self.fused = FusedLinears() if spec.fused else None
         self.activation = ACTIVATIONS[spec.activation]
         self.limit, self.up_shift, self.sparsity = spec.limit, spec.up_shift, spec.sparsity
+        self.gate_multiplier = spec.gate_multiplier
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         if self.limit is not None or self.up_shift:
@@ -72,7 +73,7 @@ class _GatedFeedForwardModule(nn.Module):
                 torch.cat((self.gate_proj(x), self.up_proj(x)), -1) if self.fused is None else self.raised(x)
             )
         elif self.fused is None:
-            gate = self.activation(_sparse(self.gate_proj(x), self.sparsity))
+            gate = self.activation(_sparse(self._scaled(self.gate_proj(x)), self.sparsity))
             inner = gate * self.up_proj(x) if torch.is_grad_enabled() else gate.mul_(self.up_proj(x))
         else:
             inner = self.gated(self.raised(x))
@@ -88,10 +89,13 @@ class _GatedFeedForwardModule(nn.Module):
         assert self.fused is not None
         return torch.cat(self.fused((self.gate_proj, self.up_proj), x), dim=-1)
 
+    def _scaled(self, gate: Tensor) -> Tensor:
+        return gate if self.gate_multiplier == 1 else gate * self.gate_multiplier
+
     def gated(self, raised: Tensor) -> Tensor:
         """activation(gate) · up of what `raised` gives."""
         gate, up = raised.chunk(2, dim=-1)
-        gate = _sparse(gate, self.sparsity)
+        gate = _sparse(self._scaled(gate), self.sparsity)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.activation(gate) * (up + self.up_shift if self.up_shift else up)

@@ -44,7 +44,13 @@ class _Mamba2Module(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
         spec = self.spec
-        gate, *parts, dt = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
+        projected = self.fused([getattr(self, f"{name}_proj") for name in spec.widths], real(x, context))
+        if spec.scaled:  # side by side as before, since torch rounds the last elements of a row otherwise than others
+            factors = zip(projected, spec.multipliers, strict=True)
+            whole = torch.cat([each * each.new_tensor(factor) for each, factor in factors], dim=-1)
+            projected = torch.split(whole, [*spec.widths.values()], dim=-1)
+            del whole
+        gate, *parts, dt = projected
         convolutions = [getattr(self, f"{name}_conv") for name in _MIXED]
         kernels = torch.cat([each.weight for each in convolutions])
         biases = torch.cat([each.bias for each in convolutions]) if spec.conv_bias else None

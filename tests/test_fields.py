@@ -71,7 +71,6 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("YarnScaling", "beta_fast"): yarn(beta_fast=4.0),
         ("YarnScaling", "beta_slow"): yarn(beta_slow=3.0),
         ("YarnScaling", "truncate"): yarn(truncate=False),
-        ("Mamba2", "gated"): changed(SPECS["bamba"], "Mamba2", gated="behind norm"),
         ("Block", "parallel"): SPECS["falcon-40b"],
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
@@ -222,4 +221,5 @@ def test_random_weights_start_a_norm_where_its_factor_is_one() -> None:
 
 
 def test_a_sublayers_defaults_are_all_mistakes() -> None:
-    assert set(SubLayer.choices()) == {"norm", "output_norm", "sum_norm", "multiplier", "low_rank", "onto"}
+    norms = {"norm", "output_norm", "sum_norm"}
+    assert set(SubLayer.choices()) == norms | {"multiplier", "low_rank", "onto", "input_multiplier", "beside"}

@@ -250,7 +250,7 @@ class _LayerFit:
         queries, keys = self.heads.queries[list(readers)], self.heads.keys[list(group)]
         if spec.q_norm is not None or spec.k_norm is not None:
             return queries, pool_mean(keys)  # what a norm follows is not bilinear in the inputs
-        scale, dim, rows = spec.scale, _turning(spec), _as_halves(spec)
+        scale, dim, rows = spec.scale * spec.key_multiplier, _turning(spec), _as_halves(spec)
         angles: Tensor | None = None
         if dim:
             rotary: Any = spec.position
@@ -288,7 +288,7 @@ class _LayerFit:
             tables, turn = context.tables(position), module_of(position).turn
             q, k = turn(q, tables), turn(k, tables)
         q = q if spec.temperature is None else context.tempered(spec.temperature, q)
-        scores = q @ k.transpose(-1, -2) * spec.scale
+        scores = q @ k.transpose(-1, -2) * (spec.scale * spec.key_multiplier)
         biased = scores  # and then capped, which the fit of scores themselves is not
         if _biased(spec):
             bias = context.bias(position, spec.heads, spec.window)

@@ -60,6 +60,9 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     alone = [layer for layer in serial if len(spec.blocks[layer].sublayers) < 2]
     if alone:
         raise SwapRefused(f"{in_words(alone)}: there is one mixer, and nothing that it could run beside")
+    beside = [layer for layer in serial if any(each.beside for each in spec.blocks[layer].sublayers)]
+    if beside:
+        raise SwapRefused(f"{in_words(beside)}: mixers run side by side already, and others behind them (beside)")
     for layer in serial:
         there = spec.blocks[layer].norms()
         if "attention" in there and "feed_forward" not in there:

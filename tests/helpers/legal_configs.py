@@ -992,6 +992,36 @@ def granitemoehybrid(chosen: random.Random) -> Config:
     }
 
 
+def falcon_h1(chosen: random.Random) -> Config:
+    found, width = llama_like(chosen), chosen.choice((8, 12, 30, 40))
+    heads = chosen.choice([each for each in range(1, 13) if width % each == 0])
+    more = {
+        "embedding_multiplier": 5.6,
+        "lm_head_multiplier": 0.04,
+        "key_multiplier": 0.3,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.4,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.2,
+        "ssm_multipliers": [chosen.uniform(0.1, 2) for _ in range(5)],
+        "mlp_multipliers": [chosen.uniform(0.1, 2) for _ in range(2)],
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    return {
+        **found,
+        **mamba2_mixer(chosen, found["hidden_size"]),
+        "mamba_d_ssm": width,
+        "mamba_d_head": width // heads,
+        "mamba_n_heads": heads,
+        "mamba_n_groups": chosen.choice([each for each in range(1, heads + 1) if heads % each == 0]),
+        **sometimes(chosen, more),
+    }
+
+
 def mamba2(chosen: random.Random) -> Config:
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     while heads * width % expand:
@@ -1069,6 +1099,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "modernbert": modernbert,
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
+    "falcon_h1": falcon_h1,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
     "lfm2": lfm2,

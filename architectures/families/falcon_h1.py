@@ -1,0 +1,121 @@
+"""Falcon-H1 (TII 2507.22448): Mamba-2 beside attention in every layer, on one norm, and a multiplier of every step.
+
+Source: transformers models/falcon_h1/{configuration,modeling}_falcon_h1.py.
+"""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ..base import leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..obstacles import of_kind
+from .bamba import ENDS, FEED_FORWARD, NORMS, mixer_leaves, sizes, write_mamba
+from .llama import ATTENTION, BIAS, EMBEDDING, LLAMA_DROPPED, T
+
+_BRANCHES = {  # the multipliers of what each mixer reads, and of what it gives
+    "recurrence": ("ssm_in_multiplier", "ssm_out_multiplier"),
+    "attention": ("attention_in_multiplier", "attention_out_multiplier"),
+}
+
+
+def _multipliers(config: ConfigReader, name: str, count: int) -> list[float]:
+    """So many numbers above 0; null stands for ones."""
+    found = config.raw(name)
+    found = [1.0] * count if found is None else found
+    numbers = isinstance(found, list) and all(type(each) in (int, float) and 0 < each < 1e30 for each in found)
+    if not numbers or len(found) != count:
+        raise config.fail(name, found, f"a list of {count} numbers above 0")
+    return [float(each) for each in found]
+
+
+def _mamba(config: ConfigReader, hidden: int, activation: Any, eps: float) -> Mamba2:
+    inner = config.optional_integer("mamba_d_ssm", 1024)
+    found = sizes(config, {"hidden": hidden, "activation": activation}, inner=inner)
+    first, normed = config.boolean("mamba_norm_before_gate", True), config.boolean("mamba_rms_norm", False)
+    norm = RMSNorm(size=found["heads"] * found["head_dim"], eps=eps, groups=found["groups"], cast="after_weight")
+    return Mamba2(
+        **found,
+        norm=norm if normed else None,
+        gated="behind norm" if normed and first else "before norm",
+        bias=config.boolean("mamba_proj_bias", False),
+        output_bias=config.boolean("projectors_bias", False),
+        multipliers=tuple(_multipliers(config, "ssm_multipliers", 5)),  # type: ignore[arg-type]
+    )
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    spec = _DECODER.read(config)
+    attention, feed_forward = spec.blocks[0].sublayers
+    inner = of_kind(feed_forward.mixer, GatedFeedForward)
+    norm = of_kind(attention.norm, RMSNorm)
+    gate, down = _multipliers(config, "mlp_multipliers", 2)
+    scaled: dict[str, dict[str, Any]] = {
+        slot: {"input_multiplier": config.number(read, 1.0), "multiplier": config.number(given, 1.0)}
+        for slot, (read, given) in _BRANCHES.items()
+    }
+    mamba = _mamba(config, spec.hidden_size, inner.activation, norm.eps)
+    sublayers = (
+        replace(attention, **scaled["attention"]),
+        SubLayer(mixer=mamba, beside=True, **scaled["recurrence"]),
+        replace(feed_forward, mixer=replace(inner, gate_multiplier=gate), multiplier=down),
+    )
+    return replace(spec, blocks=(replace(spec.blocks[0], sublayers=sublayers),) * len(spec.blocks))
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    by_slot = {each.mixer.slot: each for each in spec.blocks[0].sublayers}
+    mamba, inner = (
+        of_kind(by_slot["recurrence"].mixer, Mamba2),
+        of_kind(by_slot["feed_forward"].mixer, GatedFeedForward),
+    )
+    found: dict[str, Any] = {}
+    for slot, (read, given) in _BRANCHES.items():
+        found |= {read: by_slot[slot].input_multiplier, given: by_slot[slot].multiplier}
+    return {
+        **write_mamba(replace(mamba, hidden_size=mamba.inner)),
+        "mamba_d_ssm": mamba.inner,
+        "mamba_proj_bias": mamba.bias,
+        "projectors_bias": mamba.output_bias,
+        "mamba_rms_norm": mamba.norm is not None,
+        "mamba_norm_before_gate": mamba.gated == "behind norm",
+        "ssm_multipliers": list(mamba.multipliers),
+        "mlp_multipliers": [inner.gate_multiplier, by_slot["feed_forward"].multiplier],
+        **found,
+    }
+
+
+_DECODER = Decoder(
+    {
+        **with_defaults(
+            USUAL, vocab_size=128000, intermediate_size=14336, max_position_embeddings=8192, rms_norm_eps=1e-5
+        ),
+        "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),
+        "attention_bias": BIAS,
+        "mlp_bias": Field("feed_forward.up_bias feed_forward.down_bias", False),
+        "embedding_multiplier": Field("embedding.multiplier", 1.0),
+        "lm_head_multiplier": Field("head.multiplier", 1.0),
+        "key_multiplier": Field("attention.key_multiplier", 1.0),
+    },
+    written=_written,
+)
+
+_FALCON_H1 = _DECODER.architecture(
+    "falcon_h1",
+    "FalconH1ForCausalLM",
+    (
+        *leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS}),
+        *mixer_leaves(T + "mamba."),
+        *leaves_of({**ATTENTION, **ENDS}),
+    ),
+    hf_config="FalconH1Config",
+    released="2025-05",
+    kinds=_DECODER.kinds | {Mamba2},
+    read=_read,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    dropped=(*LLAMA_DROPPED, T + "mamba.mup_vector"),
+    refused={"layer_types": ((None,), "transformers' class of this family sets none: its layers are all alike")},
+    irrelevant={"num_logits_to_keep": "which logits are made of a prompt"},
+)
