@@ -155,8 +155,8 @@ def presets(
     if names and not json:
         say([preset.name for preset in matching], quiet=False)
     else:
-        data = {"schema_version": 1, "presets": [preset_json(preset) for preset in matching]}
-        answer(json, lambda: data, lambda: preset_table(matching))
+        rows = [preset_json(preset) for preset in matching]
+        answer(json, lambda: {"schema_version": 1, "presets": rows}, lambda: preset_table(rows))
 
 
 @command("gptkit families", "gptkit families olmo", "gptkit families --all --json")

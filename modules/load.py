@@ -141,7 +141,10 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
     """A module with memory for its parameters, which hold nothing yet."""
     with torch.device("meta"):
         module = make().to(dtype)
-    return module.to_empty(device=device)
+    # Not `to_empty`, which imports what torch compiles with: a second before any model is there.
+    return module._apply(  # type: ignore[no-untyped-call]
+        lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+    )
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:

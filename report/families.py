@@ -137,12 +137,11 @@ def preset_json(preset: Preset) -> dict[str, Any]:
 
 
 @drawing
-def preset_table(page: Layout, presets: Sequence[Preset]) -> RenderResult:
-    """A row a preset: its name, its parameters, and where it lies on the hub; as many columns as there is room for."""
-    rows = []
-    for preset in presets:
-        data = preset_json(preset)
-        rows.append((preset.name, data["family"], f"{data['parameters']:,}", preset.repo or "not published"))
+def preset_table(page: Layout, presets: Sequence[Mapping[str, Any]]) -> RenderResult:
+    """A row a preset, of its JSON values: its name, its parameters, and where it lies on the hub; as many columns as
+    there is room for.
+    """
+    rows = [(p["name"], p["family"], f"{p['parameters']:,}", p["repo"] or "not published") for p in presets]
     gap = GAP - 1  # the longest repository just fits 80 columns
     widths = [max(map(len, column)) + gap for column in zip(*rows, strict=True)]
     some = ((0, 1, 2, 3), (0, 2, 3), (0, 2))

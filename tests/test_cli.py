@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from helpers import covering
 from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
 from helpers.processes import HANGS, imported
@@ -188,7 +189,7 @@ def test_interrupted_while_converting_leaves_nothing(tmp_path: Path, monkeypatch
 
 @few(1)
 @pytest.mark.parametrize(
-    "args", [["presets", "--json"], ["params", "gpt2"], ["generate", "sample:gpt2", "a", "-n", "9"]]
+    "args", [["generate", "sample:gpt2", "a", "-n", "9"], ["presets", "--json"], ["params", "gpt2"]]
 )
 def test_a_reader_that_has_gone(args: list[str]) -> None:
     reading, writing = os.pipe()
@@ -404,7 +405,8 @@ def test_swap_and_verify(tmp_path: Path) -> None:
     assert "history" in run("load", "rms").stdout
     run("swap", "sample:gpt2", "naive", "--norm", "rmsnorm", "--approximate", "--no-measure", "-q")
     quick = ("--no-mutations", "--no-damage")
-    assert "DIFFERENT" in run("verify", "sample:gpt2", "naive", *quick, code=3).stdout
+    if not covering.quick:
+        assert "DIFFERENT" in run("verify", "sample:gpt2", "naive", *quick, code=3).stdout
     data = json.loads(run("verify", "sample:gpt2", "naive", *quick, "--json", code=3).stdout)
     assert (data["verdict"], data["passed"]) == ("different", False)
 
@@ -427,9 +429,10 @@ def test_recipes_and_dry_runs(tmp_path: Path) -> None:
     run("swap", "sample:llama", "out", "--layers", "+1", "--untie", code=1)
     text = run("swap", "sample:llama", "out", "--norm", "layernorm", "--layers", "+20%").stdout
     assert "each step against the one before" in text and "2      --norm layernorm   exact" in text
-    run("swap", "sample:llama", "again", "--recipe", "out", "-q")
-    for path in (tmp_path / "out").iterdir():
-        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    if not covering.quick:  # as tests/surgery/test_recipe.py says without the command
+        run("swap", "sample:llama", "again", "--recipe", "out", "-q")
+        for path in (tmp_path / "out").iterdir():
+            assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
     (tmp_path / "bad.toml").write_text("[[step]]\nlayers = '0-9'\n")
     told = run("swap", "sample:llama", "not", "--recipe", "bad.toml", code=1).stderr
     assert told.startswith("gptkit: bad.toml, step 1: '0-9' names layer 9") and not (tmp_path / "not").exists()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_a_mark_without_its_block_is_told():
 
 
 FENCED = re.compile(r"^```.*?^```", re.M | re.S)
-COMMANDS = typer.main.get_command(app).list_commands(None)
+GPTKIT = typer.main.get_command(app)
+COMMANDS = GPTKIT.list_commands(None)
 
 
 def commands_in(text: str) -> Iterator[str]:
@@ -96,14 +98,14 @@ def commands_in(text: str) -> Iterator[str]:
     yield from (code for code in said if code.partition(" ")[2] not in COMMANDS)
 
 
+@cache
 def parses(command: str) -> str | None:
     """Why the command line takes no such call; None where it does. Nothing is run."""
     words = shlex.split(command, comments=True)[1:]
-    group = typer.main.get_command(app)
     wrong = typer.BadParameter.__mro__[1]
     try:
-        context = group.make_context("gptkit", list(words))
-        name, found, rest = group.resolve_command(context, words)
+        context = GPTKIT.make_context("gptkit", list(words))
+        name, found, rest = GPTKIT.resolve_command(context, words)
         found.make_context(name, rest, parent=context)
     except (typer.Exit, SystemExit):  # --help, --version
         return None
@@ -129,7 +131,7 @@ def test_the_parser_of_commands_sees_what_is_wrong():
 
 def test_examples_in_the_helps_can_be_called():
     for name in COMMANDS:
-        command = typer.main.get_command(app).get_command(None, name)
+        command = GPTKIT.get_command(None, name)
         examples = re.findall(r"gptkit .*?(?=   \(|$)", command.epilog or "", re.M)
         assert examples, f"{name} has no example"
         assert not {each: why for each in examples if (why := parses(each)) is not None}

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import covering
 from helpers.covering import covered, examples, facts, few, functions
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, randomised_reference, spec_of
 from helpers.family_specs import preset_spec as preset
@@ -82,12 +83,8 @@ def model_of(spec: ModelSpec, kernel: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_what_autograd_keeps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ALL[name]
-    for dtype, batch, tokens in (
-        (torch.float32, 2, 24),
-        (torch.bfloat16, 2, 24),
-        (torch.bfloat16, 1, 10),
-        (torch.float64, 3, 5),
-    ):
+    sizes = ((torch.bfloat16, 2, 24), (torch.float64, 3, 5), (torch.float32, 2, 24), (torch.bfloat16, 1, 10))
+    for dtype, batch, tokens in sizes[:2] if covering.quick else sizes:
         measured = kept_bytes(model_of(spec, kernel, dtype), drawn_ids(spec, batch, tokens), monkeypatch)
         told = kept(spec, Pass(tokens, batch, SIZES[dtype], kernel))  # type: ignore[arg-type]
         assert sum(told.values()) == measured, (dtype, batch, tokens, told)
@@ -211,7 +208,7 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
 @pytest.mark.parametrize("last_only", [True, False])
 def test_the_worst_moment_of_reading_a_context(name: str, last_only: bool) -> None:
     spec, batch, tokens = ALL[name], 2, 128
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.bfloat16,) if covering.quick else (torch.float32, torch.bfloat16):
         last = last_only and spec.causal
         measured = prefill_peak(model_of(spec, "sdpa", dtype), drawn_ids(spec, batch, tokens), last)
         told = peak(spec, Pass(tokens, batch, SIZES[dtype]), "last" if last_only else "all")

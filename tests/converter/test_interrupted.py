@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import covering
 from helpers.covering import covered, few
 from helpers.processes import HANGS
 from helpers.writing import SafetensorsWriter
@@ -314,10 +315,13 @@ def kills(folder: Path, count: int, seed: int) -> dict[str, int]:
 
 
 def test_kill_9_leaves_old_or_new_and_a_rerun_resumes(tmp_path: Path) -> None:
-    counts = kills(tmp_path, 50, seed=int.from_bytes(os.urandom(4)))
-    assert counts["kills"] >= 50
+    wanted = 25 if covering.quick else 50
+    counts = kills(tmp_path, wanted, seed=int.from_bytes(os.urandom(4)))
+    assert counts["kills"] >= wanted
     # Whether the moments meant anything: some kills fall where files are finished, which then are not written again.
-    assert counts["resumed"] >= 3 and counts["finished files kept"] >= counts["resumed"], counts
+    assert counts["resumed"] >= (1 if covering.quick else 3) and counts["finished files kept"] >= counts["resumed"], (
+        counts
+    )
 
 
 @pytest.mark.soak

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from helpers import covering
 from helpers.covering import few
 from helpers.families import CONFIGS, VARIANTS, save_hf
 
@@ -41,7 +42,8 @@ def test_a_head_that_has_another_name_in_files_than_in_transformers(tmp_path):
 
 def test_verdicts_are_the_same(tmp_path):
     convert("sample:gpt2", tmp_path / "local")
-    for other, verdict in ((None, "identical"), (tmp_path / "local", "identical"), ("sample:falcon", "different")):
+    cases = ((None, "identical"), (tmp_path / "local", "identical"), ("sample:falcon", "different"))
+    for other, verdict in cases[1:] if covering.quick else cases:
         result = verify("sample:gpt2", other, stream=True)
         assert result.verdict == verify("sample:gpt2", other, mutations=False).verdict == verdict
         assert any("mistakes on purpose were made on a small copy" in note for note in result.notes)

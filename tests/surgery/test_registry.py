@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import covering
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, spec_of
 from helpers.held import Held
@@ -72,8 +73,8 @@ def test_no_earlier_form_takes_what_is_meant_for_a_later_one(swap: Swap) -> None
     """The form with something in place of its words, and every example, lead to this entry and to no other."""
     value = "".join("7" if letter.isupper() else letter for letter in swap.form)
     assert swap_for(swap.option, value) is swap
-    for spec in SPECS.values():
-        for value in values_of(swap, spec):
+    for name in [*SPECS][:: 12 if covering.quick else 1]:
+        for value in values_of(swap, SPECS[name]):
             assert swap.matches(value) and swap_for(swap.option, value) is swap
 
 
