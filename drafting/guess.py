@@ -173,6 +173,11 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
 
 
+def _lacking(spec: ModelSpec, draft: Draft) -> set[str]:
+    """The tensors of a tree that no name is known of."""
+    return {_NUMBERED.sub(_templated, each.name) for each in _cut(spec).parameters()} - _shared(draft.leaves)
+
+
 def _templated(found: re.Match[str]) -> str:
     return f"{found['of']}.{{{'layer' if found['of'] == 'blocks' else 'expert'}}}."
 
@@ -199,9 +204,7 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
     try:
         ours = {each.checkpoint: each.shape for each in draft.family().bind(_cut(spec))}
     except CannotExpress:
-        shared = _shared(draft.leaves)
-        lacking = {_NUMBERED.sub(_templated, each.name) for each in _cut(spec).parameters()} - shared
-        return 200.0 + len(lacking)
+        return 200.0 + len(_lacking(spec, draft))
     except (AssertionError, ValueError, TypeError, KeyError):
         return 500.0
     theirs = dict(names.cut())
@@ -635,8 +638,10 @@ def _doubts(
     """What names and shapes do not tell, the likeliest first."""
     said = {role for each in draft.fields.values() for role in each.role.split()}
     fixed = draft.arguments["fixed"]
+    spec = _spec(draft, config)
+    lacking = set() if spec is None else _lacking(spec, draft)
     for template in [each for each in names.shapes if each not in draft.leaves]:
-        yield Doubt(f"what {template} holds", tuple(_readings(template, draft, words)))
+        yield Doubt(f"what {template} holds", tuple(_readings(template, lacking, draft, words)))
     fitting = [each for each in rivals if each.decoder.norm is draft.arguments["norm"]]
     whole = []
     for donor in fitting:
@@ -684,17 +689,19 @@ def _doubts(
         yield Doubt(role, tuple(values))
 
 
-def _readings(template: str, draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:
+def _readings(template: str, lacking: set[str], draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:
     """What a tensor of an unknown name may hold: several in one first, then what has no name yet."""
     ends, taken = template.rpartition(".")[2], _shared(draft.leaves)
-    found: dict[Any, tuple[Leaf, int]] = {}
+    found: dict[Any, tuple[Leaf, int, str]] = {}
     for meanings in words.leaves.values():
         for each in meanings:
-            leaf, votes = each.value, each.votes
+            leaf, votes, donor = each
             same = all(name.rpartition(".")[2] == ends for name in leaf.names)
-            if same and taken.isdisjoint(leaf.names) and leaf.when is None and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
+            free = lacking.issuperset(leaf.names) if lacking else taken.isdisjoint(leaf.names)
+            if same and free and leaf.when is None and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
                 key = (leaf.names, leaf.layout)
-                found[key] = (leaf, votes + found.get(key, (leaf, 0))[1])
+                found[key] = (leaf, votes + found.get(key, (leaf, 0, donor))[1], donor)
     ranked = sorted(found.values(), key=lambda each: (len(each[0].names) < 2, -each[1]))
-    for leaf, _ in ranked[:_READINGS]:
-        yield f"{', '.join(leaf.names)} by its shape", {f"leaves.{template}": replace(leaf, checkpoint=template)}
+    for leaf, _, donor in ranked[:_READINGS]:
+        held = ", ".join(name.rpartition("}.")[2] for name in leaf.names)
+        yield f"{held} lie in {template} as in {donor}", {f"leaves.{template}": replace(leaf, checkpoint=template)}
