@@ -13,6 +13,7 @@ from .commands import (
     convert,
     demo,
     diff,
+    draft,
     generate,
     heal,
     params,
@@ -28,7 +29,7 @@ from .commands.base import app
 from .process import answer_signals
 
 _COMMANDS = (
-    *(params, compare, diff, audit, show, recommend, convert, swap, verify, generate),
+    *(params, compare, diff, audit, draft, show, recommend, convert, swap, verify, generate),
     *(tokenize, train, heal, ablate, evaluate, demo),
 )
 """The modules, each of which adds its commands to `app` when it is imported."""

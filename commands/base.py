@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
 _ORDER = (
-    *("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
+    *("params", "compare", "show", "diff", "audit", "presets", "families", "draft", "recommend"),
     *("load", "inspect", "convert", "extract", "check", "swap", "swaps", "verify", "generate"),
     *("tokenize", "train", "heal", "ablate", "fit-scaling", "eval", "demo"),
 )
@@ -277,7 +277,7 @@ def _version(value: bool) -> None:
 @app.callback()
 def root(
     show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
-    plugin: list[str] | None = option("--plugin MODULE", "Import this module, which registers components, families, …"),
+    plugin: list[str] | None = option("--plugin MODULE", "Import this module or file, which registers components, families, …"),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""
     load_plugins(plugin or ())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from ..architectures import Architecture, Leaf
-from ..architectures.base import TOKEN_IDS, bind
+from ..architectures.base import TOKEN_IDS, bind, leaves_of
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader, shown
 from ..architectures.decoder import Decoder, Field
 from ..architectures.layout import IDENTITY
@@ -32,6 +32,9 @@ Patch = Mapping[str, Any]
 BY_LAYER = "what differs by layer"
 """The doubt of what reads fields that differ by layer."""
 
+UNTOLD = "what no name tells"
+"""The doubt of all arguments that neither names nor fields tell, as other families have them together."""
+
 _READS: Mapping[type, Any] = {bool: ConfigReader.boolean, int: ConfigReader.integer, float: ConfigReader.number}
 _OPTIONAL: Mapping[type, Any] = {int: ConfigReader.optional_integer, float: ConfigReader.optional_number}
 _BIASES = {
@@ -47,7 +50,7 @@ _PLACES = tuple(f"{mixer}{place}" for mixer in ("attention", "feed_forward") for
 _CERTAIN = ("layers", "hidden", "vocab")  # roles that say what the tensors must be
 _SIZES = (*_CERTAIN, "heads", "intermediate", "eps", "activation", "context", "tied")  # without which there is no tree
 _LOOKED_AT = 24  # families whose own tree is made of the config
-_NEAREST = 8  # rivals whose arguments are tried as they are
+_READINGS = 8  # of a tensor whose name nobody has
 
 
 class Known(NamedTuple):
@@ -89,12 +92,26 @@ class Draft:
     todo: Mapping[str, str] = field(default_factory=dict)
     doubts: tuple[Doubt, ...] = ()
 
+    def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
+        """The modules that checkpoints have as they are: by name there, the shared name and a template; other leaves."""
+        found: dict[str, tuple[str, str]] = {}
+        others = {}
+        for template, leaf in self.leaves.items():
+            (theirs, _, end), (ours, _, own_end) = template.rpartition("."), leaf.names[0].rpartition(".")
+            plain = leaf == Leaf(template, leaf.names) or leaf == Leaf(template, leaf.names[0])
+            plain = plain and len(leaf.names) == 1 and end == own_end and end in ("weight", "bias")
+            if plain and found.get(theirs, (ours,))[0] == ours:
+                found.setdefault(theirs, (ours, template))
+            else:
+                others[template] = leaf
+        return found, others
+
     def family(self) -> Architecture:
         """The family itself, not registered."""
-        decoder = Decoder(self.fields, **self.arguments)
-        return decoder.architecture(
-            self.model_type, self.more["hf_class"], tuple(self.leaves.values()), **_without(self.more, "hf_class")
-        )
+        modules, others = self.modules()
+        leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
+        more = {name: each for name, each in self.more.items() if name not in ("hf_class", "eager")}
+        return Decoder(self.fields, **self.arguments).architecture(self.model_type, self.more["hf_class"], leaves, **more)
 
     def patched(self, patch: Patch) -> "Draft":
         """The draft with other values: "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME", "leaves.TEMPLATE"."""
@@ -133,6 +150,10 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
     donors = _ranked(config, names, words)
     skeleton = donors[0]
     leaves, why = _leaves(names, skeleton, words)
+    if "head.weight" not in _shared(leaves):
+        head = skeleton.family.head
+        leaves[head] = Leaf(head, "head.weight")
+        why[f"leaves.{head}"] = f"the head of a model that is not tied, as {skeleton.family.name} calls it"
     fields, more = _fields(config, names, leaves, known, skeleton, words, why)
     draft = Draft(
         model_type=config["model_type"],
@@ -144,12 +165,17 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
         more=more,
         why=why,
     )
-    draft = _as_named(draft, config)
+    draft = _as_named(draft, config, names)
     draft = replace(draft, doubts=tuple(each for each in _doubts(draft, config, names, donors[1:], words) if each.options))
     return accounted(_fitted(draft, config, names), config, names, shapes)
 
 
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
+
+
+def _lacking(spec: ModelSpec, draft: Draft) -> set[str]:
+    """The tensors of a tree that no name is known of."""
+    return {_NUMBERED.sub(_templated, each.name) for each in _cut(spec).parameters()} - _shared(draft.leaves)
 
 
 def _templated(found: re.Match[str]) -> str:
@@ -159,7 +185,7 @@ def _templated(found: re.Match[str]) -> str:
 def _fitted(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
     """With those of the open values that names, shapes and the config's fields speak for, taken one after another."""
     best = _strangeness(draft, config, names)
-    for doubt in draft.doubts[1:] * 2:
+    for doubt in [each for each in draft.doubts if each.what != UNTOLD] * 2:
         for words, patch in doubt.options if best else ():
             tried = draft.patched(patch)
             strange = _strangeness(tried, config, names)
@@ -178,9 +204,7 @@ def _strangeness(draft: Draft, config: Mapping[str, Any], names: Names) -> float
     try:
         ours = {each.checkpoint: each.shape for each in draft.family().bind(_cut(spec))}
     except CannotExpress:
-        shared = _shared(draft.leaves)
-        lacking = {_NUMBERED.sub(_templated, each.name) for each in _cut(spec).parameters()} - shared
-        return 200.0 + len(lacking)
+        return 200.0 + len(_lacking(spec, draft))
     except (AssertionError, ValueError, TypeError, KeyError):
         return 500.0
     theirs = dict(names.cut())
@@ -501,7 +525,7 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
     return [name for name in config if name not in reader.used and name not in family.ignored and name not in family.refusals]
 
 
-def _as_named(draft: Draft, config: Mapping[str, Any]) -> Draft:
+def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
     """With biases and a tied head as names have them, whatever the config's fields are taken to say."""
     shared, todo, why = _shared(draft.leaves), dict(draft.todo), dict(draft.why)
     spec = _spec(draft, config)
@@ -533,9 +557,10 @@ def _as_named(draft: Draft, config: Mapping[str, Any]) -> Draft:
         why["fixed.norm.bias"] = "no norm has a bias"
     elif draft.arguments["norm"] is LayerNorm:
         patch["fixed.norm.bias"] = ABSENT
-    if ("head.weight" in shared) == spec.tied and not any("tied" in each.role.split() for each in fields.values()):
-        patch["fixed.tied"] = "head.weight" not in shared
-        why["fixed.tied"] = "the head's tensor is there" if "head.weight" in shared else "the head has no tensor"
+    head = draft.family().head in names.shapes
+    if head == spec.tied and not any("tied" in each.role.split() for each in fields.values()):
+        patch["fixed.tied"] = not head
+        why["fixed.tied"] = "the head's tensor is there" if head else "the head has no tensor"
     return replace(replace(draft, fields=fields).patched(patch), todo=todo, why=why)
 
 
@@ -607,13 +632,19 @@ def _misfits(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape
 # --- what cannot be seen ---------------------------------------------------------------------------------------------
 
 
-def _doubts(draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: Vocabulary) -> Iterator[Doubt]:
+def _doubts(
+    draft: Draft, config: Mapping[str, Any], names: Names, rivals: Sequence[Donor], words: Vocabulary
+) -> Iterator[Doubt]:
     """What names and shapes do not tell, the likeliest first."""
     said = {role for each in draft.fields.values() for role in each.role.split()}
     fixed = draft.arguments["fixed"]
+    spec = _spec(draft, config)
+    lacking = set() if spec is None else _lacking(spec, draft)
+    for template in [each for each in names.shapes if each not in draft.leaves]:
+        yield Doubt(f"what {template} holds", tuple(_readings(template, lacking, draft, words)))
     fitting = [each for each in rivals if each.decoder.norm is draft.arguments["norm"]]
     whole = []
-    for donor in fitting[:_NEAREST]:
+    for donor in fitting:
         patch: dict[str, Any] = {f"fixed.{role}": ABSENT for role in fixed if role not in _BIASES}
         patch |= {
             f"fixed.{role}": value
@@ -625,16 +656,13 @@ def _doubts(draft: Draft, config: Mapping[str, Any], names: Names, rivals: Seque
         if draft.arguments["mixtures"] is not None and donor.decoder.mixtures is not None:
             patch["arguments.mixtures"] = donor.decoder.mixtures
         whole.append((f"all as {donor.family.name}", patch))
-    yield Doubt("what no name tells", tuple(whole))
+    yield Doubt(UNTOLD, tuple(whole))
     if draft.arguments["rotary"] is not None:
         rotaries = [each.decoder.rotary for each in words.donors if each.decoder.rotary is not None]
         for name in ("pairs", "rounding", "direction"):
             values = dict.fromkeys(getattr(each, name) for each in rotaries)
             others = [each for each in values if each != getattr(draft.arguments["rotary"], name)]
             yield Doubt(f"rotary {name}", tuple((repr(each), {f"rotary.{name}": each}) for each in others))
-    unknown = [each for each in names.shapes if each not in draft.leaves]
-    for template in unknown:
-        yield Doubt(f"what {template} holds", tuple(_readings(template, names, draft, words)))
     for name, each in draft.fields.items():
         options = [one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (each.role, each.read)]
         free = said - set(each.role.split())
@@ -657,25 +685,23 @@ def _doubts(draft: Draft, config: Mapping[str, Any], names: Names, rivals: Seque
             continue
         now = id_or_value(fixed[role]) if role in fixed else None
         values = [(f"{role} as in {one.donor}", {f"fixed.{role}": one.value}) for one in meanings if id_or_value(one.value) != now]
-        values += [(f"no {role}", {f"fixed.{role}": ABSENT})] if role in fixed else []
+        values.append((f"no {role}", {f"fixed.{role}": ABSENT}))
         yield Doubt(role, tuple(values))
 
 
-def _readings(template: str, names: Names, draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:
+def _readings(template: str, lacking: set[str], draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:
     """What a tensor of an unknown name may hold: several in one first, then what has no name yet."""
     ends, taken = template.rpartition(".")[2], _shared(draft.leaves)
-    found: dict[Any, tuple[Leaf, int]] = {}
+    found: dict[Any, tuple[Leaf, int, str]] = {}
     for meanings in words.leaves.values():
         for each in meanings:
-            leaf, votes = each.value, each.votes
+            leaf, votes, donor = each
             same = all(name.rpartition(".")[2] == ends for name in leaf.names)
-            if same and taken.isdisjoint(leaf.names) and leaf.when is None and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
+            free = lacking.issuperset(leaf.names) if lacking else taken.isdisjoint(leaf.names)
+            if same and free and leaf.when is None and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
                 key = (leaf.names, leaf.layout)
-                found[key] = (leaf, votes + found.get(key, (leaf, 0))[1])
+                found[key] = (leaf, votes + found.get(key, (leaf, 0, donor))[1], donor)
     ranked = sorted(found.values(), key=lambda each: (len(each[0].names) < 2, -each[1]))
-    for leaf, _ in ranked[:_NEAREST]:
-        yield f"{', '.join(leaf.names)} by its shape", {f"leaves.{template}": replace(leaf, checkpoint=template)}
-
-
-def _without(mapping: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if key != name}
+    for leaf, _, donor in ranked[:_READINGS]:
+        held = ", ".join(name.rpartition("}.")[2] for name in leaf.names)
+        yield f"{held} lie in {template} as in {donor}", {f"leaves.{template}": replace(leaf, checkpoint=template)}

@@ -15,7 +15,7 @@ import msgspec
 from ..architectures import Architecture, Leaf, families
 from ..architectures.decoder import Decoder, Field
 from ..architectures.base import Stacked
-from ..architectures.layout import IDENTITY, Layout
+from ..architectures.layout import Layout
 from .guess import Draft
 
 _PLACED = "gptkit.architectures"
@@ -36,9 +36,9 @@ def source_of(draft: Draft, head: Sequence[str]) -> str:
     given.pop("fixed", None)
     arguments = _entries(draft, "arguments", {f"{name}=": write.value(each) for name, each in given.items()}, given, sign="")
     fixed = _entries(draft, "fixed", {write.value(role): write.value(each) for role, each in draft.arguments["fixed"].items()}, draft.arguments["fixed"])
-    modules, others = _modules(draft)
-    named = _entries(draft, "leaves", {write.value(a): write.value(b) for a, b, _ in modules}, [each for *_, each in modules])
-    leaves = _entries(draft, "leaves", {write.value(each): "" for each in others.values()}, others, sign="")
+    modules, others = draft.modules()
+    named = _entries(draft, "leaves", {write.value(a): write.value(b) for a, (b, _) in modules.items()}, [each for _, each in modules.values()])
+    leaves = _entries(draft, "leaves", {f"{write.value(each)}": "" for each in others.values()}, others, sign="")
     more = dict(draft.more)
     own = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
     eager = more.pop("eager", False)
@@ -64,20 +64,6 @@ def _stands(place: str, draft: Draft) -> bool:
     """Whether a doubt is told where its subject stands."""
     part, _, name = place.partition(".")
     return name in {"fields": draft.fields, "refused": draft.more["refused"], "leaves": draft.leaves}.get(part, ())
-
-
-def _modules(draft: Draft) -> tuple[list[tuple[str, str, str]], dict[str, Leaf]]:
-    """The modules that checkpoints have as they are, by name, shared name and template; and the other leaves."""
-    modules: dict[str, tuple[str, str, str]] = {}
-    others = {}
-    for template, leaf in draft.leaves.items():
-        (theirs, _, end), (ours, _, own_end) = template.rpartition("."), leaf.names[0].rpartition(".")
-        plain = leaf == Leaf(template, leaf.names[0]) and len(leaf.names) == 1 and leaf.layout == IDENTITY
-        if plain and end == own_end and end in ("weight", "bias") and modules.get(theirs, ("", ours))[1] == ours:
-            modules.setdefault(theirs, (theirs, ours, template))
-        else:
-            others[template] = leaf
-    return list(modules.values()), others
 
 
 def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign: str = ": ") -> list[str]:

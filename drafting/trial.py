@@ -48,9 +48,10 @@ from .vocabulary import Vocabulary, vocabulary
 MOST = 64
 """Drafts that are tried for one checkpoint."""
 
+_PAIRS = 1500  # of open values that are looked at together, the likeliest
 _PARAMETERS = 3_000_000  # a class of more is made of a config that is cut down
 _DTYPES = (torch.float32, torch.bfloat16)
-_NEARLY = 1e-4  # two functions that differ by less are one, rounded in two ways
+_NEARLY = 1e-5  # two functions that differ by less are one, rounded in two ways
 _TINY = {
     "vocab": 97, "hidden": 64, "layers": 6, "heads": 4, "head_dim": 16, "intermediate": 80, "context": 256,
     "attention.window": 16, "expert_size": 40, "shared_size": 40, "mixture.experts": 4, "mixture.top_k": 2,
@@ -145,8 +146,8 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 
 def difference(draft: Draft, case: Case) -> float:
-    """How far the draft's logits are from the class', in parts of the largest: in fp32, and where that is 0 in bf16, as
-    less than any other. Infinite where there are none.
+    """How far the draft's logits are from the class' in the mean, in parts of the largest: in fp32, and where that is 0
+    in bf16, as less than any other. Infinite where there are none.
     """
     for dtype, weight in zip(_DTYPES, (1.0, 1e-12), strict=True):
         try:
@@ -155,7 +156,7 @@ def difference(draft: Draft, case: Case) -> float:
         except Exception:  # whatever a draft that is not right runs into
             return float("inf")
         real = ... if batch.attention_mask is None else batch.attention_mask.bool()
-        gap = (ours[real].double() - theirs[real].double()).abs().max() / theirs[real].double().abs().max()
+        gap = (ours[real].double() - theirs[real].double()).abs().mean() / theirs[real].double().abs().max()
         if not gap == 0:
             return weight * float(gap) if gap.isfinite() else float("inf")
     return 0.0
@@ -229,7 +230,7 @@ class Search:
     """Open values tried on one case, and how many drafts were."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[str]()
+        self._case, self.tried, self.kept, self._seen = case, 0, list[str](), set[Any]()
 
     def nearest(self, draft: Draft) -> tuple[Draft, float]:
         """The draft with the values that come nearest to the class, one after another and then two at a time, and how
@@ -238,38 +239,36 @@ class Search:
         best, left = draft, difference(draft, self._case)
         self.tried += 1
         options = [each for doubt in draft.doubts for each in doubt.options]
-        improved = True
-        while left and improved:
-            improved = False
-            for words, patch in options:
-                tried, found = self._try(best, patch, left)
-                if found < left * 0.5:
-                    best, left, improved = _told(tried, patch, words), found, True
-                    self.kept.append(words)
-        for (words, patch), (other, more) in combinations(options, 2):
-            if not left > _NEARLY or self.tried >= MOST:
-                break
-            tried, found = self._try(best, {**patch, **more}, left)
-            if found < left * 0.5:
-                best, left = _told(tried, {**patch, **more}, f"{words}, {other}"), found
-                self.kept += [words, other]
+        pairs = sorted(combinations(range(len(options)), 2), key=sum)[:_PAIRS]
+        for most, chosen in ((MOST // 2, [(each,) for each in range(len(options))]), (MOST, pairs)):
+            for rounding in (False, True):  # one function first, and then how it rounds
+                for several in chosen * 2:
+                    if not left or (left > _NEARLY) == rounding or self.tried >= most:
+                        break
+                    words = ", ".join(options[each][0] for each in several)
+                    patch = {place: value for each in several for place, value in options[each][1].items()}
+                    tried, found = self._try(best, patch, rounding)
+                    if found < left * (0.97 if rounding else 0.5):
+                        best, left = _told(tried, patch, words), found
+                        self.kept.append(words)
         return best, left
 
-    def _try(self, best: Draft, patch: Patch, left: float) -> tuple[Draft, float]:
-        """The draft with a patch, and how far it is; infinitely where it says nothing new, or is not the kind of change
-        that what is left needs: of the function where functions differ, of rounding alone where they do not.
+    def _try(self, best: Draft, patch: Patch, rounding: bool) -> tuple[Draft, float]:
+        """The draft with a patch, and how far it is; infinitely where it says nothing new, or is no change of `rounding`
+        alone where it should be, or the other way round.
         """
         tried, far = best.patched(patch), float("inf")
         now, new = (_tree(each, self._case.full) for each in (best, tried))
-        if not left or self.tried >= MOST or new is None:
-            return tried, far
-        key = repr((new, tried.leaves))
-        alike = now is not None and without_rounding(now) == without_rounding(new) and best.leaves == tried.leaves
-        if key in self._seen or (now is not None and alike != (left < _NEARLY)):
+        if now is None or new is None:
+            return tried, far if new is None else difference(tried, self._case)
+        key = (new, tuple(tried.leaves.values()))
+        alike = without_rounding(now) == without_rounding(new) and best.leaves == tried.leaves
+        if key in self._seen or alike != rounding:
             return tried, far
         self._seen.add(key)
-        self.tried += 1
-        return tried, difference(tried, self._case)
+        found = difference(tried, self._case)
+        self.tried += found < far
+        return tried, found
 
 
 def _tree(draft: Draft, config: Config) -> ModelSpec | None:
@@ -340,7 +339,7 @@ def _at_one_value(draft: Draft, name: str, case: Case, told: str) -> Draft:
     field, value = draft.fields[name], case.full.get(name)
     todo = {**draft.todo, f"refused.{name}": f"{name} was taken for {field.role}, and at {told} the class differs from that"}
     if "." not in field.role:
-        return dataclasses.replace(draft, todo={**draft.todo, f"fields.{name}": f"at {told} the class' logits are others"})
+        return dataclasses.replace(draft, todo={**draft.todo, f"fields.{name}": f"at {name} {told} the class' logits are others"})
     read = field.value(draft.family().reader(case.full), name)
     fixed = {**draft.arguments["fixed"], **dict.fromkeys(field.role.split(), read)}
     refused = {**draft.more["refused"], name: ((value,), f"TODO: this definition was right at {shown(value)} alone")}
@@ -373,7 +372,7 @@ class _Proof:
     told: str
 
 
-def proved(family: Architecture, config: Config, shapes: Mapping[str, Shape], known: Known | None, case: Case | None) -> list[_Proof]:
+def proved(family: Architecture, config: Config, shapes: Mapping[str, Shape], known: Known | None, case: Case | None, left: float | None) -> list[_Proof]:
     """The four proofs of `testing`, of the checkpoint's own names and of transformers' class of its type."""
     small = config if case is None else case.full
     fields = [*config] if known is None else [*dict.fromkeys((*known.fields, *known.aliases, *config))]
@@ -386,14 +385,14 @@ def proved(family: Architecture, config: Config, shapes: Mapping[str, Shape], kn
     if case is None:
         return [*found, _Proof("logits", None, nobody if known is None else "transformers' class makes no tiny model of it")]
     paths = family.reference(family.usual if not family.stated else family.spec(small))
-    return [*found, _held("logits", lambda: _computed(family, case, paths), f"bit for bit in fp32 and bf16, {' and '.join(paths)}")]
+    return [*found, _held("logits", lambda: _computed(family, case, paths), f"bit for bit in fp32 and bf16, {' and '.join(paths)}", f"logits differ, on a batch of two by {left:.1e} in the mean")]
 
 
-def _held(name: str, proof: Callable[[], None], words: str) -> _Proof:
+def _held(name: str, proof: Callable[[], None], words: str, instead: str = "") -> _Proof:
     try:
         proof()
     except Exception as error:  # AssertionError where it does not hold, whatever a wrong definition runs into
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or instead or type(error).__name__
         return _Proof(name, False, f"{reason:.300}")
     return _Proof(name, True, words)
 
@@ -432,7 +431,7 @@ def place_and_cause(family: Architecture, case: Case) -> list[str]:
         try:
             found = verify(folder, attention="eager", mutations=False, bisected=True, offline=True)
         except GptkitError as error:
-            return [error.message.replace(folder, "the tiny model")]
+            return [error.message.replace(folder, "the tiny model").splitlines()[0]]
         lines = verdict_lines(found)
     return [line for line in lines if line.startswith(("place", "cause"))]
 
@@ -475,7 +474,7 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
         path.write_text(source_of(draft, ["being proved"]), encoding="utf-8")
         import_file(path)
     family = BY_MODEL_TYPE[config["model_type"]]
-    proofs = proved(family, config, shapes, known, case)
+    proofs = proved(family, config, shapes, known, case, left)
     failed = proofs[-1].holds is False
     place = place_and_cause(family, case) if case is not None and failed and proofs[2].holds else []
     head = _head(draft, proofs, place, tried.tried if case else 0)

@@ -1,0 +1,32 @@
+"""draft: a definition of a family that gptkit does not have."""
+
+from pathlib import Path
+
+import typer
+
+from ..terminal import print_json, say, status, wrapped
+from .base import JSON, MODEL, QUIET, ForTree, command, option
+
+
+@command("gptkit draft ./exported --out definition.py", "gptkit --plugin definition.py verify ./exported")
+def draft(
+    model: str = MODEL,
+    out: Path = option("--out FILE", "Write the definition there, a file NAME.py.", default=...),
+    *,
+    without: list[str] | None = option("--without FAMILY", "Draft as if gptkit did not have this family."),
+    opening: ForTree,
+    json: bool = JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Draft a definition of a family that gptkit does not have, and run the four proofs on it."""
+    from ..drafting.draft import draft as run
+    from ..drafting.draft import lines
+
+    with status("drafting", quiet or json) as tell:
+        found = run(model, out, without=without or (), progress=tell, **opening)
+    if json:
+        print_json({"schema_version": 1, **found.as_json()})
+    else:
+        say([part for line in lines(found) for part in wrapped(line, 100)], quiet)
+    if not found.passed:
+        raise typer.Exit(3)

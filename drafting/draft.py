@@ -1,0 +1,155 @@
+"""A definition of a family that is not known, drafted from a checkpoint's config.json and the headers of its weights."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import errors
+from ..architectures import BY_MODEL_TYPE, named
+from ..architectures.config import read_config_file
+from ..converter.checkpoint import weight_headers_of
+from ..converter.resolve import identify, resolve
+from ..display import Record
+from ..errors import GptkitError, InvalidInput, UsageError
+
+_SECONDS = 600
+"""What one draft may take; a usual one takes twenty."""
+
+
+class Proof(NamedTuple):
+    """One of the four proofs: whether it holds, None where it could not be tried; on what, or why not."""
+
+    name: str
+    holds: bool | None
+    told: str
+
+
+@dataclass(frozen=True)
+class Drafted(Record):
+    """A definition file. skeleton: the family that it was made from. proofs: the four of `gptkit.testing`. place: where
+    logits part, and the cause, as verify tells them. tried: how many drafts were held against transformers' class; kept:
+    what was chosen by that. todo: what is open.
+    """
+
+    JSON = "path model_type skeleton proofs=proofs_as_json place tried kept todo"
+
+    path: Path
+    model_type: str
+    skeleton: str
+    proofs: tuple[Proof, ...]
+    place: tuple[str, ...]
+    tried: int
+    kept: tuple[str, ...]
+    todo: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no proof failed."""
+        return all(each.holds is not False for each in self.proofs)
+
+    @property
+    def proofs_as_json(self) -> list[dict[str, Any]]:
+        return [each._asdict() for each in self.proofs]
+
+
+def draft(
+    reference: str | Path,
+    out: str | Path,
+    *,
+    without: Sequence[str] = (),
+    offline: bool = False,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Drafted:
+    """Write a definition file for a checkpoint whose family is not known, and prove what can be proved of it.
+
+    Args:
+        reference: a checkpoint, whose config.json and headers are read.
+        out: the file, `NAME.py`, which `--plugin` imports.
+        without: families that are taken for unknown, which shows how drafts come out.
+        offline: use local files and the hub's cache only.
+        allow_pickle: read .bin files too.
+        progress: told what is being done.
+
+    Raises:
+        UsageError: the file exists or is not called .py; the family is known already.
+        InvalidInput: no config.json, no tensors, tensors of another model, no decoder.
+        Offline: as `open_checkpoint`.
+    """
+    path, say = Path(out), progress or (lambda _: None)
+    if path.suffix != ".py":
+        raise UsageError(f"a definition is a Python file, and {path.name!r:.80} is none", f"--out {path.stem or 'definition'}.py")
+    if path.exists() or path.is_symlink():
+        raise UsageError(f"{path} exists already", "Remove it, or give another name to --out.")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", "Make it first, or give another name to --out.")
+    for name in without:
+        named(name)
+    config, shapes = _read(reference, offline, allow_pickle)
+    family = BY_MODEL_TYPE.get(config["model_type"])
+    if family is not None and family.name not in without:
+        raise UsageError(f"gptkit has the family {family.name} already", f"gptkit load {reference} reads it.")
+    say("trying drafts")
+    answer = _asked({"config": config, "shapes": shapes, "without": list(without)})
+    with path.open("x", encoding="utf-8") as file:
+        file.write(answer["text"])
+    proofs = tuple(Proof(**each) for each in answer["proofs"])
+    lists: Any = {name: tuple(answer[name]) for name in ("place", "kept", "todo")}
+    return Drafted(path, config["model_type"], answer["skeleton"], proofs, tried=answer["tried"], **lists)
+
+
+def _read(reference: str | Path, offline: bool, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """A checkpoint's config.json, and the names and shapes of its tensors."""
+    found = identify(reference)
+    if found.preset is not None or found.kind == "hub file":
+        raise InvalidInput(f"{reference} has no tensors of its own", "Give a checkpoint: a folder, or org/name on the hub.")
+    here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
+    if here.format != "hf" or here.source is None:
+        raise InvalidInput(f"{reference} is no checkpoint with a config.json beside its weights", "Give the folder that transformers loads.")
+    if not here.source.is_file():
+        raise InvalidInput(f"there is no config.json in {reference}", "A draft matches its fields with the tensors: put it beside them.")
+    config, _ = read_config_file(here.source)
+    if not isinstance(config.get("model_type"), str) or not config["model_type"].isprintable() or not config["model_type"]:
+        raise InvalidInput("config.json names no model_type", "A family is told by it: give it one that nobody else has.")
+    parts = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict) and "model_type" in value]
+    if parts:
+        raise InvalidInput(f"config.json is of several models ({', '.join(parts)[:80]})", "gptkit extract writes one of them by itself.")
+    headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+    shapes = {name: tuple(each.shape) for name, each in headers.tensors.items()}
+    if not shapes:
+        raise InvalidInput(f"there are no tensors in {reference}", "A draft needs their names and shapes: put the weight files there.")
+    return config, shapes
+
+
+def _asked(question: dict[str, Any]) -> dict[str, Any]:
+    """What `trial` answers, in a process of its own."""
+    command = [sys.executable, "-m", "gptkit.drafting.trial"]
+    try:
+        done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise GptkitError(f"no draft was made in {_SECONDS} seconds", "gptkit params counts its tensors by their names.") from None
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
+        raise GptkitError(f"no draft was made: {last:.200}", "gptkit params counts its tensors by their names.") from None
+    if "refused" in answer:
+        kind, message, hint = answer["refused"]
+        raise getattr(errors, kind)(message, hint)
+    return answer
+
+
+def lines(found: Drafted) -> list[str]:
+    """What a person reads of a draft."""
+    told = [f"draft     {found.path}: the family {found.model_type}, made from {found.skeleton}"]
+    marks = {True: "holds: ", False: "FAILS: ", None: "not tried: "}
+    told += [f"{each.name:<10}{marks[each.holds]}{each.told}" for each in found.proofs]
+    told += [f"          {' '.join(each.split())}" for each in found.place]
+    if found.tried:
+        told.append(f"tried     {found.tried} drafts against transformers' class" + (f", and taken: {'; '.join(found.kept)}" if found.kept else ""))
+    told += [f"TODO      {each}" for each in found.todo]
+    return [*told, f"          gptkit --plugin {found.path} verify MODEL"]
