@@ -86,7 +86,11 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     "norms", "attention" (with the tables of rotary positions), "scores" (and masks that kernels are handed),
     "feed-forward", "router", "embedding" (what tells which rows were read), and "loss": the logarithms of all
     probabilities in fp32, and the targets.
+
+    Raises:
+        MissingComponent: a tree with an encoder.
     """
+    spec.one_stack("what training keeps")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Keeping(program, run) for block, program in programs.items()}
     first = layers[spec.blocks[0]]
@@ -99,8 +103,9 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
 
 def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
-    largest layer's are there once, under "layer".
+    largest layer's are there once, under "layer". Raises as `kept`.
     """
+    spec.one_stack("what training keeps")
     wide = sum(block.wide for block in spec.blocks[:-1])  # whose result is the next one's input
     inputs = run.rows * spec.stream_size * (wide * run.wide + (len(spec.blocks) - wide) * run.size)
     programs = [spec.block_operations(block) for block in set(spec.blocks)]
@@ -154,7 +159,7 @@ class Mixing(msgspec.Struct, frozen=True):
         written out by the modules. Under "sdpa" too the modules write out a cap, sinks, a bias outside the scale, and
         what says so.
         """
-        outside = self.alibi is not None and not self.alibi.alibi.scaled
+        outside = self.alibi is not None and not self.alibi.alibi.fused
         if kernel == "eager" or self.cap is not None or self.softmax.weights or outside or self.scores.written:
             return "eager"
         spread = self.scores.broadcast and self.scores.kv_heads < self.scores.heads

@@ -105,6 +105,8 @@ def allocated(spec: ModelSpec, size: CacheSize, family: str = "") -> CacheSize:
     """The cache of a tree with what vLLM and llama.cpp allocate for it; the latter of families that it is known to have
     an architecture for, and no windows that it would not see.
     """
+    if spec.encoder is not None:  # vLLM runs none such, and no architecture of llama.cpp's is known here for one
+        return size
     layers = layers_of(spec)
     known = gguf_keeps(family, any(each.window is not None for each in layers))
     return replace(

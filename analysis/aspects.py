@@ -114,7 +114,18 @@ def _components(spec: ModelSpec, blocks: Sequence[Block]) -> dict[str, list[Word
     ends = (spec.embedding, spec.layer_inputs, spec)
     unusual = [node.aspects() for node in ends if node is not None and node.untold()]
     unusual += [node.aspects() for node in (spec.token_types, spec.pooler) if node is not None]
+    unusual += [] if spec.encoder is None else [{"encoder": _encoder(spec.encoder)}]
     return told | {name: [words] for each in unusual for name, words in each.items()}
+
+
+def _encoder(spec: ModelSpec) -> Words:
+    """An encoder beside a decoder: its own aspects as data."""
+    said, own = describe(spec), aspects(spec)
+    words = {each.name: each.words for each in own}
+    short = f"{words['layers']} layers, {words['attention']}, {words['feed-forward']}"
+    names = ("positions", "attention", "window", "feed-forward", "norm")
+    whole = f"{said['layers']} layers; " + "; ".join(said[name] for name in names)
+    return Words(short, {each.name: each.data for each in own}, whole)
 
 
 def _by_layer(said: Sequence[Words]) -> tuple[str, Any]:

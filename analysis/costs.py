@@ -42,7 +42,8 @@ class Work(msgspec.Struct, frozen=True):
     long. repeats: how often transformers' cache has them; None where none of its families has such a cache. wide: they
     are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
     full, where there is one, `spared` less, and `between` for each of these, and what is before the first, with each;
-    and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that.
+    and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that. once:
+    it is of the source that an encoder has read: no token adds to it.
     """
 
     a_token: int = 0
@@ -59,6 +60,7 @@ class Work(msgspec.Struct, frozen=True):
     spared: int = 0
     between: int = 0
     beyond: int = 0
+    once: bool = False
 
     def held(self, context: int) -> int:
         """Numbers carried after so many tokens: of a window all but one, which the next token takes."""
@@ -80,14 +82,15 @@ def work_of(operation: ops.AnyOperation) -> Work:
     """What an operation costs; raises ConfigError for one that is not in the vocabulary."""
     match operation:
         case ops.Linear():
-            return Work(operation.numbers(B=1, T=1, S=1) * operation.inputs_wide)
+            once = "U" in operation.shape
+            return Work(operation.numbers(B=1, T=1, S=1) * operation.inputs_wide, once=once)
         case ops.Scores(window=window, chunked=chunked, causal=causal):
             return Work(0, operation.heads * operation.query_dim, window, chunked, causal)
         case ops.Mix(window=window, chunked=chunked, causal=causal):
             return Work(0, operation.numbers(B=1, T=1), window, chunked, causal)
         case ops.Cache(window=window, repeats=repeats, ours=ours):
             left = operation.numbers(B=1, S=1)
-            return Work(window=window, left=left, repeats=None if ours else repeats)
+            return Work(window=window, left=left, repeats=None if ours else repeats, once=operation.once)
         case ops.Scan(state=state, theirs=theirs):
             numbers, chunk = math.prod(state), operation.chunk if operation.chunk > 1 else 0
             there = None if theirs is None else theirs // numbers
@@ -115,8 +118,8 @@ _Works = list[tuple[ops.AnyOperation, Work, int]]  # operations, what each costs
 
 
 def works(spec: ModelSpec) -> _Works:
-    """A tree's, of which nothing but linears costs anything before its first layer. Layers alike are counted once and
-    multiplied: there may be thousands.
+    """A tree's without its encoder's, of which nothing but linears costs anything before its first layer. Layers alike
+    are counted once and multiplied: there may be thousands.
     """
     before = tuple(each for each in spec.before_blocks() if isinstance(each, ops.Linear))
     programs = [
@@ -128,11 +131,20 @@ def works(spec: ModelSpec) -> _Works:
     ]
 
 
+def _works_of_both(spec: ModelSpec) -> _Works:
+    """A tree's, and its encoder's, whose rows say so."""
+    if spec.encoder is None:
+        return works(spec)
+    encoder = works(spec.encoder)
+    told = [(msgspec.structs.replace(each, row=f"encoder {each.row}"), work, n) for each, work, n in encoder]
+    return told + works(spec)
+
+
 def _products(found: _Works) -> Counter[str]:
     """FLOPs of the products that each token needs, by component, without scores."""
     flops: Counter[str] = Counter()
     for each, work, number in found:
-        flops[each.row] += 2 * number * work.a_token
+        flops[each.row] += 0 if work.once else 2 * number * work.a_token
     return flops
 
 
@@ -182,7 +194,8 @@ class Costs(Record):
     flops: of the forward pass, for one token that sees `context` tokens, by component: the projections of attention,
     its scores (with the values that they weigh), feed-forward, router, head. cached: numbers that a token leaves in the
     key-value cache, all layers together; held: numbers there after `context` tokens, which windows make fewer, states
-    that are there however many tokens were read among them, of which `wide` are in fp32 at least.
+    that are there however many tokens were read among them, of which `wide` are in fp32 at least. Of a tree with an
+    encoder it is a token of the decoder, which sees as many tokens of the source; their keys and values are held too.
     """
 
     JSON = (
@@ -270,7 +283,7 @@ def costs(spec: ModelSpec, context: int | None = None) -> Costs:
         embedding=counted.embedding,
         context=length,
         flops=_in_order(flops),
-        cached=sum(work.left * number for _, work, number in found),
+        cached=sum(work.left * number for _, work, number in found if not work.once),
         held=sum(work.held(length) * number for _, work, number in found),
         wide=sum(work.held(length) * number for _, work, number in found if work.wide),
     )
@@ -358,13 +371,14 @@ class TrainingFlops(Record):
 
 
 def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
-    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens each (a prefill, or a step of training).
+    """FLOPs of a forward pass over `batch` sequences of `tokens` tokens each (a prefill, or a step of training); of a
+    tree with an encoder over as many tokens of the source too, with the encoder's.
 
     Raises:
         UsageError: no tokens or sequences, or more tokens than the tree has positions for.
     """
     check_sizes(spec, tokens, batch)
-    found = works(spec)
+    found = _works_of_both(spec)
     every: Counter[str] = Counter()
     dense = needed = again = 0
     for each, work, number in found:
@@ -407,14 +421,15 @@ class CacheSize(Record):
     tokens takes, where windows roll: of each window one token more than `held`. in_transformers: what its DynamicCache
     holds: the same, but where it repeats keys and values for their query heads before the cache (Falcon's new decoder
     architecture). None where a layer carries what none of its families here has. states: what of it does not grow with
-    the context, which recurrences and convolutions carry; some are in fp32 whatever the dtype.
+    the context, which recurrences and convolutions carry; some are in fp32 whatever the dtype. of_source: what of it is
+    there once of a source of as many tokens, which an encoder has read.
     in_vllm, in_llama_cpp: what these allocate (`allocators`), the latter in float16; None where it is not known.
     """
 
     JSON = (
         "context batch dtype bytes_a_token=a_token bytes=held rolling_buffer_bytes=buffer"
         " bytes_in_transformers=in_transformers bytes_in_vllm=in_vllm bytes_in_llama_cpp=in_llama_cpp"
-        " bytes_of_states=states"
+        " bytes_of_states=states bytes_of_source=of_source"
     )
 
     context: int
@@ -427,6 +442,7 @@ class CacheSize(Record):
     in_vllm: int | None = None
     in_llama_cpp: int | None = None
     states: int = 0
+    of_source: int = 0
 
 
 def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: int = 1) -> CacheSize:
@@ -446,9 +462,10 @@ def cache_bytes(spec: ModelSpec, context: int, dtype: str = "bfloat16", batch: i
         context=context,
         batch=batch,
         dtype=full_dtype(dtype),
-        a_token=size * sum(work.left * number for work, number in found),
+        a_token=size * sum(work.left * number for work, number in found if not work.once),
         held=batch * held,
         buffer=batch * rolling,
         in_transformers=None if None in theirs else batch * sum(filter(None, theirs)),
         states=batch * states,
+        of_source=batch * sum(work.bytes_held(context, size) * number for work, number in found if work.once),
     )

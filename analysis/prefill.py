@@ -25,7 +25,11 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
 
     A layer's keys and values are all there until the next step, whatever its window: what the cache gives on is a view.
     Without `ends` the layers alone, of which others make logits.
+
+    Raises:
+        MissingComponent: a tree with an encoder.
     """
+    spec.one_stack("the memory of a prefill")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Following(program, run) for block, program in programs.items()}
     worst, held = 0, run.size * sum(_given(programs[block], run) for block in spec.blocks)

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import structs
 
-from ..components import Attention, Block, FeedForward, GatedFeedForward, ModelSpec, differences
+from ..components import Attention, Block, CrossAttention, FeedForward, GatedFeedForward, ModelSpec, differences
 from ..errors import CannotExpress
 from .config import COMMON_IRRELEVANT, COMMON_REFUSED, QUANTISED, ConfigReader, quantisation
 from .layout import IDENTITY, Layout, Shape, concatenate
@@ -310,6 +310,11 @@ class Architecture:
     def owner(self) -> str:
         return self.name
 
+    @property
+    def two_stacks(self) -> bool:
+        """Whether its trees have an encoder beside the decoder."""
+        return CrossAttention in self.kinds
+
     @cached_property
     def usual(self) -> ModelSpec:
         """The tree of a config.json that says nothing but what is `stated` everywhere."""
@@ -444,7 +449,12 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
         CannotExpress: a shared tensor has no leaf here, or its shape does not fit the leaf's layout.
     """
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    bound = list(_bound(owner, leaves, spec, shapes))
+    encoded = [leaf for leaf in leaves if leaf.names[0].startswith("encoder.")]
+    first = leaves.index(encoded[0]) if encoded else 0
+    bound = list(_bound(owner, leaves[:first], spec, shapes))
+    if spec.encoder is not None:
+        bound += _bound(owner, encoded, spec.encoder, shapes)
+    bound += _bound(owner, [leaf for leaf in leaves[first:] if leaf not in encoded], spec, shapes)
     covered = [name for leaf in bound for name in leaf.shared]
     found = set(covered)
     missing = [name for name in shapes if name not in found]

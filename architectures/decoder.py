@@ -420,6 +420,9 @@ class Decoder:
             sparse = self.mixtures.sparse(config, count)
             mixture = self._mixture(config, values, names, dense, of("mixture")) if any(sparse) else None
             inner = [mixture if each else dense for each in sparse]
+        attentions = self.attentions(config, values, of("attention"), of("norm"))
+        tables = (getattr(getattr(each, "position", None), "table", None) for each in attentions)
+        table = next((each(values["heads"]) for each in tables if each is not None), None)
         return ModelSpec(
             embedding=Embedding(
                 vocab_size=values["vocab"],
@@ -428,7 +431,8 @@ class Decoder:
                 **of("embedding"),
             ),
             positions=self.table(length=context, size=hidden, **of("positions")) if self.learned else None,
-            blocks=tuple(map(layer, self.attentions(config, values, of("attention"), of("norm")), inner)),
+            relative_bias=table,
+            blocks=tuple(map(layer, attentions, inner)),
             final_norm=norm if values.get("final_norm", True) else None,
             head=Head(vocab_size=values["vocab"], hidden_size=hidden, tied=tied, **of("head")),
             context_length=context,
@@ -540,6 +544,7 @@ class Decoder:
         parts = {
             **ends,
             "attention": attention,
+            "position": getattr(attention, "position", None),
             "feed_forward": inner,
             "norm": norm,
             "branch": first.sublayers[0],

@@ -331,6 +331,8 @@ def _in_kind(spec: ModelSpec, usual: ModelSpec, kinds: Kinds) -> ModelSpec | Non
                 fields[name] = ours if hasattr(node, name) or name in sizes else theirs
         return type(usual)(**fields)
 
+    if (spec.encoder is None) != (usual.encoder is None):
+        return None
     try:
         whole = msgspec.structs.replace(spec, context_length=spec.context_length or usual.context_length)
         sizes = {"size": spec.hidden_size, "hidden_size": spec.hidden_size, "length": whole.context_length}

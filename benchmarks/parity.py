@@ -109,10 +109,25 @@ def forward_cases(model: Decoder, reference: Any) -> Iterator[float]:
 def decode_case(model: Decoder, reference: Any) -> float:
     """The largest difference over all steps of a greedy decode, both fed transformers' tokens."""
     ids = torch.randint(model.spec.vocab_size, (1, 10), generator=torch.Generator().manual_seed(1))
+    if model.encoder is not None:
+        return _written_case(model, reference, ids)
     ours, theirs, worst = Cache(model.spec), transformers.DynamicCache(config=reference.config), 0.0
     for _ in range(STEPS):
         logits = continued(reference, ids, theirs).logits[:, -1]
         worst = max(worst, (logits.double() - model(ids, cache=ours)[:, -1].double()).abs().max().item())
+        ids = logits.argmax(-1, keepdim=True)
+    return worst
+
+
+def _written_case(model: Decoder, reference: Any, source: torch.Tensor) -> float:
+    """The same of a text that is written of a source."""
+    encoded, states = model.encode(source), reference.get_encoder()(input_ids=source)
+    ids, ours, theirs, worst = torch.zeros_like(source[:, :1]), Cache(model.spec), None, 0.0
+    for _ in range(STEPS):
+        found = reference(encoder_outputs=states, decoder_input_ids=ids, past_key_values=theirs)
+        logits, theirs = found.logits[:, -1], found.past_key_values
+        own = model(ids, cache=ours, encoded=None if ours.length else encoded)[:, -1]
+        worst = max(worst, (logits.double() - own.double()).abs().max().item())
         ids = logits.argmax(-1, keepdim=True)
     return worst
 

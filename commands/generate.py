@@ -69,7 +69,8 @@ def generate(
     pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
     watched = sys.stdout.isatty()
     try:
-        for piece in chain([prompt] if isinstance(prompt, str) else [], pieces):
+        before = [prompt] if isinstance(prompt, str) and opened.spec.encoder is None else []
+        for piece in chain(before, pieces):
             # What a model says is somebody else's text. A program gets all of it, a terminal what it can show.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
             sys.stdout.write(shown)  # not typer.echo, which drops what looks like a colour

@@ -16,6 +16,7 @@ from .activations import *
 from .attention import *
 from .base import *
 from .block import *
+from .cross_attention import *
 from .delta import *
 from .encoder import *
 from .ends import *

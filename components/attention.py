@@ -25,7 +25,7 @@ from .operations import (
     out_of,
 )
 from .operations import Scale as ScaleOperation
-from .positions import ALL_OF_IT, ALiBi, Biasing, LongRopeScaling, Position, Rotary, Temperature, Turning
+from .positions import ALL_OF_IT, ALiBi, Biasing, Buckets, LongRopeScaling, Position, Rotary, Temperature, Turning
 from .words import NOT_THERE, Words
 
 __all__ = ["Attention"]
@@ -154,8 +154,10 @@ class Attention(Mixer, Component, frozen=True):
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:
             raise ConfigError("chunks of no width: chunked is of a window")
-        if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, Biasing)):
+        if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, ALiBi)):
             raise ConfigError("attention in both directions has no chunks, no keys of other layers and no ALiBi")
+        if isinstance(self.position, Buckets) and (self.window is not None or self.group > 1):
+            raise ConfigError("buckets of distances are of attention without a window, and without groups of heads")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:

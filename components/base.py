@@ -40,7 +40,7 @@ Scale = Annotated[float, Meta(gt=0, le=3.4028234663852886e38)]
 """A factor of scores, which are multiplied in fp32: no larger than fp32 holds."""
 Shape = tuple[int, ...]
 Sizes = tuple[int | str, ...]
-"""A shape in which B, T and S may stand for numbers; see `components.operations`."""
+"""A shape in which B, T, S and U may stand for numbers; see `components.operations`."""
 
 Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's

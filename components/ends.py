@@ -17,7 +17,8 @@ __all__ = ["Embedding", "Head", "LayerEmbedding"]
 
 class Embedding(Component, frozen=True):
     """The token table; its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before
-    the first block (BLOOM). With `width` rows are so wide, and a matrix takes them to the stream (OPT 350m).
+    the first block (BLOOM). With `width` rows are so wide, and a matrix takes them to the stream (OPT 350m). The table
+    of an encoder that is `shared` is that of the model whose encoder it is, and is stored once.
 
     `scaling` "rounded" rounds the multiplier to the dtype of the rows before it multiplies them.
     """
@@ -29,6 +30,7 @@ class Embedding(Component, frozen=True):
         "norm": "norm of the embedding left out",
         "multiplier": "embedding not scaled",
         "width": "embedding as wide as the stream",
+        "shared": "table of the encoder not shared",
     }
 
     tells = ("vocab_size", "hidden_size", "norm")
@@ -38,12 +40,19 @@ class Embedding(Component, frozen=True):
     norm: Norm | None = None
     multiplier: Positive = 1.0
     width: Size | None = None
+    shared: bool = False
     scaling: Literal["exact", "rounded"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.shared and self.width is not None:
+            raise ConfigError("a table that is shared is as wide as the stream")
 
     def words(self) -> dict[str, Words]:
         return {"embedding": Words("of tokens", {})}
 
     def weights(self) -> dict[str, Weight]:
+        if self.shared:
+            return {}
         if self.width is None:
             return {"weight": Weight((self.vocab_size, self.hidden_size), "table")}
         return {
@@ -54,7 +63,7 @@ class Embedding(Component, frozen=True):
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         wide: Sizes = (*shape, self.hidden_size)
         rows: Sizes = wide if self.width is None else (*shape, self.width)
-        own = (("weight", self.shapes()["weight"]),)
+        own = () if self.shared else (("weight", self.shapes()["weight"]),)
         found: list[AnyOperation] = [Embed(path, (source,), rows, "embedding", own)]
         if self.multiplier != 1:
             found.append(Scale(f"{path}.scaled", (path,), rows, "embedding", factor=self.multiplier))
@@ -144,8 +153,9 @@ class LayerEmbedding(Component, frozen=True):
 class Head(Component, frozen=True):
     """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
     `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
-    before (MiniCPM); then `cap` c makes c · tanh(x / c) of every logit x (Gemma 2). With `width` a matrix
-    takes hidden states to so many dimensions first (OPT 350m); with a `transform` they go through that before (BERT).
+    before (MiniCPM), or with "multiply states" multiplied by it (T5); then `cap` c makes c · tanh(x / c) of every logit
+    x (Gemma 2). With `width` a matrix takes hidden states to so many dimensions first (OPT 350m); with a `transform`
+    they go through that before (BERT).
     """
 
     label = "head"
@@ -170,13 +180,18 @@ class Head(Component, frozen=True):
     multiplier: Positive = 1.0
     width: Size | None = None
     transform: HeadTransform | None = None
-    scaling: Literal["multiply", "divide", "divide states"] = "multiply"
+    scaling: Literal["multiply", "divide", "divide states", "multiply states"] = "multiply"
 
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:
             raise ConfigError(f"transform of {self.transform.hidden_size} before a head of {self.hidden_size}")
-        if self.scaling == "divide states" and self.bias:
-            raise ConfigError("a head that divides states before its product has no bias, which would not be divided")
+        if self.early and self.bias:
+            raise ConfigError("a head that scales states before its product has no bias, which would not be scaled")
+
+    @property
+    def early(self) -> bool:
+        """Whether states are multiplied before the product, not logits behind it."""
+        return self.scaling.endswith(" states")
 
     def words(self) -> dict[str, Words]:
         short = ("tied" if self.tied else "own weight") + (", bias" if self.bias else "")
@@ -196,7 +211,7 @@ class Head(Component, frozen=True):
         wide: Sizes = (*shape[:-1], self.vocab_size)
         tied = "embedding" if self.tied else None
         weights = tuple((name, size) for name, size in self.shapes().items() if "." not in name)
-        before = self.scaling == "divide states" and self.multiplier != 1
+        before = self.early and self.multiplier != 1
         found: list[AnyOperation] = []
         if self.transform is not None:
             found += self.transform.operations(f"{path}.transform", source, shape)

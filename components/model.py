@@ -11,11 +11,12 @@ from ..display import Shown
 from ..errors import ConfigError, MissingComponent
 from .base import Component, Mixer, Parameter, Size
 from .block import Block
+from .cross_attention import CrossAttention
 from .encoder import Pooler, TokenTypes
 from .ends import Embedding, Head, LayerEmbedding
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Stream, Tokens
-from .positions import LearnedPositions, SinusoidalPositions
+from .positions import Buckets, LearnedPositions, RelativeBias, SinusoidalPositions
 from .streams import Streams
 from .words import Words
 
@@ -23,20 +24,25 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A language model of one stack of layers: a decoder, or an encoder where attention looks in both directions.
+    """A language model of one stack of layers: a decoder, or an encoder where attention looks in both directions. A
+    decoder may have an `encoder` of its own, a tree without a head, which reads another text, the source; each of its
+    layers then has a `CrossAttention` over what that gives.
     `context_length` is the longest sequence it was trained for, where known. Without
     a `final_norm` the head reads the last block's output (where norms stand behind the sums, say). With `streams` each
     layer passes on several, and has an `altup`, and `joined` makes one of them behind the last. `first_norm` is on the
     sum of all that is embedded (BERT). Without a `head` it gives hidden states; a `pooler` makes one vector of these.
+    A `relative_bias` is what all layers add to their scores whose positions are `Buckets` (T5).
     """
 
     tells = (
         "embedding",
+        "encoder",
         "token_types",
         "positions",
         "first_norm",
         "layer_inputs",
         "streams",
+        "relative_bias",
         "blocks",
         "joined",
         "final_norm",
@@ -55,14 +61,18 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         "layer_inputs": "inputs of layers left out",
         "streams": "one stream a token",
         "joined": "streams of a token not joined",
+        "encoder": "encoder left out",
+        "relative_bias": "biases of distances left out",
     }
 
     embedding: Embedding
+    encoder: "ModelSpec | None" = None
     token_types: TokenTypes | None = None
     positions: LearnedPositions | SinusoidalPositions | None = None
     first_norm: Norm | None = None
     layer_inputs: LayerEmbedding | None = None
     streams: Streams | None = None
+    relative_bias: RelativeBias | None = None
     blocks: tuple[Block, ...]
     joined: Streams | None = None
     final_norm: Norm | None = None
@@ -93,6 +103,28 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if count != (None if block.altup is None else block.altup.count):
                 raise ConfigError(f"layer {layer} is not for {count or 1} streams, which the model has")
         self._given()
+        self._encoded()
+
+    def _encoded(self) -> None:
+        """Raise ConfigError where cross-attention or biases of distances read what nothing makes."""
+        encoder, table = self.encoder, self.relative_bias
+        if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
+            raise ConfigError("an encoder gives hidden states: it has no head, no pooler and no encoder of its own")
+        if encoder is not None and encoder.streams is not None:
+            raise ConfigError("an encoder gives one stream of a token")
+        if encoder is not None and encoder.embedding.shared and encoder.vocab_size != self.vocab_size:
+            raise ConfigError(f"an encoder of {encoder.vocab_size} tokens shares a table of {self.vocab_size}")
+        for layer, block in enumerate(self.blocks):
+            across = block.mixer(CrossAttention.slot) is not None
+            if across != (encoder is not None):
+                has, there = ("", "no") if across else ("no ", "an")
+                raise ConfigError(f"layer {layer} has {has}cross-attention, and the model {there} encoder")
+            attention: Any = block.mixer("attention")
+            position = getattr(attention, "position", None)
+            if isinstance(position, Buckets) and (
+                table is None or (table.buckets, table.heads) != (position.buckets, attention.heads)
+            ):
+                raise ConfigError(f"layer {layer} adds biases of {position.buckets} buckets, and has no table of them")
 
     def _given(self) -> None:
         """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
@@ -137,11 +169,20 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             )
         self.has_head()
 
+    def one_stack(self, what: str) -> None:
+        """Refuse a model with an encoder, for `what` knows one stack; raises MissingComponent."""
+        if self.encoder is not None:
+            raise MissingComponent(
+                f"{what} is known of one stack of layers, and this model has an encoder beside its decoder",
+                "params, FLOPs, the cache, compare, convert, verify and generate know both.",
+            )
+
     @property
     def beside(self) -> str:
         """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
-        there["streams"] = self.streams is not None
+        there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
+        there["relative_bias"] = self.relative_bias is not None
         return " and ".join(name for name, is_there in there.items() if is_there)
 
     @property
@@ -154,7 +195,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         norms = {"embedding.norm": self.embedding.norm, "positions": self.positions, "first_norm": self.first_norm}
         norms |= {"final_norm": self.final_norm}
         yield from ((name, node.size) for name, node in norms.items() if node is not None)
-        own = {name: getattr(self, name) for name in ("token_types", "layer_inputs", "head", "pooler")}
+        own = {name: getattr(self, name) for name in ("encoder", "token_types", "layer_inputs", "head", "pooler")}
         yield from ((name, part.hidden_size) for name, part in own.items() if part is not None)
         if self.streams is not None:
             yield "streams", self.streams.hidden_size
@@ -173,6 +214,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         total = sum(parameter.count for parameter in self.parameters())
         sizes = f"{len(self.blocks):,} layers, hidden size {self.hidden_size:,}, {total:,} parameters"
         lines = [f"ModelSpec of {sizes}", f"  {_told(self.embedding)}"]
+        read = [] if self.encoder is None else repr(self.encoder).split("\n")
+        lines += [f"  encoder: {line.strip()}" for line in read]
         lines += [
             f"  {_told(each)}" for each in (self.token_types, self.positions, self.first_norm) if each is not None
         ]
@@ -216,7 +259,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
                 for name, weight in node.weights().items():
                     if node.label is None:
                         raise ConfigError(f"{type(node).__name__} has parameters and no label under which they count")
-                    yield Parameter(f"{path}.{name}", weight.shape, node.label, layer, weight.role, weight.initial)
+                    label = f"encoder {node.label}" if root == "encoder" else node.label
+                    yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 
     def _roots(self) -> Iterator[tuple[int | None, str, Component]]:
         """The trees below this node, and in which layer each is."""

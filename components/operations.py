@@ -5,7 +5,8 @@ component that it needs. Who asks what a model costs, keeps or looks like walks 
 each, and never asks which component they come from. So a new component that does known things is known to every walk,
 and an operation that a walk does not know is refused by its name (`unknown`). No torch.
 
-Sizes of a shape are numbers or B (sequences), T (tokens of each) and S (tokens in sight, those in the cache included).
+Sizes of a shape are numbers or B (sequences), T (tokens of each), S (tokens in sight, those in the cache included) and
+U (tokens of the source that an encoder has read).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Operation(msgspec.Struct, frozen=True):
         return self.copies * sum(math.prod(shape) for _, shape in self.weights)
 
     def numbers(self, **symbols: int) -> int:
-        """Elements of the result for given B, T and S."""
+        """Elements of the result for given B, T and S; of a source there are as many tokens where nobody says U."""
+        symbols = {"U": symbols.get("T", symbols.get("S", 1)), **symbols}
         return math.prod(size if isinstance(size, int) else symbols[size] for size in self.shape)
 
 
@@ -177,13 +179,15 @@ class Cache(Operation, frozen=True, kw_only=True):
     """x of the earlier tokens, then x of these: T becomes S. Of a window all but one token are kept for the next step.
 
     repeats: how often a head is there behind the cache, and in the cache of transformers. ours: no family of
-    transformers has such a cache. as_given: without one they are as they were, not copied head by head.
+    transformers has such a cache. as_given: without one they are as they were, not copied head by head. once: they are
+    the source's, are all there after the first step, and do not grow.
     """
 
     window: int | None = None
     repeats: int = 1
     ours: bool = False
     as_given: bool = False
+    once: bool = False
 
 
 class Concat(Operation, frozen=True, kw_only=True):
@@ -441,13 +445,14 @@ def attend(
     causal: bool = True,
     wide: bool = True,
     sinks: Literal["", "in softmax", "in float32", "behind it"] = "",
+    keys: Literal["S", "U"] = "S",
 ) -> Iterator[AnyOperation]:
     """softmax(cap(q·kᵀ · scale + bias))·v of q (B, T, heads, query dim), k and v (B, S, kv heads, …).
 
-    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether it has a weight, and where.
+    scores: the fields of `Scores`. wide: of `Softmax`. sinks: whether it has a weight, and where. keys: whose they are.
     """
     q, k, v = inputs
-    seen: Sizes = ("B", heads, "T", "S")
+    seen: Sizes = ("B", heads, "T", keys)
     last = f"{path}.scores"
     sight: dict[str, Any] = {"window": window, "chunked": chunked, "causal": causal}
     yield Scores(last, (q, k), seen, "scores", **sight, **scores)

@@ -6,12 +6,13 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import ConfigError
-from .base import Component, Open, Positive, Size, Turns, Weight
+from .base import Component, Open, Positive, Size, Turns, Weight, divided
 from .words import Words, plain_number
 
 __all__ = [
     "ALiBi",
     "Biasing",
+    "Buckets",
     "DynamicScaling",
     "LearnedPositions",
     "LinearScaling",
@@ -19,6 +20,7 @@ __all__ = [
     "LongRopeScaling",
     "Position",
     "ProportionalScaling",
+    "RelativeBias",
     "RopeScaling",
     "Rotary",
     "SinusoidalPositions",
@@ -220,22 +222,27 @@ class Turning(Position, frozen=True):
 
 
 class Biasing(Position, frozen=True):
-    """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it.
-
-    scaled: the bias is multiplied by the attention scale together with q·k, or stands outside it. apart: where it
-    stands outside, whether it is added to the scaled scores, or inside the product that makes them.
-    """
+    """Positions that add to the scores, of each head and key; title and formula: what a drawing says of it."""
 
     __slots__ = ()
     biases = True
     title: ClassVar[str]
     formula: ClassVar[str]
-    scaled: bool
+
+    @property
+    def scaled(self) -> bool:
+        """Whether it is multiplied by the attention scale too."""
+        return False
 
     @property
     def apart(self) -> bool:
         """Whether it is added to scores that are rounded already."""
         return False
+
+    @property
+    def fused(self) -> bool:
+        """Whether fused kernels are handed it, or scores are written out under all of them."""
+        return self.scaled
 
 
 class Rotary(Turning, Component, frozen=True):
@@ -339,6 +346,75 @@ class ALiBi(Biasing, Component, frozen=True):
         """The heads by falling slopes; see `modules.positions.alibi_slopes`."""
         whole = 1 << heads.bit_length() - 1
         return sorted(range(heads), key=[*range(2, 2 * whole + 1, 2), *range(1, 2 * (heads - whole), 2)].__getitem__)
+
+
+class Buckets(Biasing, Component, frozen=True):
+    """A bias of each head for how far a key is off its query, looked up in the tree's `RelativeBias` (T5, 1910.10683).
+
+    Distances have so many `buckets`: half of them are of one distance each, the others ever wider, and the last is for
+    `furthest` and beyond. With `both` keys behind the query have half of all buckets, and those before it the others.
+    """
+
+    title = "relative bias"
+    formula = "b(bucket(s − t))"
+    tells = ("buckets", "furthest")
+    apart: ClassVar[bool] = True
+    fused: ClassVar[bool] = True
+    forgotten: ClassVar[dict[str, str]] = {"both": "buckets of one direction"}
+
+    buckets: Size
+    furthest: Size
+    both: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.exact or self.furthest <= self.exact:
+            raise ConfigError(f"{self.buckets} buckets of distances up to {self.furthest} tokens")
+
+    @property
+    def exact(self) -> int:
+        """Buckets of one distance each, on a side."""
+        return self.buckets // (4 if self.both else 2)
+
+    def words(self) -> dict[str, Words]:
+        data = {"kind": "relative bias", "buckets": self.buckets, "furthest": self.furthest}
+        told = f"{self.buckets} buckets up to {self.furthest:,} tokens"
+        return {"position": Words("relative bias", data, f"relative bias, {told}")}
+
+    def table(self, heads: int) -> "RelativeBias":
+        """The table that is looked into for so many heads."""
+        return RelativeBias(buckets=self.buckets, heads=heads)
+
+    def slips(self) -> dict[str, Self]:
+        nearest = max(self.furthest // 2, self.exact + 1)
+        return {"buckets up to half the distance": msgspec.structs.replace(self, furthest=nearest)}
+
+
+class RelativeBias(Component, frozen=True):
+    """A table of a number for each bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
+
+    label = "attention"
+    given = ("heads", "buckets")
+
+    buckets: Size
+    heads: Size
+
+    def words(self) -> dict[str, Words]:
+        return {"relative bias": Words("one table", {})}
+
+    def weights(self) -> dict[str, Weight]:
+        return {"weight": Weight((self.buckets, self.heads), "inner")}
+
+    def letters(self, part: str = "") -> dict[str, int]:  # noqa: ARG002
+        return {"b": self.buckets, "n": self.heads}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, heads=divided(self.heads, devices, "heads"))
+
+    def small(self, hidden: int) -> Self:  # noqa: ARG002
+        return msgspec.structs.replace(self, heads=min(self.heads, 2))
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        return {"relative biases off by one": {"": [*range(1, self.buckets), 0]}}
 
 
 class Temperature(Component, frozen=True):

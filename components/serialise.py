@@ -22,12 +22,19 @@ SCHEMA_VERSION = 1
 def to_json(spec: ModelSpec) -> Any:
     """The tree as plain JSON values, with the schema's version."""
     plain = _plain(spec)
+    _with_parts(plain, spec)
+    return {"schema_version": SCHEMA_VERSION, **plain}
+
+
+def _with_parts(plain: dict[str, Any], spec: Any) -> None:
+    """Write the blocks of a tree, and of its encoder, by the names of their parts."""
+    if plain.get("encoder") is not None:
+        _with_parts(plain["encoder"], spec.encoder)
     for block, node in zip(plain.get("blocks", ()), getattr(spec, "blocks", ()), strict=True):
         for fields, sublayer in zip(block.pop("sublayers"), node.sublayers, strict=True):
             slot = sublayer.mixer.slot
             del fields["type"]
             block |= {slot if name == "mixer" else f"{slot}_{name}": value for name, value in fields.items()}
-    return {"schema_version": SCHEMA_VERSION, **plain}
 
 
 def _plain(value: Any) -> Any:
@@ -53,14 +60,22 @@ def from_json(data: Any) -> ModelSpec:
             f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {version!r:.40}",
             "Update gptkit, or convert the original again.",
         )
-    plain = {name: value for name, value in data.items() if name != "schema_version"}
-    if isinstance(plain.get("blocks"), list):
-        plain["blocks"] = [_with_sublayers(block) if isinstance(block, dict) else block for block in plain["blocks"]]
+    plain = _gathered({name: value for name, value in data.items() if name != "schema_version"})
     try:
         found: ModelSpec = _component(ModelSpec, plain)
     except msgspec.ValidationError as error:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
         raise ConfigError(f"not a gptkit model spec: {error}", newer) from error
+    return found
+
+
+def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
+    """A tree, and its encoder, with the parts of blocks gathered by sub-layer."""
+    found = dict(plain)
+    if isinstance(found.get("encoder"), dict):
+        found["encoder"] = _gathered(found["encoder"])
+    if isinstance(found.get("blocks"), list):
+        found["blocks"] = [_with_sublayers(block) if isinstance(block, dict) else block for block in found["blocks"]]
     return found
 
 

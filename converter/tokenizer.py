@@ -218,6 +218,19 @@ def eos_ids(
     return () if found is None else (found,)
 
 
+def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str, bytes] | None = None) -> int | None:
+    """The id before the text that the decoder of an encoder-decoder writes: by generation_config.json, else by the
+    `config` that it has or once had. Raises InvalidInput.
+    """
+    for found in (_read_json(folder / "generation_config.json", texts), config or {}):
+        value = found.get("decoder_start_token_id")
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise InvalidInput(f"{folder}: decoder_start_token_id is {value!r:.60}, expected a token id")
+        if value is not None:
+            return value
+    return None
+
+
 def token_files(folder: Path) -> list[Path]:
     """The files that travel with a checkpoint beside config.json and weights, in the order of their names."""
     try:

@@ -27,7 +27,7 @@ class Mixing:
     def __init__(self, spec: Attention, kernel: Kernel) -> None:
         self.spec = spec
         # An ALiBi bias outside the scale has no fused kernel that rounds like BLOOM's baddbmm (2.7 logits in bf16).
-        outside = isinstance(spec.position, Biasing) and not spec.position.scaled
+        outside = isinstance(spec.position, Biasing) and not spec.position.fused
         self.viewed = isinstance(spec.position, Biasing) and not spec.position.apart
         # Nor has any that caps scores, or knows sinks.
         written = outside or spec.cap is not None or spec.sinks or spec.kernel == "eager"
@@ -107,8 +107,9 @@ class Mixing:
         group = heads // k.shape[1]
         mask: Tensor | None
         if isinstance(spec.position, Biasing):
-            bias = self._scaled(context.bias(spec.position, heads, spec.held))
-            allowed = context.allowed(spec.window, spec.held, spec.chunked)
+            bias = context.bias(spec.position, heads, spec.held)
+            bias = self._scaled(bias) if spec.position.scaled else bias
+            allowed = context.allowed(spec.window, spec.held, spec.chunked, spec.causal)
             mask = bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(q.dtype).min)
         else:
             # A kernel that knows "causal" needs no mask, unless the family's own code always hands it one.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..components import ModelSpec
+from .context import Encoded
 from .registry import module_of
 
 ROOM = 8  # tokens to make memory for ahead of time: earlier ones are copied once in so many steps, not in each
@@ -67,7 +68,8 @@ class LayerCache:
 class Cache:
     """What earlier tokens left in each block, and how many were seen. Give the same one to every call of a decode.
 
-    layers: for each block what its mixers keep, by slot: a `LayerCache` of attention, a state of a recurrence.
+    layers: for each block what its mixers keep, by slot: a `LayerCache` of attention, a state of a recurrence. encoded:
+    the source of a model with an encoder.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -81,9 +83,12 @@ class Cache:
             {slot: each for slot, each in layer.items() if each is not None} for layer in made
         ]
         self.length = 0
+        self.encoded: Encoded | None = None
 
     def reorder(self, rows: Tensor) -> None:
         """Let each sequence go on from what the one of that number has left: (new sequences,)."""
+        if self.encoded is not None:
+            self.encoded = self.encoded.chosen(rows)
         for layer in self.layers:
             for kept in layer.values():
                 _reorder(kept, rows)

@@ -1,13 +1,52 @@
 """What all layers of one forward pass share: position tables, biases and masks, each made once and on demand."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..components import Biasing, Temperature, Turning
+from ..components import Biasing, Buckets, Temperature, Turning
 from ..errors import MissingComponent
 from .registry import module_of
+
+
+class Encoded(NamedTuple):
+    """What an encoder makes of a source: states (B, U, hidden), and the mask (B, U) of its tokens, None where all are
+    real.
+    """
+
+    states: Tensor
+    mask: Tensor | None = None
+
+    def repeated(self, count: int) -> "Encoded":
+        """Each source so many times."""
+        rows = torch.arange(len(self.states), device=self.states.device)
+        return self.chosen(rows.repeat_interleave(count))
+
+    def chosen(self, rows: Tensor) -> "Encoded":
+        """The sources of these numbers: (new sources,)."""
+        mask = None if self.mask is None else self.mask.index_select(0, rows)
+        return Encoded(self.states.index_select(0, rows), mask)
+
+
+class _Sight:
+    """What tokens see of the source: its real tokens, all of them alike. Stands in a `Context`'s place for kernels."""
+
+    def __init__(self, mask: Tensor | None, dtype: torch.dtype) -> None:
+        padded = mask is not None and not bool(mask.all())
+        self._allowed = mask[:, None, None, :].bool() if padded and mask is not None else None
+        self._additive = None
+        if self._allowed is not None:
+            zero = torch.zeros((), dtype=dtype, device=self._allowed.device)
+            self._additive = torch.where(self._allowed, zero, torch.finfo(dtype).min)
+
+    def sdpa_mask(self, *_: Any) -> Tensor | None:
+        """(B, 1, 1, U), True where a token may be looked at; None where all may."""
+        return self._allowed
+
+    def additive_mask(self, *_: Any) -> Tensor | None:
+        """The same as 0, and the dtype's minimum where not."""
+        return self._additive
 
 
 class Context:
@@ -34,6 +73,9 @@ class Context:
         self.layer = 0  # which block runs
         self.inputs: Tensor | None = None  # (B, T, layers, width): what each block reads beside the stream
         self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
+        self.table: Tensor | None = None  # (buckets, heads): of biases of distances
+        self.encoded: Encoded | None = None  # the source, for cross-attention
+        self.sight: Any = None
         self._tables: dict[int, tuple[Turning, Any]] = {}
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
         self._allowed: dict[tuple[int | None, int | None, bool, bool], Tensor] = {}
@@ -70,6 +112,16 @@ class Context:
             raise MissingComponent("attention takes keys of an earlier layer (kv_from), which has not run in this pass")
         return found
 
+    def see(self, encoded: Encoded) -> None:
+        """Let cross-attention look at a source, whose states may be gone where its keys are in a cache."""
+        self.encoded, self.sight = encoded, _Sight(encoded.mask, self.dtype)
+
+    def source(self) -> Tensor:
+        """The encoder's output (B, U, hidden); raises MissingComponent: nothing made it."""
+        if self.encoded is None:
+            raise MissingComponent("a layer has cross-attention, and no source was encoded for this pass")
+        return self.encoded.states
+
     def first_key(self, window: int | None) -> int:
         """The position of the first key there: a windowed layer's cache forgets the ones before."""
         return max(self.past - window + 1, 0) if window is not None and self.cached else 0
@@ -79,9 +131,13 @@ class Context:
         return self.past + self.steps - self.first_key(window)
 
     def bias(self, spec: Biasing, heads: int, window: int | None) -> Tensor:
-        """The bias (B, heads, 1, S)."""
+        """The bias (B, heads, 1, S), or of distances (1, heads, T, S); raises MissingComponent: these have no table."""
         first = self.first_key(window)
         key = (id(spec), heads, first)
+        if key not in self._biases and isinstance(spec, Buckets):
+            if self.table is None:
+                raise MissingComponent("a layer adds biases of distances, and there is no table of them in this pass")
+            self._biases[key] = spec, module_of(spec).looked_up(spec, self.table, self.past, self.steps)
         if key not in self._biases:
             mask = self.attention_mask
             if mask is None:

@@ -27,6 +27,7 @@ from ..components import (
     ModelSpec,
     Norm,
     Pooler,
+    RelativeBias,
     SinusoidalPositions,
     SubLayer,
     TokenTypes,
@@ -34,9 +35,9 @@ from ..components import (
 from ..converter.outline import Outline
 from ..errors import UsageError
 from . import attention as _attention  # noqa: F401 - its modules register themselves, as those of the next do
-from . import feed_forward, layers, positions  # noqa: F401
+from . import cross_attention, feed_forward, layers, positions  # noqa: F401
 from .cache import Cache
-from .context import Context
+from .context import Context, Encoded
 from .layers import ACTIVATIONS, Linear, capped
 from .positions import sinusoids
 from .registry import build_module
@@ -46,15 +47,19 @@ from .streams import Scaling
 class EmbeddingModule(nn.Module):
     """Token ids (B, T) -> (B, T, hidden)."""
 
+    weight: nn.Parameter
+
     def __init__(self, spec: Embedding) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.width or spec.hidden_size))
+        empty = torch.empty(0 if spec.shared else spec.vocab_size, spec.width or spec.hidden_size)
+        self.register_parameter("weight", None if spec.shared else nn.Parameter(empty))
         self.projection = None if spec.width is None else Linear(spec.width, spec.hidden_size, False)
         self.norm = build_module(spec.norm) if spec.norm is not None else None
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = F.embedding(input_ids, self.weight)
+    def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """`table` is the one that is read where the tree says that it is shared."""
+        x = F.embedding(input_ids, self.weight if table is None else table)
         if self.spec.multiplier != 1:
             rounded = self.spec.scaling == "rounded"
             x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
@@ -109,6 +114,17 @@ class PositionsModule(nn.Module):
         return (mask.cumsum(dim=1) * mask - 1)[:, past:].clamp(min=-min(self.spec.offset, 1))
 
 
+class _RelativeBiasModule(nn.Module):
+    """The table (buckets, heads) of biases of distances, which attention looks into."""
+
+    def __init__(self, spec: RelativeBias) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.buckets, spec.heads))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class _TokenTypesModule(nn.Module):
     """Types of tokens (B, T) -> their rows (B, T, hidden)."""
 
@@ -156,10 +172,10 @@ def _build_front(module: Any, spec: ModelSpec) -> None:
 
 
 def _embedded(
-    module: Any, input_ids: Tensor, position_ids: Tensor, token_types: Tensor | None
+    module: Any, input_ids: Tensor, position_ids: Tensor, token_types: Tensor | None, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """What the first layer reads, and what layers read beside the stream."""
-    x: Tensor = module.embedding(input_ids)
+    x: Tensor = module.embedding(input_ids) if table is None else module.embedding(input_ids, table)
     inputs = None if module.layer_inputs is None else module.layer_inputs(input_ids, x)
     if module.token_types is not None:  # all are of the first type where nobody says
         x = x + module.token_types(torch.zeros_like(input_ids) if token_types is None else token_types)
@@ -283,8 +299,10 @@ class HeadModule(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = x if self.transform is None else self.transform(x)
-        before = self.spec.scaling == "divide states" and self.spec.multiplier != 1
-        x = x / (1 / self.spec.multiplier) if before else x
+        before = self.spec.early and self.spec.multiplier != 1
+        if before:
+            divided = self.spec.scaling == "divide states"
+            x = x / (1 / self.spec.multiplier) if divided else x * self.spec.multiplier
         x = x if self.projection is None else self.projection(x)
         logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias)
         if self.spec.multiplier != 1 and not before:
@@ -321,6 +339,8 @@ class Decoder(nn.Module):
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
         self.source: Outline | None = None
         _build_front(self, spec)
+        self.encoder = None if spec.encoder is None else Decoder(spec.encoder, attention)
+        self.relative_bias = None if spec.relative_bias is None else _RelativeBiasModule(spec.relative_bias)
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.joined = None if spec.joined is None else build_module(spec.joined)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
@@ -336,6 +356,8 @@ class Decoder(nn.Module):
         last_only: bool = False,
         documents: Tensor | None = None,
         token_types: Tensor | None = None,
+        encoded: Encoded | None = None,
+        table: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T), or where it has no head hidden states (B, T, hidden), of which
         `pooler`, where it has one, makes a vector of each text.
@@ -352,10 +374,14 @@ class Decoder(nn.Module):
                 in a row: attention keeps them apart, and positions that are not given start again at each.
             token_types: (B, T), the type of each token (which segment it is of), where the model knows such; of the
                 first type where not given.
+            encoded: of a model with an encoder what that makes of the source (`encode`); once for a cache, which
+                keeps the keys and values that are made of it.
+            table: of token embeddings, for an encoder whose own is shared; `encode` gives it.
 
         Raises:
-            UsageError: more tokens than the position table has rows; ids, a mask or documents of another shape;
-                documents with a cache or a mask, which have no meaning together.
+            UsageError: no source for a model with an encoder, or one for another; more tokens than the position table
+                has rows; ids, a mask or documents of another shape; documents with a cache or a mask, which have no
+                meaning together.
         """
         if input_ids.dim() != 2 or not input_ids.shape[1]:
             raise UsageError(f"token ids of shape {tuple(input_ids.shape)}, expected (B, T) with T of 1 or more")
@@ -386,9 +412,13 @@ class Decoder(nn.Module):
                 f"token_types of shape {tuple(token_types.shape)} for token ids of {(batch, steps)}",
                 "They are as many as the ids, of a model that has a table of types.",
             )
-        x, inputs = _embedded(self, input_ids, position_ids, token_types)
+        encoded = self._source(encoded, cache, batch)
+        x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
+        context.table = None if self.relative_bias is None else self.relative_bias()
+        if encoded is not None:
+            context.see(encoded)
         for layer, block in enumerate(self.blocks):
             context.layer = layer
             x = block(x, context, None if cache is None else cache.layers[layer])
@@ -398,6 +428,34 @@ class Decoder(nn.Module):
         x = (x if self.final_norm is None else self.final_norm(x)).to(context.dtype)
         x = x[:, -1:] if last_only else x
         return x if self.head is None else self.head(x, self.embedding.weight)
+
+    def encode(self, source: Tensor, attention_mask: Tensor | None = None) -> Encoded:
+        """What the model's encoder makes of the source, token ids (B, U) with a mask (B, U), 1 for real tokens.
+
+        Raises:
+            UsageError: the model has no encoder; as `forward`.
+        """
+        if self.encoder is None:
+            raise UsageError("the model has no encoder: it reads one text alone", "call it with the token ids")
+        own = dict(self.encoder.embedding.named_parameters())
+        table = None if "weight" in own else self.embedding.weight
+        return Encoded(self.encoder(source, attention_mask, table=table), attention_mask)
+
+    def _source(self, encoded: Encoded | None, cache: Cache | None, batch: int) -> Encoded | None:
+        """The source of a pass, which a cache remembers; raises UsageError where there is none, or none is wanted."""
+        if self.encoder is None:
+            if encoded is not None:
+                raise UsageError("a source for a model without an encoder", "leave encoded out")
+            return None
+        if encoded is None and cache is not None:
+            encoded = cache.encoded
+        if encoded is None:
+            raise UsageError("this model has an encoder, and there is no source", "give encoded=model.encode(ids)")
+        if len(encoded.states) != batch:
+            raise UsageError(f"{len(encoded.states)} sources for {batch} texts", "there is one source for each")
+        if cache is not None:
+            cache.encoded = encoded
+        return encoded
 
 
 def positions_in(documents: Tensor) -> Tensor:

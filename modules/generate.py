@@ -115,6 +115,7 @@ def generate(
     sampling: Sampling = _GREEDY,
     beams: Beams | None = None,
     stop: Collection[int] = (),
+    start: int | None = None,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[int]:
     """The continuation of a prompt, one new token id at a time, computed as it is asked for.
@@ -123,6 +124,8 @@ def generate(
     end-of-sequence token; or when a model with learned positions has filled its table of L: prompt and continuation
     then count L + 1 ids, for the last is predicted and never read, and `tell` is told. Rotary models know no such end,
     but past the context that they were trained for they lose the thread, which is told too, once. ALiBi has neither.
+
+    A model with an encoder reads the prompt as its source, once, and writes another text, which begins behind `start`.
 
     No global state is touched: a draw has its own generator, and inference mode is left between tokens.
 
@@ -133,11 +136,12 @@ def generate(
         sampling: how each is chosen; greedy unless told.
         beams: a search for the whole continuation instead, which is given out when it has ended.
         stop: ids after which to end, such as the end-of-sequence ones; any number is allowed.
+        start: the id that a model with an encoder reads before it writes (its decoder_start_token_id).
         tell: given a line when a limit of the model is met; a UserWarning by default.
 
     Raises:
         UsageError: before anything is computed: an empty prompt, a batch, ids outside the vocabulary, a prompt longer
-            than the table of positions, a negative max_new_tokens, beams beside sampling.
+            than the table of positions, a negative max_new_tokens, beams beside sampling, an encoder and no `start`.
         GptkitError: while running: logits that are NaN.
     """
     model.spec.predicts("generate")
@@ -146,16 +150,33 @@ def generate(
         raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
     if beams is not None and not sampling.greedy:
         raise UsageError("beams are searched without a draw", "without a temperature, top_k and top_p")
-    positions = model.spec.positions
+    positions = (model.spec.encoder or model.spec).positions
     if positions is not None and prompt.shape[1] > positions.length:
         raise UsageError(
             f"the prompt of {prompt.shape[1]} tokens does not fit the model's table of {positions.length} positions",
             "shorten the prompt",
         )
+    source = None
+    if model.spec.encoder is not None:
+        if start is None:
+            hint = "give start, or state decoder_start_token_id in config.json"
+            raise UsageError("this model has an encoder, and nothing says with which token its own text begins", hint)
+        source, prompt = prompt, _prompt(model, [start])
+    elif start is not None:
+        raise UsageError("start is of a model with an encoder: this one continues the prompt", "leave it out")
     # A generator function runs nothing before its first token; the checks above are done by now.
     if beams is not None:
-        return _searched(model, prompt, max_new_tokens, beams, frozenset(stop), tell)
-    return _stream(model, prompt, max_new_tokens, sampling, frozenset(stop), tell)
+        return _searched(model, prompt, source, max_new_tokens, beams, frozenset(stop), tell)
+    return _stream(model, prompt, source, max_new_tokens, sampling, frozenset(stop), tell)
+
+
+@torch.inference_mode()
+def _begun(model: Decoder, source: Tensor | None, rows: int = 1) -> Cache:
+    """An empty cache for so many continuations, of a model with an encoder with what that makes of the source."""
+    cache = Cache(model.spec)
+    if source is not None:
+        cache.encoded = model.encode(source).repeated(rows)
+    return cache
 
 
 def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
@@ -223,13 +244,14 @@ class _Limits:
 def _stream(
     model: Decoder,
     prompt: Tensor,
+    source: Tensor | None,
     max_new_tokens: int,
     sampling: Sampling,
     stop: frozenset[int],
     tell: Callable[[str], None],
 ) -> Iterator[int]:
     """The loop: feed what is new, choose, give out."""
-    cache, spec, generator = Cache(model.spec), model.spec, None
+    cache, spec, generator = _begun(model, source), model.spec, None
     if not sampling.greedy:
         generator = torch.Generator(device=prompt.device)
         if sampling.seed is None:
@@ -246,7 +268,7 @@ def _stream(
         if line := limits.passed(read, step == 0):
             tell(line)
         if step and limits.renewed(read):
-            cache, ids = Cache(spec), prompt.new_tensor([text])
+            cache, ids = _begun(model, source), prompt.new_tensor([text])
         ids = _next(model, ids, cache, sampling, generator)
         token = int(ids)
         if token < 0:
@@ -266,11 +288,17 @@ def _no_numbers(step: int) -> GptkitError:
 
 
 def _searched(
-    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int], tell: Callable[[str], None]
+    model: Decoder,
+    prompt: Tensor,
+    source: Tensor | None,
+    max_new_tokens: int,
+    beams: Beams,
+    stop: frozenset[int],
+    tell: Callable[[str], None],
 ) -> Iterator[int]:
     """The best continuation, when it is asked for."""
     if max_new_tokens:
-        found, lines = _search(model, prompt, max_new_tokens, beams, stop)
+        found, lines = _search(model, prompt, source, max_new_tokens, beams, stop)
         for line in lines:
             tell(line)
         yield from found
@@ -278,13 +306,13 @@ def _searched(
 
 @torch.inference_mode()
 def _search(
-    model: Decoder, prompt: Tensor, max_new_tokens: int, beams: Beams, stop: frozenset[int]
+    model: Decoder, prompt: Tensor, source: Tensor | None, max_new_tokens: int, beams: Beams, stop: frozenset[int]
 ) -> tuple[list[int], list[str]]:
     """The best continuation, and what is to be told. As transformers' _beam_search, whose tensors have the same shapes:
     what ties is chosen in one order.
     """
     limits, lines = _Limits(model.spec), list[str]()
-    count, length, cache = beams.count, prompt.shape[1], Cache(model.spec)
+    count, length, cache = beams.count, prompt.shape[1], _begun(model, source, beams.count)
     candidates = max(2, 1 + len(stop)) * count
     running = ids = prompt.repeat(count, 1)  # (count, tokens)
     scores = torch.full((1, count), _NEVER, device=prompt.device)
@@ -296,7 +324,7 @@ def _search(
     for step in range(max_new_tokens):
         lines.append(limits.passed(length + step, step == 0))
         if step and limits.renewed(length + step):
-            cache, ids = Cache(model.spec), running
+            cache, ids = _begun(model, source, count), running
         logits = model(ids, cache=cache, last_only=True)[:, -1].float()
         if bool(logits.isnan().any()):
             raise _no_numbers(step)

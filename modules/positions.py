@@ -1,4 +1,4 @@
-"""Positions: rotary tables and their application, ALiBi biases.
+"""Positions: rotary tables and their application, ALiBi biases, biases of distances.
 
 Rotary frequencies follow transformers modeling_rope_utils.py to the bit in fp32 (the order of operations included);
 in an fp64 model they are computed in fp64.
@@ -8,10 +8,12 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..components import (
     ALiBi,
+    Buckets,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -203,6 +205,27 @@ def alibi_bias(alibi: ALiBi, heads: int, key_mask: Tensor, dtype: torch.dtype) -
         slopes = slopes.bfloat16()
     positions = ((key_mask.cumsum(dim=-1) - 1) * key_mask)[:, None, :]  # (B, 1, S)
     return (slopes[..., None] * positions)[:, :, None, :].to(dtype)
+
+
+@computes(Buckets)
+class _BucketBias:
+    """What `Buckets` does: the bias of scores, looked up in a table (buckets, heads)."""
+
+    @staticmethod
+    def looked_up(spec: Buckets, table: Tensor, past: int, steps: int) -> Tensor:
+        """The bias (1, heads, T, S) of `steps` tokens behind `past` others, as transformers' T5 makes it."""
+        keys = torch.arange(past + steps, device=table.device)
+        off = keys[None, :] - keys[past:, None]
+        count, first = spec.buckets, torch.zeros_like(off)
+        if spec.both:
+            count //= 2
+            first = (off > 0).long() * count
+        off = off.abs() if spec.both else -torch.min(off, torch.zeros_like(off))
+        exact = count // 2
+        far = torch.log(off.float() / exact) / math.log(spec.furthest / exact) * (count - exact)
+        far = torch.min(exact + far.to(torch.long), torch.full_like(off, count - 1))
+        rows = first + torch.where(off < exact, off, far)
+        return F.embedding(rows, table).permute(2, 0, 1)[None].contiguous()
 
 
 @computes(ALiBi)

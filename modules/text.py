@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from ..analysis.activations import Kernel
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.outline import Outline
-from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer
+from ..converter.tokenizer import StreamDecoder, Tokenizer, eos_ids, load_tokenizer, start_id
 from ..converter.tree import Origin
 from ..errors import UsageError
 from .decoder import Decoder
@@ -41,7 +42,8 @@ def generate(
     allow_extra: bool = False,
     tell: Callable[[str], None] = _WARNED,
 ) -> Iterator[str]:
-    """The continuation of a prompt, piece by piece, without the prompt itself.
+    """The continuation of a prompt, piece by piece, without the prompt itself; of a model with an encoder, which reads
+    the prompt as its source, the text that it writes.
 
     Args:
         model: a reference, an opened checkpoint, or a model that `load` returned, which reads texts with the tokenizer
@@ -88,7 +90,7 @@ def generate(
             tokenizer = load_tokenizer(about.path or Path(), about.texts)
         ids = _prompt_ids(about.origin.reference or "the model in memory", model.spec, tokenizer, prompt)
         stop = tokenizer.eos_ids if tokenizer is not None else _stated_eos(about.origin)
-        decoder = model
+        decoder, start = model, start_id(about.path or Path(), about.origin.config, about.texts)
     else:
         options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model, **options)
@@ -99,9 +101,11 @@ def generate(
         if not stop and checkpoint.format != "hf":  # by the config.json that it once had
             stop = _stated_eos(checkpoint.origin)
         decoder = load_checkpoint(checkpoint, dtype, attention)
-    stop = stop if stop_at_eos else ()
-    found = generate_tokens(decoder, ids, max_new_tokens, sampling=sampling, beams=search, stop=stop, tell=tell)
-    return _pieces(found, tokenizer, ids)
+        start = start_id(folder, checkpoint.origin.config, texts)
+    start = None if decoder.encoder is None else start
+    chosen: Any = {"sampling": sampling, "beams": search, "stop": stop if stop_at_eos else ()}
+    found = generate_tokens(decoder, ids, max_new_tokens, start=start, tell=tell, **chosen)
+    return _pieces(found, tokenizer, ids if decoder.encoder is None else [] if start is None else [start])
 
 
 def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:

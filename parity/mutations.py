@@ -17,8 +17,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ..components import KINDS, Component, MixtureOfExperts, ModelSpec, Rotary
+from ..components import KINDS, Component, CrossAttention, MixtureOfExperts, ModelSpec, Rotary
 from ..errors import ConfigError
+from ..modules.context import Context
+from ..modules.cross_attention import CrossAttentionModule
 from ..modules.feed_forward import MixtureOfExpertsModule
 from ..modules.positions import RotaryTables, RotaryTurn, apply_rotary
 from ..modules.registry import computes
@@ -55,7 +57,7 @@ def applicable(
     spec: ModelSpec, weights: Weights, wanted: Callable[[str], bool] = lambda _: True
 ) -> Iterator[tuple[Mutation, Mutant]]:
     """The mutations that change this tree or these weights, each with its mutant; by name those that are wanted."""
-    for mutation in (*MUTATIONS, *forgotten(), *_declared(spec)):
+    for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec)):
         mutant = mutation.apply(spec, weights) if wanted(mutation.name) else None
         if mutant is not None and _changed(spec, weights, mutant):
             yield mutation, mutant
@@ -67,7 +69,9 @@ def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
     """
     tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     tried += [(name, _slipped(name)) for name in _IN_PORTS]
-    tried += [(mutation.name, mutation.apply) for mutation in (*MUTATIONS, *forgotten(), *_declared(spec))]
+    tried += [
+        (mutation.name, mutation.apply) for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec))
+    ]
     tried += [(each.name + _BACK, each.undo) for each in MUTATIONS if each.undo is not None]
     for name, apply in tried:
         mutant = apply(spec, weights)
@@ -331,6 +335,30 @@ def _choice_weighs(spec: ModelSpec, weights: Weights) -> Mutant:
     return spec.mapped(change), dict(weights)
 
 
+class _MistakenCross(CrossAttention, frozen=True, kw_only=True):
+    """Cross-attention whose keys and values are made of the decoder's own text."""
+
+
+del KINDS[_MistakenCross.__name__]
+
+
+@computes(_MistakenCross)
+class _MistakenSource(CrossAttentionModule):
+    """What `_MistakenCross` says."""
+
+    def source(self, x: Tensor, context: Context) -> Tensor:  # noqa: ARG002
+        return x
+
+
+def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
+    def change(node: Any, _: str) -> Any:
+        if getattr(node, "slot", "") != CrossAttention.slot:
+            return node
+        return _MistakenCross(**{name: getattr(node, name) for name in CrossAttention.__struct_fields__})
+
+    return None if spec.encoder is None else (spec.mapped(change), dict(weights))
+
+
 def _in_code(mistake: Literal["queries", "keys", "added"]) -> _Apply:
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
@@ -403,3 +431,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     _reordered("positions off by one", "shifting positions by one"),
     _once(_slipped, "parallel block run in series", "running the block in parallel"),
 )
+
+_OF_TWO_STACKS: tuple[Mutation, ...] = (
+    Mutation(
+        "keys of the decoder's own text in cross-attention",
+        "making keys and values of the encoder's output",
+        _own_keys,
+        in_code=True,
+    ),
+    Mutation(
+        "tables of biases exchanged between encoder and decoder",
+        "exchanging the tables of biases of encoder and decoder",
+        _exchanged(lambda _: [("relative_bias", "encoder.relative_bias")]),
+    ),
+)
+"""Those that an encoder beside a decoder invites."""

@@ -12,8 +12,18 @@ from .probe import Batch
 def outputs_of(model: Any, batch: Batch) -> Tensor:
     """The logits (B, T, V) of transformers' model or of gptkit's; without a head the hidden states and beside each the
     text's pooled vector, or its first token's state where there is no pooler: (B, T, 2 · hidden).
+
+    A model with an encoder reads the batch as its source, and the same tokens from the last to the first as what it
+    has written so far: neither text tells what the other says at a place, and each logit hangs on both.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    target = batch.input_ids.flip(-1)
+    if isinstance(model, Decoder) and model.encoder is not None:
+        written: Tensor = model(target, encoded=model.encode(batch.input_ids, batch.attention_mask))
+        return written
+    if not isinstance(model, Decoder) and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        theirs: Tensor = model(**given, decoder_input_ids=target).logits
+        return theirs
     if isinstance(model, Decoder):
         types = {} if batch.token_types is None else {"token_types": batch.token_types}
         states: Tensor = model(**given, **types)

@@ -104,11 +104,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def auto_class(config: Mapping[str, Any]) -> Any:
     """What transformers loads the model of a config.json as: of a causal language model, of one that fills in masked
-    tokens, or of one without a head.
+    tokens, of one without a head, or of one with an encoder and a decoder.
     """
     import transformers
 
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is not None and family.two_stacks:
+        return transformers.AutoModelForSeq2SeqLM
     if family is None or not family.base_class:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel if family.spec(config).head is None else transformers.AutoModelForMaskedLM

@@ -60,16 +60,17 @@ def causal_types() -> dict[str, str]:
 
 def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dict[str, Any]:
     """Plain JSON values: the families, oldest first, with when their first weights were published, their model types,
-    transformers' class, that of encoders without a head, and how many presets they have; how many of the installed
-    transformers' causal language models they are, and how many can be counted, by the names of their tensors at the
-    least; and with `everything` those that they are not, and why.
+    transformers' class, that of encoders without a head, whether they are encoder-decoders, and how many presets they
+    have; how many of the installed transformers' causal language models they are, and how many can be counted, by the
+    names of their tensors at the least; and with `everything` those that they are not, and why.
     """
 
     def wanted(*names: str) -> bool:
         return all(any(word in name.lower() for name in names) for word in words)
 
     kinds, known = causal_types(), [each.config["model_type"] for each in presets().values()]
-    exact = [kind for kind in kinds if kind in BY_MODEL_TYPE and not BY_MODEL_TYPE[kind].base_class]
+    own = {kind: each for kind, each in BY_MODEL_TYPE.items() if not each.base_class and not each.two_stacks}
+    exact = [kind for kind in kinds if kind in own]
     return {
         "schema_version": 1,
         "families": [
@@ -79,6 +80,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
                 "model_types": list(each.model_types),
                 "transformers": each.hf_class,
                 "without_head": each.base_class or None,
+                "encoder_decoder": each.two_stacks,
                 "presets": sum(kind in each.model_types for kind in known),
             }
             for each in ARCHITECTURES.values()
@@ -87,6 +89,7 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
         "counts": {
             "families": len(ARCHITECTURES),
             "encoders": sum(bool(each.base_class) for each in ARCHITECTURES.values()),
+            "encoder_decoders": sum(each.two_stacks for each in ARCHITECTURES.values()),
             "types": len(kinds),
             "exact": len(exact),
             "counted": len(kinds.keys() - UNCOUNTED),
@@ -102,12 +105,13 @@ def families_json(words: Sequence[str] = (), *, everything: bool = False) -> dic
 @drawing
 def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     """A row a family, and one for each model type that is none."""
-    kinds: dict[str, list[Any]] = {"family": [], "encoder": []}
+    kinds: dict[str, list[Any]] = {"family": [], "encoder": [], "encoder-decoder": []}
     for each in found["families"]:
         others = [kind for kind in each["model_types"] if kind != each["family"]]
         name = each["family"] + (f" ({', '.join(others)})" if others else "")
         row = (name, each["released"] or "", each["transformers"], f"{each['presets'] or ''}")
-        kinds["encoder" if each["without_head"] else "family"].append([*map(page.text, row)])
+        kind = "encoder-decoder" if each["encoder_decoder"] else "encoder" if each["without_head"] else "family"
+        kinds[kind].append([*map(page.text, row)])
     there = {kind: rows for kind, rows in kinds.items() if rows} or {"family": []}
     for index, (kind, rows) in enumerate(there.items()):
         yield from [""] * (index > 0)
@@ -122,7 +126,8 @@ def families_table(page: Layout, found: Mapping[str, Any]) -> RenderResult:
     if counts["types"]:
         yield ""
         yield page.text(
-            f"{counts['families']} families, of which {counts['encoders']} are encoders; {counts['exact']} of the "
+            f"{counts['families']} families, of which {counts['encoders']} are encoders and "
+            f"{counts['encoder_decoders']} encoder-decoders; {counts['exact']} of the "
             f"{counts['types']} causal language models of the installed transformers. Parameters are counted of "
             f"{counts['counted']} of these."
         )

@@ -151,7 +151,8 @@ def shape_words(node: Node) -> str:
 
 
 def structure(spec: ModelSpec) -> Structure:
-    """The graph of a tree. Layers alike share one kind."""
+    """The graph of a tree. Layers alike share one kind. Raises MissingComponent: a tree with an encoder."""
+    spec.one_stack("the drawing")
     layers: dict[Block, list[int]] = {}
     for layer, block in enumerate(spec.blocks):
         layers.setdefault(block, []).append(layer)

@@ -75,6 +75,8 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
         ("MixtureOfExperts", "added"): changed(SPECS["lfm2_moe"], "MixtureOfExperts", added=0.3),
+        ("CrossAttention", "qkv_bias"): changed(SPECS["t5"], "CrossAttention", qkv_bias=True),
+        ("CrossAttention", "output_bias"): changed(SPECS["t5"], "CrossAttention", output_bias=True),
         ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 
@@ -92,6 +94,9 @@ ASK_FOR_MORE = {
     ("ModelSpec", "streams"),
     ("ModelSpec", "joined"),
     ("Block", "altup"),
+    ("ModelSpec", "encoder"),
+    ("ModelSpec", "relative_bias"),
+    ("Embedding", "shared"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
 other field names. Who forgets them finds no place for a tensor, and needs no verifier.

@@ -477,6 +477,7 @@ def evaluate(
     ]
     for each in opened:
         each.spec.predicts("eval")
+        each.spec.one_stack("eval")
     suit(opened[0].spec)
     names = [checkpoint.reference for checkpoint in opened]
     if len(opened) == 2 and names[0] == names[1]:

@@ -358,6 +358,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     each have tokens of their own: FSDP2 adds up gradients of what all of them have met.
     """
     spec.predicts("training on texts")
+    spec.one_stack("training on texts")
     if apart and carries(spec):
         message = f"{carries(spec)} carries a state from one document into the next, which no mask keeps apart"
         raise UsageError(message, "--no-document-mask trains on documents as one text.")

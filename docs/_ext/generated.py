@@ -78,18 +78,23 @@ def commands_page(*only: str) -> str:
 
 def families() -> str:
     """A row a family: what is read as it, which class it is written for, how many presets it has."""
-    return _families(encoders=False)
+    return _families(lambda family: not (family.base_class or family.two_stacks))
 
 
 def encoders() -> str:
     """The same of encoders."""
-    return _families(encoders=True)
+    return _families(lambda family: bool(family.base_class))
 
 
-def _families(encoders: bool) -> str:
+def encoder_decoders() -> str:
+    """The same of models of two stacks."""
+    return _families(lambda family: family.two_stacks)
+
+
+def _families(wanted: Callable[[Architecture], bool]) -> str:
     rows = []
     for name, family in ARCHITECTURES.items():
-        if bool(family.base_class) != encoders:
+        if not wanted(family):
             continue
         known = [preset for preset in presets().values() if architecture_of(preset.config) is family]
         text = (home(family).__doc__ or "").partition("\n\n")[0]
@@ -328,6 +333,7 @@ GENERATORS: Mapping[str, Callable[..., str]] = {
     "extras": extras,
     "families": families,
     "encoders": encoders,
+    "encoder-decoders": encoder_decoders,
     "others": others,
     "gguf": gguf_families,
     "how_many": how_many,

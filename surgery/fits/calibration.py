@@ -61,6 +61,7 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     measured by.
     """
     checkpoint.spec.predicts("a fit on a text")
+    checkpoint.spec.one_stack("a fit on a text")
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):

@@ -29,8 +29,8 @@ from gptkit.report.families import UNCOUNTED
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 UNKNOWN = sorted(set(CAUSAL) - set(BY_MODEL_TYPE))
 MAMBA = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4}
-T5 = {"model_type": "t5", "vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2, "num_layers": 2}
-T5 |= {"num_decoder_layers": 3}
+UMT5 = {"model_type": "umt5", "vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2, "num_layers": 2}
+UMT5 |= {"num_decoder_layers": 3}
 
 
 def classes(kind: str) -> list[str]:
@@ -86,11 +86,11 @@ def test_every_model_type_of_transformers_is_counted(kind: str, inside: None) ->
     assert bool(totals) == (kind not in UNCOUNTED)
 
 
-@pytest.mark.parametrize(("config", "name"), [(MAMBA, "MambaForCausalLM"), (T5, "T5ForConditionalGeneration")])
+@pytest.mark.parametrize(("config", "name"), [(MAMBA, "MambaForCausalLM"), (UMT5, "UMT5ForConditionalGeneration")])
 def test_files_and_a_config_alone_are_counted_alike(
     config: dict[str, Any], name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if config is T5:
+    if config is UMT5:
         request.getfixturevalue("inside")
     model = getattr(transformers, name)(transformers.AutoConfig.for_model(**config))
     model.save_pretrained(tmp_path / "files", max_shard_size=20_000)

@@ -404,7 +404,7 @@ def test_an_architecture_of_its_own_is_no_typo():
     assert told == 1
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "t5", "xlstm", "zamba", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "umt5", "xlstm", "zamba", "recurrent_gemma"])
 def test_another_family_is_no_typo_of_ours(kind):
     with pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": kind})

@@ -68,9 +68,8 @@ def prefill(reference: Any, decoder: Decoder, chosen: random.Random) -> bool:
     """Whether the logits of a batch, padded or not, are the same to the bit."""
     ids = tokens(chosen, chosen.choice((1, 3)), chosen.choice((1, 2, 5, 9, 17, 33, 70)))
     mask = padded(ids, chosen)
-    reference(
-        input_ids=torch.zeros(1, 1, dtype=torch.long)
-    )  # a length below every original context forgets longer ones
+    # A length below every original context forgets longer ones.
+    outputs_of(reference, Batch("", torch.zeros(1, 1, dtype=torch.long)))
     theirs, ours = (outputs_of(model, Batch("", ids, mask)) for model in (reference, decoder))
     if mask is not None:
         theirs, ours = theirs[mask.bool()], ours[mask.bool()]
@@ -113,6 +112,7 @@ def computed(config: Config, number: int) -> list[str]:
                 if (
                     not keeps_all
                     and spec.causal
+                    and spec.encoder is None
                     and has_cache(reference)
                     and not all(decoding(reference, decoder, chosen) for _ in range(2))
                 ):

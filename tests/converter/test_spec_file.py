@@ -63,7 +63,7 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
     [
         ({}, "describes no model: it has neither a model_type, as config.json, nor a spec"),
         ({"version": "1.0", "model": {}, "added_tokens": []}, "describes no model"),
-        ({"model_type": "t5", "spec": {}}, "is not a family gptkit knows"),
+        ({"model_type": "umt5", "spec": {}}, "is not a family gptkit knows"),
         ({"spec": {}}, "has schema version None, this gptkit reads 1"),
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
         ({"spec": {}, "schema_version": 1}, "its origin or history is not what gptkit writes"),

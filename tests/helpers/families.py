@@ -230,6 +230,18 @@ GRANITE_SWA = {
     "logits_scaling": 1.5,
 }
 
+T5 = {
+    "model_type": "t5",
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "d_kv": 10,
+    "d_ff": 72,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 12,
+    "relative_attention_max_distance": 30,
+}
 NEOX = {**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 3}
 SMOLLM3 = {**LLAMA, **GROUPED, "model_type": "smollm3", "pad_token_id": 0}
 GPTJ = {**GPT2, "model_type": "gptj", "rotary_dim": 6}
@@ -1792,6 +1804,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "camembert": {**BERT, "model_type": "camembert", "type_vocab_size": 1, "layer_norm_eps": 1e-5},
     "distilbert": {**DISTILBERT, "tie_word_embeddings": False},
     "distilbert-model": {**DISTILBERT, "architectures": ["DistilBertModel"], "activation": "relu"},
+    "t5": T5,
+    "t5-gated": {
+        **T5,
+        "num_decoder_layers": None,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "n_positions": 256,
+    },
     "modernbert": {**MODERNBERT, "num_hidden_layers": 4},
     "modernbert-biases": {
         **MODERNBERT,
@@ -1867,8 +1887,14 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     return _SPECS[key]
 
 
-DECODERS = [variant for variant in VARIANTS if spec_of(variant.config).causal]
-"""Those that generate."""
+def continues(variant: Variant) -> bool:
+    """Whether a model continues a text."""
+    spec = spec_of(variant.config)
+    return spec.causal and spec.encoder is None
+
+
+DECODERS = [variant for variant in VARIANTS if continues(variant)]
+"""Those that continue a text."""
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 
 DISTINCT = (

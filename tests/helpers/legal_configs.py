@@ -898,6 +898,21 @@ def distilbert(chosen: random.Random) -> Config:
     return found | sometimes(chosen, {"tie_word_embeddings": False})
 
 
+def t5(chosen: random.Random) -> Config:
+    found = {
+        "d_model": chosen.choice((1, 6, 20, 33)),
+        "d_kv": chosen.choice((1, 5, 8)),
+        "d_ff": chosen.choice((1, 7, 33, 64)),
+        "num_heads": chosen.choice((1, 2, 3)),
+        "num_layers": chosen.choice((1, 2, 3)),
+        "feed_forward_proj": chosen.choice(("relu", "gated-gelu", "gated-silu", "gelu")),
+    }
+    more = {"num_decoder_layers": chosen.choice((1, 2, 3)), "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}
+    buckets = chosen.choice((4, 7, 13, 32))
+    more |= {"relative_attention_num_buckets": buckets, "relative_attention_max_distance": chosen.choice((20, 50))}
+    return found | sometimes(chosen, more)
+
+
 def modernbert(chosen: random.Random) -> Config:
     heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
     found = {
@@ -1097,6 +1112,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "camembert": lambda chosen: roberta(chosen, "Camembert"),
     "distilbert": distilbert,
     "modernbert": modernbert,
+    "t5": t5,
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "falcon_h1": falcon_h1,

@@ -24,6 +24,7 @@ from gptkit.modules.positions import alibi_bias, apply_rotary, rotary_tables, si
 from gptkit.report.structure import Kind, Node, Structure, layers_label, structure
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
+ALL = {name: spec for name, spec in ALL.items() if spec.encoder is None}
 BATCH, STEPS = 2, 23  # past the windows of 16, 11 and 9
 
 

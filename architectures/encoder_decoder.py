@@ -1,0 +1,79 @@
+"""What encoder-decoders have in common: two stacks, each read from a table as `decoder`'s, of one config.json."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..components import Attention, Block, CrossAttention, ModelSpec
+from ..errors import CannotExpress
+from .base import Architecture, Leaf
+from .config import ConfigReader
+from .decoder import Decoder
+from .obstacles import Kinds, of_kind
+
+OF_BOTH: dict[str, Any] = {
+    "is_encoder_decoder": ((True, None), "a model of one of the two stacks alone has no tree here"),
+    "is_decoder": ((False, None), "a model of one of the two stacks alone has no tree here"),
+}
+"""`Architecture.refused` of encoder-decoders."""
+
+GENERATION = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "task_specific_params"), "generation")
+"""`Architecture.irrelevant` of encoder-decoders beside their own."""
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """What is the same in all trees of a family of encoder-decoders: its two tables. Cross-attention has the sizes,
+    biases and norms of the decoder's own attention.
+    """
+
+    encoder: Decoder
+    decoder: Decoder
+    kinds: Kinds = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", self.encoder.kinds | self.decoder.kinds | {CrossAttention})
+
+    def architecture(self, name: str, hf_class: str, leaves: tuple[Leaf, ...], **more: Any) -> Architecture:
+        """The family of these trees; `more` are other fields of it, where they are not the usual ones."""
+        usual = {
+            "model_types": (name,),
+            "hf_config": hf_class.replace("ForConditionalGeneration", "Config"),
+            "kinds": self.kinds,
+            "read": self.read,
+            "write": self.write,
+        }
+        return Architecture(name=name, hf_class=hf_class, leaves=leaves, **{**usual, **more})
+
+    def read(self, config: ConfigReader) -> ModelSpec:
+        """The tree of a config; raises ConfigError for a field of another type or range."""
+        encoder, decoder = self.encoder.read(config), self.decoder.read(config)
+        blocks = {block: _across(block) for block in dict.fromkeys(decoder.blocks)}
+        return replace(
+            decoder,
+            encoder=replace(encoder, head=None, embedding=replace(encoder.embedding, shared=True)),
+            blocks=tuple(blocks[block] for block in decoder.blocks),
+        )
+
+    def write(self, spec: ModelSpec) -> dict[str, Any]:
+        """The config fields of a tree; raises CannotExpress where it is of one stack, or of other components."""
+        encoder = spec.encoder
+        if encoder is None:
+            raise CannotExpress("there is no encoder where one should be")
+        table = replace(encoder.embedding, shared=False)
+        alone = tuple(
+            replace(block, sublayers=tuple(each for each in block.sublayers if each.mixer.slot != CrossAttention.slot))
+            for block in spec.blocks
+        )
+        first = self.encoder.write(replace(encoder, head=spec.head, embedding=table))
+        return {**first, **self.decoder.write(replace(spec, encoder=None, blocks=alone))}
+
+
+def _across(block: Block) -> Block:
+    """A decoder's layer with cross-attention behind its own."""
+    first, *others = block.sublayers
+    own = of_kind(first.mixer, Attention)
+    fields = ("hidden_size", "heads", "head_dim", "scale", "qkv_bias", "output_bias", "scaling", "softmax")
+    across = CrossAttention(**{name: getattr(own, name) for name in fields})
+    return replace(block, sublayers=(first, replace(first, mixer=across), *others))

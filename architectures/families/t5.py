@@ -1,0 +1,162 @@
+"""T5 (Raffel et al. 1910.10683): an encoder and a decoder, whose layers add biases of distances to scores that nothing
+scales, and norms without a mean. v1.1 and FLAN have gated feed-forwards and a head of their own, T5 itself a tied one
+that reads scaled states.
+
+Source: transformers models/t5/{configuration,modeling}_t5.py, whose heads are tied unless files hold another.
+"""
+
+from typing import Any
+
+from ...components import Block, Buckets, FeedForward, GatedFeedForward, ModelSpec, RelativeBias
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import ACTIVATIONS, Decoder, Field, name_of
+from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
+from ..obstacles import of_kind
+
+
+def _decoder_layers(config: ConfigReader, name: str, default: int) -> int:
+    """As many as the encoder has, where nobody says."""
+    return config.layers("num_layers", default) if config.raw(name) is None else config.layers(name)
+
+
+def _scale(config: ConfigReader, name: str, _: Any) -> float:
+    """By what states are multiplied before the head: where it is tied, unless another field says so."""
+    scaled = config.boolean(name, config.boolean("tie_word_embeddings", True))
+    return float(config.integer("d_model", 512) ** -0.5) if scaled else 1.0
+
+
+def _activation(config: ConfigReader, name: str, default: str) -> Any:
+    """The name behind "gated-", which for GELU means its approximation; or the one in a field of its own."""
+    said = config.string(name, default)
+    gated, _, function = said.rpartition("-")
+    usual = "gelu_new" if said == "gated-gelu" else function
+    if gated not in ("", "gated") or config.boolean("is_gated_act", bool(gated)) != bool(gated):
+        raise config.fail(name, said, "an activation, or gated- and an activation")
+    return config.choice("dense_act_fn", usual, ACTIVATIONS)
+
+
+def _named(activation: Any, gated: bool) -> str:
+    """What `_activation` reads."""
+    name = "gelu" if gated and activation == "gelu_new" else name_of(activation)
+    if gated and activation == "gelu":
+        raise CannotExpress('T5 has no name for gated GELU without its approximation: "gated-gelu" is that')
+    return f"gated-{name}" if gated else name
+
+
+def _stack(gated: bool, both: bool) -> Decoder:
+    """One of the two stacks."""
+    return Decoder(
+        {
+            "vocab_size": Field("vocab", 32128),
+            "d_model": Field("hidden", 512),
+            "d_kv": Field("head_dim", 64),
+            "d_ff": Field("intermediate", 2048),
+            **(
+                {"num_layers": Field("layers", 6)}
+                if both
+                else {"num_decoder_layers": Field("layers", 6, _decoder_layers)}
+            ),
+            "num_heads": Field("heads", 8),
+            "relative_attention_num_buckets": Field("position.buckets", 32),
+            "relative_attention_max_distance": Field("position.furthest", 128),
+            "layer_norm_epsilon": Field("eps", 1e-6),
+            "feed_forward_proj": Field("activation", "relu", _activation, lambda each: _named(each, gated)),
+            "n_positions": Field("context"),
+            "tie_word_embeddings": Field("tied", True),
+            "scale_decoder_outputs": Field("head.multiplier", 1.0, _scale, lambda factor: factor != 1),
+        },
+        inner=GatedFeedForward if gated else FeedForward,
+        fixed={
+            "attention.scale": 1.0,
+            "attention.causal": not both,
+            "attention.lie": "as projected" if both else "as cached",
+            "attention.softmax": "input",
+            "attention.position": lambda values: Buckets(
+                buckets=values["position.buckets"], furthest=values["position.furthest"], both=both
+            ),
+            "head.scaling": "multiply states",
+        },
+        rotary=None,
+    )
+
+
+_STACKS = {gated: EncoderDecoder(_stack(gated, True), _stack(gated, False)) for gated in (False, True)}
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    return _STACKS[config.string("feed_forward_proj", "relu").startswith("gated-")].read(config)
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    """Tree -> config.json."""
+    for stack in (spec, spec.encoder):
+        for block in () if stack is None else stack.blocks:
+            of_kind(getattr(block.attention, "position", None), Buckets)
+    return _STACKS[isinstance(spec.blocks[0].feed_forward, GatedFeedForward)].write(spec)
+
+
+def _is_gated(block: Block) -> bool:
+    """Whether a layer's feed-forward has two matrices that read the stream."""
+    return isinstance(block.mixer("feed_forward"), GatedFeedForward)
+
+
+def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]:
+    """The leaves of a stack, whose layers' modules are numbered by sub-layer."""
+    found: tuple[Leaf, ...] = ()
+    names = {"attention": "SelfAttention", "cross_attention": "EncDecAttention"}
+    for index, part in enumerate(parts):
+        theirs, ours = f"{stack}.block.{{layer}}.layer.{index}.", f"{shared}blocks.{{layer}}.{part}"
+        if part == "feed_forward":
+            theirs_wi = f"{theirs}DenseReluDense.wi"
+            found += leaves_of({theirs_wi: f"{ours}.up_proj"}, lambda block: not _is_gated(block))
+            gated = {f"{theirs_wi}_0": f"{ours}.gate_proj", f"{theirs_wi}_1": f"{ours}.up_proj"}
+            found += leaves_of(gated, _is_gated)
+            found += leaves_of({f"{theirs}DenseReluDense.wo": f"{ours}.down_proj"})
+        else:
+            found += leaves_of({f"{theirs}{names[part]}.{each}": f"{ours}.{each}_proj" for each in "qkvo"})
+        found += leaves_of({f"{theirs}layer_norm": f"{ours}_norm"})
+    bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+    return (*found, *leaves_of({bias: f"{shared}relative_bias", f"{stack}.final_layer_norm": f"{shared}final_norm"}))
+
+
+T5 = Architecture(
+    name="t5",
+    model_types=("t5",),
+    hf_class="T5ForConditionalGeneration",
+    hf_config="T5Config",
+    kinds=_STACKS[False].kinds | _STACKS[True].kinds | {Buckets, RelativeBias},
+    read=_read,
+    write=_write,
+    leaves=(
+        *leaves_of({"shared": "embedding"}),
+        *_layers("encoder", "encoder.", ("attention", "feed_forward")),
+        *_layers("decoder", "", ("attention", "cross_attention", "feed_forward")),
+        *leaves_of({"lm_head": "head"}),
+    ),
+    released="2019-10",
+    token_ids={"pad_token_id": 0, "eos_token_id": 1},
+    config_aliases={
+        "d_model": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_layers": ("num_hidden_layers",),
+        "d_kv": ("head_dim",),
+    },
+    repeated={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+    carried={
+        "unused": (
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        )
+    },
+    irrelevant={
+        **GENERATION,
+        "dropout_rate": "training only",
+        "initializer_factor": "training only",
+        "output_past": "output format",
+    },
+    refused=OF_BOTH,
+)

@@ -1,0 +1,91 @@
+"""Attention over what an encoder made of another text. No torch."""
+
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+
+from .attention import plain_scale, scale_words
+from .base import Component, Mixer, Scale, Size, Weight, bias, divided
+from .operations import Cache, Given, Program, Sizes, attend, linear
+from .words import Words
+
+__all__ = ["CrossAttention"]
+
+
+class CrossAttention(Mixer, Component, frozen=True):
+    """Attention of each token over the source, which an encoder has read (Vaswani et al. 2017): queries are made of the
+    stream, keys and values of the encoder's output, once for each source. Its fields are `Attention`'s.
+    """
+
+    label = "cross-attention"
+    slot = "cross_attention"
+    rounds = ("scaling", "softmax")
+    tells = ("head_dim", "scale", "qkv_bias", "output_bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "qkv_bias": "QKV bias of cross-attention dropped",
+        "output_bias": "output bias of cross-attention dropped",
+    }
+
+    hidden_size: Size
+    heads: Size
+    head_dim: Size
+    scale: Scale
+    qkv_bias: bool = False
+    output_bias: bool = False
+    scaling: Literal["multiply", "divide", "queries"] = "multiply"
+    softmax: Literal["float32", "input"] = "input"
+
+    def weights(self) -> dict[str, Weight]:
+        inner, hidden = self.heads * self.head_dim, self.hidden_size
+        found = {
+            "q_proj.weight": Weight((inner, hidden), "reads"),
+            "k_proj.weight": Weight((inner, hidden), "inner"),  # which reads the encoder's stream, not this one
+            "v_proj.weight": Weight((inner, hidden), "inner"),
+            "o_proj.weight": Weight((hidden, inner), "writes"),
+        }
+        if self.qkv_bias:
+            found |= {f"{part}_proj.bias": bias(inner) for part in "qkv"}
+        return found | ({"o_proj.bias": bias(hidden)} if self.output_bias else {})
+
+    def words(self) -> dict[str, Words]:
+        scale = scale_words(self.scale, self.head_dim)
+        data = {"heads": self.heads, "head_dim": self.head_dim, "scale": scale.data}
+        told = f"{self.heads} heads, head dim {self.head_dim}{scale.whole}"
+        return {"cross-attention": Words(f"MHA {self.heads}", data, told)}
+
+    def biases(self) -> dict[str, Words]:
+        qkv = Words("cross q, k, v", self.qkv_bias, "q, k, v of cross-attention")
+        return {"qkv": qkv, "output": Words("cross out", self.output_bias, "cross-attention output")}
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {"c": self.head_dim} if part else {"h": self.heads * self.head_dim}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, heads=divided(self.heads, devices, "heads of cross-attention"))
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=min(self.heads, 2))
+
+    def slips(self) -> dict[str, Self]:
+        return {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = self.label, f"{path}.o_proj"
+        read = Given(f"{path}.source", (), ("B", "U", self.hidden_size), row, words="the encoder's output", again=True)
+        heads: Sizes = ("B", "T", self.heads, self.head_dim)
+        seen: Sizes = ("B", "U", self.heads, self.head_dim)
+        q = linear(self, "q_proj", path, source, heads, row, end)
+        keys = [linear(self, f"{part}_proj", path, read.id, seen, row, end) for part in "kv"]
+        kept = [
+            Cache(f"{path}.{part}_cached", (each.id,), seen, row, held=end, as_given=True, once=True)
+            for part, each in zip("kv", keys, strict=True)
+        ]
+        scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.heads}
+        rest: dict[str, Any] = {"causal": False, "keys": "U", "wide": self.softmax == "float32"}
+        inputs = (q.id, kept[0].id, kept[1].id)
+        mixed = attend(path, inputs, scores, self.heads, self.head_dim, **rest)
+        found = (q, read, *keys, *kept, *mixed)
+        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))

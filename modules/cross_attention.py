@@ -1,0 +1,60 @@
+"""Attention over what an encoder made of the source."""
+
+import torch
+from torch import Tensor, nn
+
+from ..analysis.activations import Kernel
+from ..components import Attention, CrossAttention
+from .attention import Mixing
+from .context import Context
+from .layers import Linear
+from .registry import computes
+
+
+class SourceCache:
+    """Keys and values of one layer's source, made at the first step, for all that follow."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+
+@computes(CrossAttention)
+class CrossAttentionModule(nn.Module):
+    """Queries of the stream over keys and values of the encoder's output."""
+
+    def __init__(self, spec: CrossAttention, kernel: Kernel = "sdpa") -> None:
+        super().__init__()
+        self.spec = spec
+        fields = {name: getattr(spec, name) for name in ("hidden_size", "heads", "head_dim", "scale", *spec.rounds)}
+        self.mix = Mixing(Attention(**fields, kv_heads=spec.heads, causal=False), kernel)
+        self.kernel = self.mix.kernel
+        hidden, inner = spec.hidden_size, spec.heads * spec.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (Linear(hidden, inner, spec.qkv_bias) for _ in "qkv")
+        self.o_proj = Linear(inner, hidden, spec.output_bias)
+
+    @staticmethod
+    def cache(_: CrossAttention) -> SourceCache:
+        """What a decode keeps of the source."""
+        return SourceCache()
+
+    def forward(self, x: Tensor, context: Context, cache: SourceCache | None = None) -> Tensor:  # (B, T, hidden)
+        q = self._heads(self.q_proj(x))
+        if cache is None or cache.keys is None or cache.values is None:
+            source = self.source(x, context)
+            # As they lie in transformers' cache, head by head, whether or not there is one here.
+            k, v = (self._heads(each(source)).contiguous() for each in (self.k_proj, self.v_proj))
+            if cache is not None:
+                cache.keys, cache.values = k, v
+        else:
+            k, v = cache.keys, cache.values
+        out: Tensor = self.o_proj(self.mix(q, k, v, context.sight))
+        return out
+
+    def source(self, x: Tensor, context: Context) -> Tensor:  # noqa: ARG002
+        """What keys and values are made of."""
+        return context.source()
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, H·d) -> (B, H, T, d)."""
+        return torch.unflatten(x, -1, (self.spec.heads, -1)).transpose(1, 2)

@@ -1,0 +1,199 @@
+"""Models of two stacks: a source that an encoder reads, and a text that a decoder writes. What they share with all
+families is proved with these; here is what two texts add.
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.covering import covered
+from helpers.families import (
+    REPRESENTATIVES,
+    VARIANTS,
+    VOCAB,
+    Variant,
+    decoder_from,
+    randomised_reference,
+    save_hf,
+    spec_of,
+)
+from typer.testing import CliRunner
+
+import gptkit
+from gptkit.analysis.costs import cache_bytes, costs, forward_flops
+from gptkit.architectures import architecture_of
+from gptkit.cli import app
+from gptkit.components import from_json, to_json
+from gptkit.errors import ConfigError, MissingComponent, UsageError
+from gptkit.modules import Cache
+from gptkit.modules.context import Encoded
+from gptkit.modules.generate import Beams, generate
+from gptkit.testing import largest_difference, probes
+from gptkit.training.evaluate import evaluate
+
+PAIRS = [variant for variant in VARIANTS if spec_of(variant.config).encoder is not None]
+FIRST = [variant for variant in PAIRS if variant.representative]
+DTYPES = (torch.float32, torch.bfloat16)
+
+CASES = [
+    pytest.param(variant, dtype, attention, id=f"{variant}-{dtype}-{attention}")
+    for variant in PAIRS
+    for dtype in DTYPES
+    for attention in architecture_of(variant.config).reference(spec_of(variant.config))
+]
+
+
+@covered("variant", "dtype", "attention", by=lambda variant, dtype, attention: {variant.family, dtype, attention})
+@pytest.mark.parametrize(("variant", "dtype", "attention"), CASES)
+def test_what_an_encoder_gives_and_every_step_of_decoding_are_transformers_to_the_bit(
+    variant: Variant, dtype: torch.dtype, attention: str
+) -> None:
+    """Of sources with padding too; keys of the source are made once."""
+    reference = randomised_reference(variant.config, dtype, attention, seed=1)
+    decoder = decoder_from(reference, variant.config, attention)
+    worst = []
+    for probe in probes(12, 3, ("left", "right"), VOCAB):
+        ids, mask, past, cache = torch.zeros(3, 1, dtype=torch.long), probe.attention_mask, None, Cache(decoder.spec)
+        real = torch.ones_like(probe.input_ids, dtype=torch.bool) if mask is None else mask.bool()
+        with torch.inference_mode():
+            encoded = decoder.encode(probe.input_ids, mask)
+            states = reference.get_encoder()(input_ids=probe.input_ids, attention_mask=mask)
+            worst.append(largest_difference(encoded.states[real], states.last_hidden_state[real]))
+            for step in range(14):
+                theirs = reference(
+                    encoder_outputs=states, attention_mask=mask, decoder_input_ids=ids, past_key_values=past
+                )
+                ours = decoder(ids, cache=cache, encoded=None if step else encoded)
+                worst.append(largest_difference(ours, theirs.logits))
+                ids, past = theirs.logits[:, -1:].argmax(-1), theirs.past_key_values
+    assert worst == [0.0] * len(worst)
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=str)
+def test_greedy_decoding_and_beams_are_transformers_own(variant: Variant) -> None:
+    reference = randomised_reference(variant.config, seed=3)
+    decoder = decoder_from(reference, variant.config)
+    source = next(probes(17, 1, (), VOCAB)).input_ids
+    asked: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "decoder_start_token_id": 0}
+    asked |= {"eos_token_id": 1, "forced_eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    searches = {None: {}, Beams(3): {"num_beams": 3}}
+    searches[Beams(2, 0.3, True)] = {"num_beams": 2, "length_penalty": 0.3, "early_stopping": True}
+    for beams, options in searches.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = reference.generate(source, **asked, **options)[0].tolist()[1:]
+        assert list(generate(decoder, source, 20, stop=(1,), start=0, beams=beams)) == theirs
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=str)
+def test_the_cache_is_as_large_as_told(variant: Variant) -> None:
+    """What grows with the text, and what is there once of the source, each as transformers' two caches."""
+    reference = randomised_reference(variant.config)
+    spec = spec_of(variant.config)
+    source, text = (next(probes(length, 2, (), VOCAB)).input_ids for length in (9, 9))
+    past = reference(input_ids=source, decoder_input_ids=text, use_cache=True).past_key_values
+
+    def size(cache: Any) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    found = cache_bytes(spec, 9, "float32", 2)
+    assert found.of_source == size(past.cross_attention_cache)
+    assert found.held - found.of_source == size(past.self_attention_cache) == 2 * 9 * found.a_token
+    assert found.in_transformers == found.held
+    assert costs(spec, 9).held == found.held // 8
+
+
+def test_an_encoder_costs_nothing_a_token() -> None:
+    spec = spec_of(REPRESENTATIVES["t5"].config)
+    found = forward_flops(spec, 16)
+    assert {name for name in found.products if name.startswith("encoder ")} == {
+        "encoder attention",
+        "encoder feed-forward",
+    }
+    assert not any(name.startswith("encoder ") for name in costs(spec, 16).flops)
+
+
+def test_trees_go_through_json() -> None:
+    for variant in PAIRS:
+        spec = spec_of(variant.config)
+        assert from_json(json.loads(json.dumps(to_json(spec)))) == spec
+
+
+MISTAKES = {
+    "t5": {
+        "a causal mask, which hides what comes later",
+        "buckets of one direction",
+        "buckets up to half the distance",
+        "keys of the decoder's own text in cross-attention",
+        "logits not scaled",
+        "relative biases off by one",
+        "tables of biases exchanged between encoder and decoder",
+    }
+}
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=str)
+def test_verify_catches_what_is_mistaken_in_two_stacks(variant: Variant, tmp_path: Path) -> None:
+    save_hf(variant.config, tmp_path)
+    found = gptkit.verify(tmp_path, bisected=False)
+    assert found.passed and found.verdict == "identical"
+    score = found.score
+    assert score is not None and not score.missed
+    assert set(score.caught) >= MISTAKES[variant.family]
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=str)
+def test_convert_there_and_back_byte_for_byte(variant: Variant, tmp_path: Path) -> None:
+    model = save_hf(variant.config, tmp_path / "hf")
+    gptkit.convert(tmp_path / "hf", tmp_path / "local", to="local")
+    gptkit.convert(tmp_path / "local", tmp_path / "back", to="hf")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    ids = next(probes(7, 1, (), VOCAB)).input_ids
+    decoder = gptkit.load(tmp_path / "local")
+    with torch.inference_mode():
+        ours = decoder(ids, encoded=decoder.encode(ids.flip(-1)))
+        assert torch.equal(ours, model(input_ids=ids.flip(-1), decoder_input_ids=ids).logits)
+
+
+def test_the_command_writes_another_text(tmp_path: Path) -> None:
+    config = REPRESENTATIVES["t5"].config
+    model = save_hf(config, tmp_path)
+    runner = CliRunner()
+    asked = ["generate", str(tmp_path), "--ids", "5 9 31 2", "-n", "6"]
+    refused = runner.invoke(app, asked)
+    assert refused.exit_code == 2 and "decoder_start_token_id" in refused.output
+    written = json.loads((tmp_path / "config.json").read_text()) | {"decoder_start_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told = model.generate(
+            torch.tensor([[5, 9, 31, 2]]), max_new_tokens=6, do_sample=False, decoder_start_token_id=0
+        )[0].tolist()[1:]
+    assert runner.invoke(app, asked).output.split() == list(map(str, told))
+
+
+def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
+    spec = spec_of(REPRESENTATIVES["t5"].config)
+    decoder = gptkit.load(save_hf(REPRESENTATIVES["t5"].config, tmp_path) and tmp_path)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(UsageError, match="this model has an encoder, and there is no source"):
+        decoder(ids)
+    with pytest.raises(UsageError, match="2 sources for 1 texts"):
+        decoder(ids, encoded=Encoded(torch.zeros(2, 3, spec.hidden_size)))
+    with pytest.raises(UsageError, match="nothing says with which token its own text begins"):
+        generate(decoder, ids, 3)
+    llama = gptkit.load("sample:llama")
+    with pytest.raises(UsageError, match="a source for a model without an encoder"):
+        llama(ids, encoded=decoder.encode(ids))
+    with pytest.raises(UsageError, match="the model has no encoder"):
+        llama.encode(ids)
+    with pytest.raises(MissingComponent, match="eval is known of one stack"):
+        evaluate(tmp_path, tmp_path)
+    blocks = spec_of(REPRESENTATIVES["llama"].config).blocks
+    with pytest.raises(ConfigError, match="layer 0 has no cross-attention, and the model an encoder"):
+        spec.__class__(embedding=spec.embedding, encoder=spec.encoder, blocks=(blocks[0],), head=spec.head)
