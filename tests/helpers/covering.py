@@ -162,6 +162,11 @@ def functions(spec: ModelSpec) -> set[Hashable]:
     return facts(without_rounding(spec))
 
 
+def layouts(model: str) -> frozenset[Hashable]:
+    """How the tensors of a model lie in a checkpoint."""
+    return contents(model) - facts(spec_of(CONFIGS[model]))
+
+
 def preset_facts(name: str) -> set[Hashable]:
     """The facts of a preset's tree, and its family."""
     config = presets()[name].config
