@@ -142,9 +142,10 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
     with torch.device("meta"):
         module = make().to(dtype)
     # Not `to_empty`, which imports what torch compiles with: a second before any model is there.
-    return module._apply(  # type: ignore[no-untyped-call]
+    with_room: _M = module._apply(  # type: ignore[no-untyped-call]
         lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
     )
+    return with_room
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:
