@@ -141,7 +141,7 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
     """A module with memory for its parameters, which hold nothing yet."""
     with torch.device("meta"):
         module = make().to(dtype)
-    # Not `to_empty`, which imports what torch compiles with: a second before any model is there.
+    # Not `to_empty`, which imports what torch compiles with: half a second of every command that loads a model.
     with_room: _M = module._apply(  # type: ignore[no-untyped-call]
         lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
     )
