@@ -27,13 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # the process that deals tests out to others runs none, and needs neither torch nor transformers
     gc.disable()  # until everything is imported and collected, of which nothing is garbage
     from helpers import covering
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     covering.quick = "not exhaustive" in config.option.markexpr
-    # What `make test` finds is to be of the change and not of the day: it tries the same examples each time.
-    # `make test-all` and `make test-slow` go on looking.
-    settings.register_profile("quick", derandomize=True)
-    settings.load_profile("quick" if covering.quick else "default")
+    # What `make test` finds is to be of the change and not of the day: it tries the same examples each time, as
+    # `make test-all` and `make test-slow` do not; and no test fails because the machine is busy.
+    # One folder may serve all examples of a test.
+    patient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile("gptkit", derandomize=covering.quick, deadline=None, suppress_health_check=patient)
+    settings.load_profile("gptkit")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
