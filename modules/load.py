@@ -141,10 +141,11 @@ def _empty(make: Callable[[], _M], dtype: torch.dtype, device: str | torch.devic
     """A module with memory for its parameters, which hold nothing yet."""
     with torch.device("meta"):
         module = make().to(dtype)
-    # Not `to_empty`, which imports what torch compiles with: a second before any model is there.
-    return module._apply(  # type: ignore[no-untyped-call]
+    # Not `to_empty`, which imports what torch compiles with: half a second of every command that loads a model.
+    with_room: _M = module._apply(  # type: ignore[no-untyped-call]
         lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
     )
+    return with_room
 
 
 def _fill(module: _M, tensors: Iterable[tuple[str, Tensor]]) -> _M:

@@ -27,17 +27,23 @@ SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONF
 MISTAKES = {each.name: each for each in (*MUTATIONS, *forgotten())}
 
 
-def has(spec: ModelSpec, kind: str, field: str) -> bool:
-    """Whether a field stands in a tree at another value than its default."""
-    found = False
+@cache
+def stated(spec: ModelSpec) -> frozenset[tuple[str, str]]:
+    """The kinds and fields that stand in a tree at other values than their defaults."""
+    nodes: dict[Component, None] = {}
 
     def look(node: Component, _: str) -> Component:
-        nonlocal found
-        found |= type(node).__name__ == kind and getattr(node, field) != node.choices()[field]
+        nodes.setdefault(node)
         return node
 
     spec.mapped(look)
-    return found
+    fields = ((node, field, value) for node in nodes for field, value in node.choices().items())
+    return frozenset((type(node).__name__, field) for node, field, value in fields if getattr(node, field) != value)
+
+
+def has(spec: ModelSpec, kind: str, field: str) -> bool:
+    """Whether a field stands in a tree at another value than its default."""
+    return (kind, field) in stated(spec)
 
 
 def changed(spec: ModelSpec, kind: str, **fields: Any) -> ModelSpec:

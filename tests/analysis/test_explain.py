@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from helpers.covering import examples
+from helpers.covering import examples, few
 from helpers.family_specs import mixed_specs, preset_spec
 from helpers.trees import TREES
 from hypothesis import given, settings
@@ -37,6 +37,7 @@ def holds(spec: ModelSpec) -> Explained:
     return found
 
 
+@few(60)
 @pytest.mark.parametrize("name", presets())
 def test_every_preset(name: str) -> None:
     holds(preset_spec(name))

@@ -1,7 +1,6 @@
 """Models of families that gptkit does not know, counted by the names of their tensors."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers.covering import few
+from helpers.inside import asked_inside
 from helpers.processes import at_most
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,6 @@ from gptkit.analysis import named
 from gptkit.analysis.named import Named, by_names
 from gptkit.architectures import BY_MODEL_TYPE
 from gptkit.cli import app
-from gptkit.converter import transformers_process
 from gptkit.errors import UnknownFamily, UsageError
 from gptkit.report.families import UNCOUNTED
 
@@ -46,21 +45,8 @@ def numbers(model: Any) -> int:
 
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's answers are made in this process, without its limits and the seconds that its imports take."""
-
-    class Inside:
-        def __init__(self, worker: str) -> None:
-            assert worker == "transformers_process"
-
-        def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-            try:
-                return {"answer": transformers_process.answer({**question, "libraries": []})}
-            except Exception as error:
-                return {"error": transformers_process.reason(error)}
-
-    monkeypatch.setattr(transformers_process, "allow", lambda *_: None)
-    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    monkeypatch.setattr(named, "Confined", Inside)
+    """The worker's answers are made in this process."""
+    asked_inside(monkeypatch, named)
 
 
 @few(4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers.command import call
-from helpers.covering import covered, few
+from helpers.covering import covered, few, layouts
 from helpers.families import CONFIGS, REPRESENTATIVES, VARIANTS, Variant, edited, modern, randomised_reference, save_hf
 from helpers.hubserver import Hub, Repo
 from helpers.unknown import composite
@@ -102,7 +102,7 @@ def gpt2(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
 # --- there and back ---
 
 
-@covered()
+@covered("variant", "dtype", "size", by=lambda variant, *rest: {*layouts(variant.name), *rest})
 @pytest.mark.parametrize(("variant", "dtype", "size"), GRID)
 def test_there_and_back(variant: Variant, dtype: torch.dtype, size: int, tmp_path: Path) -> None:
     source, local, back = tmp_path / "source", tmp_path / "local", tmp_path / "back"

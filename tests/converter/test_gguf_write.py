@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.covering import covered, few
+from helpers.covering import covered, few, functions
 from helpers.families import VARIANTS, YARN_ROPE, Variant, save_hf, spec_of
 
 import gptkit
@@ -215,7 +215,7 @@ def test_tensors_are_those_of_llama_cpps_converter(tmp_path: Path, variant: Vari
     assert reader.get_field("general.architecture").contents() == FAMILIES[variant.family]
 
 
-@covered()
+@covered("variant", by=lambda variant: functions(spec_of(variant.config)))
 @pytest.mark.parametrize("variant", WRITTEN, ids=str)
 def test_the_same_tree_and_values_come_back(tmp_path: Path, variant: Variant) -> None:
     source = open_checkpoint(saved(variant.name, tmp_path))

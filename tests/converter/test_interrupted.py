@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import covering
-from helpers.covering import covered, few
+from helpers.covering import exhaustive, few
 from helpers.processes import HANGS
 from helpers.writing import SafetensorsWriter
 from killed import contents, noted
@@ -91,9 +91,12 @@ class Fault:
         return wrapped
 
 
-@covered("over_old")
-@pytest.mark.parametrize("over_old", [False, True])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("over_old", [pytest.param(False, marks=exhaustive), True])
+@pytest.mark.parametrize(
+    "code",
+    [errno.ENOSPC, *(pytest.param(each, marks=exhaustive) for each in (errno.EIO, errno.EDQUOT))],
+    ids=errno.errorcode.get,
+)
 def test_the_nth_call_fails_for_every_n(memory_path: Path, code: int, over_old: bool) -> None:
     tiny, target = make_tiny(memory_path / "tiny"), memory_path / "room" / "out"
     target.parent.mkdir()

@@ -31,7 +31,7 @@ from helpers.trees import TREES
 exhaustive = pytest.mark.exhaustive
 """For what `make test` leaves out altogether; something that is no less must hold the same there."""
 
-SHARE = 8
+SHARE = 10
 """`make test` has one in so many of hypothesis' examples."""
 
 quick = False
@@ -52,7 +52,7 @@ def few(count: int) -> pytest.MarkDecorator:
 
 def examples(count: int) -> int:
     """How many examples of hypothesis, or turns of a loop, are enough here where `make test-all` has `count`."""
-    return max(count // SHARE, min(count, 3)) if quick else count
+    return max(count // SHARE, min(count, 2)) if quick else count
 
 
 def chosen(shown: Sequence[AbstractSet[Hashable]], start: int = 0) -> set[int]:
@@ -160,6 +160,11 @@ def facts(spec: ModelSpec) -> set[Hashable]:
 def functions(spec: ModelSpec) -> set[Hashable]:
     """The facts of a tree that make it another function: not those by which it rounds."""
     return facts(without_rounding(spec))
+
+
+def layouts(model: str) -> frozenset[Hashable]:
+    """How the tensors of a model lie in a checkpoint."""
+    return contents(model) - facts(spec_of(CONFIGS[model]))
 
 
 def preset_facts(name: str) -> set[Hashable]:

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.command import call
-from helpers.covering import few
+from helpers.covering import exhaustive, few
 from helpers.families import CONFIGS, save_hf
 from helpers.gguf_files import write_gguf
 from helpers.hubserver import OLD, Hub, Repo, of_preset
+from helpers.inside import asked_inside
 from helpers.unknown import UNKNOWN, saved
 from safetensors.torch import load_file, save_file
 
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, UnknownFamily, UntrustedInput, UsageError
+from gptkit.parity import audit as audits
 from gptkit.parity.audit import Audit, audit, fix
 from gptkit.parity.diff import diff
 from gptkit.report.tree import tree_rows
@@ -397,10 +399,15 @@ def test_what_llama_cpp_makes_of_a_checkpoint_is_told_by_its_tables(tmp_path: Pa
         audit(tmp_path / "next", loader="llama.cpp")
 
 
-def test_what_transformers_drops_without_a_word_is_told(tmp_path: Path) -> None:
-    """A Qwen3-Next with a layer that drafts tokens, saved again by transformers."""
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=exhaustive)])
+def test_what_transformers_drops_without_a_word_is_told(
+    alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Qwen3-Next with a layer that drafts tokens, saved again by transformers, which is asked in a process alone."""
     import transformers
 
+    if not alone:
+        asked_inside(monkeypatch, audits)
     assert saved("qwen3_next", tmp_path / "model") is not None
     file = tmp_path / "model" / "model.safetensors"
     drafts = {"mtp.fc.weight": torch.rand(32, 64), "mtp.norm.weight": torch.rand(32)}
