@@ -279,6 +279,8 @@ class _Reader(pickle.Unpickler):
         self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if name == "MCoreMetadata" and module.startswith("megatron.core."):
+            module, name = "torch.distributed.checkpoint.metadata", "Metadata"
         if (module, name) not in self._names and self._names is _KNOWN and f"{module}.".startswith(_BESIDE):
             return type(name, (_Stand,), {})
         if (module, name) not in self._names:

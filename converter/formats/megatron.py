@@ -1,4 +1,5 @@
-"""Megatron-LM's checkpoints: mp_rank_TT or mp_rank_TT_PPP, a folder a rank of tensor and of pipeline parallelism.
+"""Megatron-LM's checkpoints: mp_rank_TT or mp_rank_TT_PPP, a folder a rank of tensor and of pipeline parallelism; or a
+folder of torch.distributed.checkpoint (torch_dist) with common.pt in it.
 
 A rank's file says with which arguments it was trained. Stages have layers of their own numbers, which follow one
 another; what the ranks of a stage share out lies side by side, but for the gates and ups of SwiGLU, of which each rank
@@ -21,6 +22,7 @@ from ...architectures.megatron import named as name_of
 from ...components import differences, without_rounding
 from ...components.ranges import some_of
 from ...errors import CannotExpress, CheckpointError
+from ..names import plain_file
 from ..tree import Origin
 from . import Opened
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from ..chunks import Chunked
     from ..weights import Stored
 
-LATEST = "latest_checkpointed_iteration.txt"
+LATEST, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
+_OURS = ("embedding.", "decoder.", "output_layer.")
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 _NAMES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
@@ -44,34 +47,29 @@ def files_of(folder: Path) -> list[Path]:
     return [file for each in ranks for file in [next((each / n for n in _NAMES if (each / n).is_file()), None)] if file]
 
 
+def step_in(folder: Path) -> Path | None:
+    """The folder of the step that a run's folder names, None where it is no run's. Raises CheckpointError."""
+    said = folder / LATEST
+    if not said.is_file():
+        return None
+    with plain_file(said) as file:
+        text = file.read(64).decode("ascii", "replace").strip()
+    inside = folder / (f"iter_{text.zfill(7)}" if text.isdecimal() else text)
+    if not (text == "release" or text.isdecimal()) or not inside.is_dir():
+        raise CheckpointError(f"{said} names no folder beside it")
+    return inside
+
+
 def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside: ModelSpec | None) -> Opened:
     """The model in the files of all ranks. beside: the tree of a config.json that lies there, which is to be the same.
 
     Raises:
         CheckpointError: ranks are missing or do not fit one another. ConfigError: as `config_of`.
     """
-    from ..chunks import chunked
-
-    arguments = contents[0].get("args") if isinstance(contents[0], dict) else None
-    if not isinstance(arguments, dict):
-        raise CheckpointError(f"{files[0]} does not hold the arguments that it was trained with (args)", _HINT)
-    version = contents[0].get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or version < 2:
-        raise CheckpointError(f"{files[0]} is of checkpoint_version {version!r:.20}: 2 and later are read")
+    arguments = _arguments(files[0], contents[0])
     stages = _stages(folder, files, contents, arguments)
-    layers, there = arguments.get("num_layers"), sum(len(table) for stage in stages for table in stage)
-    if type(layers) is not int or layers > there:
-        raise CheckpointError(f"{folder} has {there} tensors for {layers!r:.20} layers")
     rows = sum(table[EMBEDDING].shape[0] for table in stages[0] if EMBEDDING in table and table[EMBEDDING].shape)
-    config = config_of(arguments, rows)
-    family = named(config["model_type"])
-    spec, _ = family.spec_and_unknown({**config, "architectures": [family.hf_class]})
-    told = [path for path, *_ in differences(without_rounding(beside), without_rounding(spec))] if beside else []
-    if told := [path for path in told if path != "context_length"]:
-        what = some_of(told, 3, ", …")
-        raise CheckpointError(f"{folder}: config.json and the arguments in {files[0].name} say other models ({what})")
-    leaves = _bound(spec)
-    gated = bool(arguments.get("swiglu"))
+    _worth(folder, arguments, sum(len(table) for stage in stages for table in stage))
     tensors: dict[str, Chunked] = {}
     first = 0
     for tables in stages:
@@ -79,21 +77,101 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
         if numbers != set(range(len(numbers))):
             what = f"a stage has the layers {some_of(sorted(numbers), 8)}, not all in a row"
             raise CheckpointError(f"{folder}: {what}", _HINT)
-        for name, tensor in _joined(folder, files, tables, gated):
+        for name, tensor in _joined(folder, files, tables, bool(arguments.get("swiglu"))):
             own = _LAYER.match(name)
             whole = name if own is None else f"decoder.layers.{int(own[1]) + first}.{name[own.end() :]}"
             if whole in tensors and whole != HEAD:
                 raise CheckpointError(f"{folder}: {whole!r:.80} is in two stages", _HINT)
             tensors[whole] = tensor
         first += len(numbers)
-    weights, notes = chunked(tensors), []
+    how = f"joined from {len(files)} ranks ({len(stages[0])} of tensor parallelism)"
+    return _opened(folder, files, arguments, rows, tensors, beside, how)
+
+
+def distributed(folder: Path, found: Mapping[str, Chunked], beside: ModelSpec | None) -> Opened:
+    """The model in a folder of torch_dist: `found` by torch.distributed.checkpoint's names, of which some hold all
+    layers one behind the other. Raises as `opened`.
+    """
+    from ..pickles import unpickled
+    from .dcp_read import located
+
+    common = folder / COMMON
+    arguments = _arguments(common, next(unpickled([common])))
+    kept = {name: each for name, each in found.items() if name.startswith(_OURS) and name_of(name) is not None}
+    _worth(folder, arguments, sum(len(each.chunks) for each in kept.values()))
+    tensors: dict[str, Chunked] = {}
+    for name, tensor in located(kept).items():
+        ours = str(name_of(name))
+        stacked = ours.startswith("decoder.layers.") and _LAYER.match(ours) is None
+        for whole, each in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
+            if whole in tensors:
+                raise CheckpointError(f"{folder}: {whole!r:.80} is there twice", _HINT)
+            tensors[whole] = each
+    rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else 0
+    files = {chunk.stored.path for each in tensors.values() for chunk in each.chunks if chunk.stored.path is not None}
+    return _opened(folder, [common, *sorted(files)], arguments, rows, tensors, beside, "read from torch_dist's chunks")
+
+
+def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, Chunked]]:
+    """A tensor of all layers, a layer at a time."""
+    from ..chunks import Chunk, Chunked, filling
+
+    where, rest = f"{folder}: {name!r:.80}", name.removeprefix("decoder.layers.")
+    boxes: dict[int, list[Chunk]] = {}
+    for (first, *offsets), stored in (chunk for chunk in tensor.chunks if chunk.stored.shape):
+        if not stored.contiguous:
+            raise CheckpointError(f"{where} lies in a part that is no plain array", _HINT)
+        count, shape = stored.count // max(stored.shape[0], 1), stored.shape[1:]
+        for layer in range(stored.shape[0]):
+            part = replace(stored, shape=shape, strides=None, offset=stored.offset + layer * count)
+            boxes.setdefault(first + layer, []).append(Chunk(tuple(offsets), part))
+    for layer, chunks in boxes.items():
+        full = filling(where, tensor.shape[1:], chunks, _HINT)
+        yield f"decoder.layers.{layer}.{rest}", Chunked(tensor.dtype, tensor.shape[1:], full)
+
+
+def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
+    arguments = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(arguments, dict):
+        raise CheckpointError(f"{file} does not hold the arguments that it was trained with (args)", _HINT)
+    version = content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version < 2:
+        raise CheckpointError(f"{file} is of checkpoint_version {version!r:.20}: 2 and later are read")
+    return arguments
+
+
+def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
+    """Refuse more layers than there are tensors, before a tree is made of them."""
+    layers = arguments.get("num_layers")
+    if type(layers) is not int or layers > there:
+        raise CheckpointError(f"{folder} has {there} tensors for {layers!r:.20} layers")
+
+
+def _opened(
+    folder: Path,
+    files: Sequence[Path],
+    arguments: Mapping[str, Any],
+    rows: int,
+    tensors: Mapping[str, Chunked],
+    beside: ModelSpec | None,
+    how: str,
+) -> Opened:
+    from ..chunks import chunked
+
+    config = config_of(arguments, rows)
+    family = named(config["model_type"])
+    spec, _ = family.spec_and_unknown({**config, "architectures": [family.hf_class]})
+    told = [path for path, *_ in differences(without_rounding(beside), without_rounding(spec))] if beside else []
+    if told := [path for path in told if path != "context_length"]:
+        what = some_of(told, 3, ", …")
+        raise CheckpointError(f"{folder}: config.json and the arguments in {files[0].name} say other models ({what})")
+    leaves, weights = _bound(spec), chunked(tensors)
+    notes = [f"{how}; the vocabulary is padded as it was trained: {rows:,} rows"]
     if spec.tied and HEAD in weights.info:  # the last stage's copy
         if not weights.same(HEAD, EMBEDDING):
             raise CheckpointError(f"{folder}: {HEAD} is not the embedding, to which the arguments tie it", _HINT)
         del weights.info[HEAD]
         notes.append(f"{HEAD} repeats the embedding it is tied to: kept once")
-    ranks = f"{len(stages[0])} of tensor parallelism by {len(files) // len(stages[0])} stages"
-    notes.append(f"joined from {len(files)} ranks ({ranks}); the vocabulary is padded as it was trained: {rows:,} rows")
     text = json.dumps({**config, "architectures": [family.hf_class]}, indent=2) + "\n"
     origin = Origin(family=family.name, config_text=text)
     return Opened(spec, origin, leaves, weights, tuple(files), notes=notes, format="Megatron-LM's")

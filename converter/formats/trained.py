@@ -100,12 +100,7 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
 
     if path.is_file():
         return path.parent, [path]
-    if (path / megatron.LATEST).is_file():
-        said = _text(path / megatron.LATEST).strip()
-        inside = path / (f"iter_{said.zfill(7)}" if said.isdecimal() else said)
-        if (said != "release" and not said.isdecimal()) or not inside.is_dir():
-            raise CheckpointError(f"{path / megatron.LATEST} names no folder beside it")
-        path = inside
+    path = megatron.step_in(path) or path
     if ranks := megatron.files_of(path):
         return path, ranks
     names = frozenset(each.name for each in path.iterdir() if each.is_file())
@@ -223,8 +218,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the files. Raises UntrustedInput unless pickles are allowed, InvalidInput."""
     from ..chunks import chunked
     from ..pickles import arrays, not_as_it_is, unpickled
-    from . import megatron, nanogpt, ranks
+    from . import dcp, megatron, nanogpt, ranks
 
+    inside = megatron.step_in(path)
+    if inside is not None and (inside / ".metadata").is_file():
+        return dcp.read(inside, allow_pickle)
     folder, files = _files(path)
     for file in files:
         refuse_pointer(file)
