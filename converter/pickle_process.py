@@ -279,6 +279,8 @@ class _Reader(pickle.Unpickler):
         self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if name == "MCoreMetadata" and module.startswith("megatron.core."):
+            module, name = "torch.distributed.checkpoint.metadata", "Metadata"
         if (module, name) not in self._names and self._names is _KNOWN and f"{module}.".startswith(_BESIDE):
             return type(name, (_Stand,), {})
         if (module, name) not in self._names:
@@ -405,6 +407,8 @@ class _Plain:
             self._values -= 2 * len(value.shape)
             at = (value.offset, value.storage.start, value.storage.nbytes)
             return {"tensor": [value.element, value.shape, value.strides, *at]}
+        if isinstance(value, _Stand) and type(value).__name__ == "Namespace" and isinstance(value.state, dict):
+            return self.of(value.state, depth)  # argparse's: the arguments of a program
         if isinstance(value, list | tuple):
             return {"list": [self.of(item, depth + 1) for item in value]}
         return {"other": type(value).__name__}
@@ -495,7 +499,7 @@ _METADATA_COSTS = (MEMORY, 32, 3.0, 1 / 2**20)
 _BESIDE = (
     *("torch.distributed.", "torch.optim.", "deepspeed.", "megatron.", "lightning.", "pytorch_lightning."),
     *("lightning_fabric.", "lightning_utilities.", "accelerate.", "transformers.", "omegaconf.", "argparse."),
-    *("pathlib.", "numpy.", "_codecs.", "enum.", "datetime.", "functools."),
+    *("pathlib.", "numpy.", "_codecs.", "enum.", "datetime.", "functools.", "signal.", "types.", "_io."),
 )
 """Packages of which training programs pickle objects beside weights. Such are let go: nothing of theirs is imported,
 and what stands in their place does nothing, whatever it is called with.

@@ -29,7 +29,7 @@ from .index import Stored as Stored
 from .safetensors import DTYPES
 from .tree import Origin
 
-PIECE = 1 << 18
+PIECE = 1 << 19
 """Bytes of a tensor that are made at a time, of what is made on reading: they stay in a core's cache until written."""
 
 

@@ -59,11 +59,17 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the folder. Raises UntrustedInput for `.metadata` unless pickles are allowed, InvalidInput."""
     from ..chunks import chunked
     from ..weights import identity_leaves
+    from . import megatron
     from .dcp_read import hugging_face, located, metadata
 
+    pickled = path / _METADATA
+    if (path / megatron.COMMON).is_file() and pickled.is_file():
+        if not allow_pickle:
+            raise untrusted(pickled, "Pass --allow-pickle if you trust where it comes from.")
+        tree = describe(path)[0] if (path / CONFIG).is_file() else None
+        return megatron.distributed(path, metadata(path)[0], tree)
     described = _description(path)
     spec, origin, _ = describe(path)
-    pickled = path / _METADATA
     if pickled.is_file():
         if not allow_pickle:
             hint = "Pass --allow-pickle if you trust where it comes from: names and sizes alone are read from it."

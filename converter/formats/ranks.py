@@ -109,7 +109,7 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
             raise CheckpointError(f"{where} is placed in a mesh of other dimensions in {file.name}", _HINT)
         key = tuple(tuple(place[mesh] for mesh in meshes) for meshes in sharing.values())
         if key in boxes:
-            _same(name, *boxes[key], file, each.local)
+            same_in(name, *boxes[key], file, each.local)
             continue
         boxes[key] = file, each.local
         for dim, index in zip(sharing, key, strict=True):
@@ -134,7 +134,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
     shape = first.shape if shape is None else shape
     if shapes[0] == list(shape):
         for other, each in others:
-            _same(name, one, first, other, each)
+            same_in(name, one, first, other, each)
         return Chunked(first.dtype, first.shape, (Chunk((0,) * len(shape), first),))
     for dim, size in enumerate(shape):
         if all(len(each) == len(shape) for each in shapes) and sum(each[dim] for each in shapes) == size:
@@ -149,7 +149,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
     raise CheckpointError(f"{one.parent}: {name!r:.80} of {list(shape)} is no sum of the parts {told}", _HINT)
 
 
-def _same(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
+def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
     """Raise CheckpointError unless what two files hold of a tensor has the same bytes."""
     both = Weights({"a": first, "b": second})
     both.check()

@@ -60,7 +60,10 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
     if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names):
         return None
-    return path if _LATEST in names or _weights_among(path, names) else None
+    from . import megatron
+
+    known = names & {_LATEST, megatron.LATEST} or megatron.files_of(path) or _weights_among(path, names)
+    return path if known else None
 
 
 def _looks_right(path: Path) -> bool:
@@ -93,8 +96,13 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
     """The folder that files with weights are in, and these."""
+    from . import megatron
+
     if path.is_file():
         return path.parent, [path]
+    path = megatron.step_in(path) or path
+    if ranks := megatron.files_of(path):
+        return path, ranks
     names = frozenset(each.name for each in path.iterdir() if each.is_file())
     if not _weights_among(path, names) and _LATEST in names:
         inside = path / _text(path / _LATEST).strip()
@@ -210,8 +218,11 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the files. Raises UntrustedInput unless pickles are allowed, InvalidInput."""
     from ..chunks import chunked
     from ..pickles import arrays, not_as_it_is, unpickled
-    from . import nanogpt, ranks
+    from . import dcp, megatron, nanogpt, ranks
 
+    inside = megatron.step_in(path)
+    if inside is not None and (inside / ".metadata").is_file():
+        return dcp.read(inside, allow_pickle)
     folder, files = _files(path)
     for file in files:
         refuse_pointer(file)
@@ -225,6 +236,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
         return nanogpt.opened(files[0], contents[0])
     _same_step(files, contents)
     described = _theirs(folder)
+    if megatron.files_of(folder) == files:
+        return megatron.opened(folder, files, contents, None if described is None else described[0])
     family = None if described is None or described[1].family is None else named(described[1].family)
     tables = [dict(ranks.tables(content)) for content in contents]
     model = _only(files, tables, described, family)

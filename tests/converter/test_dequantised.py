@@ -117,12 +117,17 @@ def test_every_byte_of_fp8_and_every_kind_of_scales(scales: torch.dtype) -> None
 )
 def test_blocks_of_any_size(block: list[int] | None, grid: tuple[int, ...]) -> None:
     """One for all of a matrix, beyond its end, and more of them in a row than a byte counts."""
-    bits, scales = torch.randint(0, 126, (30, 6006 if grid == (1, 858) else 6000), dtype=torch.uint8), torch.rand(grid)
-    bits = bits.view(torch.float8_e4m3fn)
+    bits = torch.randint(0, 256, (30, 6006 if grid == (1, 858) else 6000), dtype=torch.uint8)
+    bits[bits & 127 == 127] = 5
     settings = {"quant_method": "fp8", "weight_block_size": block}
-    ours = numbers({"x": bits, "x_scale_inv": scales}, settings)["x"]
-    theirs = Fp8Dequantize(None)._dequantize_one(bits, scales, torch.bfloat16)
-    assert same_bits(ours, theirs)
+    for most, nan in ((1.0, False), (1.0, True), (3e4, False)):  # which are computed in three ways
+        scales = torch.rand(grid) * most
+        bits[7, 5] = 127 if nan else 0
+        for dtype in (torch.bfloat16, torch.float32):
+            kind = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
+            given = {"x": bits.view(torch.float8_e4m3fn), "x_scale_inv": scales}
+            theirs = Fp8Dequantize(None)._dequantize_one(given["x"], scales, dtype)
+            assert same_bits(numbers(given, settings, kind)["x"], theirs)
 
 
 def test_every_byte_of_mxfp4_at_every_scale() -> None:

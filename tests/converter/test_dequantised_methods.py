@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.covering import few
 from helpers.families import CONFIGS
 from helpers.quantised import METHODS, NF4, awq, checkpoint, compressed, four_bits, gptq, int8, numbers, same_bits
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ def only(made: dict[str, torch.Tensor]) -> torch.Tensor:
     return found
 
 
+@few(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_becomes_a_plain_one(method: str, tmp_path: Path) -> None:
     """Scales lie in other shards than bits, and what is written is what the method's reader gives, cast."""
