@@ -350,13 +350,20 @@ class Keeping:
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
                 result.whole = size // run.tokens * max(run.tokens, width)
-                found[operation.row] += result.whole  # tokens and channels exchanged
+                if operation.joined or run.tokens < width:
+                    found[operation.row] += result.whole
+                else:
+                    self._keep(self._given(operation))
                 found[operation.row] += (
                     math.prod(dict(operation.weights)["weight"]) * run.size if operation.joined else 0
                 )
                 result.storage.size = result.whole + (width - 1) * size // run.tokens
             case ops.Linear():
-                self._keep(self._given(operation))
+                if operation.by_channel and run.batch > 1 and run.tokens > 1:
+                    first = operation is operation.made_together(self.program)[0]
+                    found[operation.row] += run.rows * operation.inputs_wide * run.size if first else 0
+                else:
+                    self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.
                 unaligned = int(operation.shape[-1]) * run.size % 16 != 0
                 if operation.fused and not operation.copied and not (1 < operation.groups < result.heads and unaligned):

@@ -43,7 +43,7 @@ class Work(msgspec.Struct, frozen=True):
     are in fp32 at least. Tokens that are read at once take `a_chunk` multiplications for each `chunk` of them, begun or
     full, where there is one, `spared` less, and `between` for each of these, and what is before the first, with each;
     and as many more tokens are computed of a sequence as lie `beyond` its end, of which there are more than that. once:
-    it is of the source that an encoder has read: no token adds to it.
+    it is of the source that an encoder has read: no token adds to it. again: the backward pass makes them anew.
     """
 
     a_token: int = 0
@@ -61,6 +61,7 @@ class Work(msgspec.Struct, frozen=True):
     between: int = 0
     beyond: int = 0
     once: bool = False
+    again: bool = False
 
     def held(self, context: int) -> int:
         """Numbers carried after so many tokens: of a window all but one, which the next token takes."""
@@ -96,7 +97,8 @@ def work_of(operation: ops.AnyOperation) -> Work:
             there = None if theirs is None else theirs // numbers
             sizes: dict[str, Any] = {"chunk": chunk, "a_chunk": operation.chunk_products, "spared": operation.spared}
             sizes["between"] = operation.between
-            return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, **sizes)
+            again = operation.again or chunk > 0
+            return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, again=again, **sizes)
         case ops.Convolve(width=width):
             channels = operation.numbers(B=1, T=1)
             return Work(channels * width, state=channels * width, beyond=width - 1)
@@ -383,7 +385,7 @@ def forward_flops(spec: ModelSpec, tokens: int, batch: int = 1) -> Flops:
     dense = needed = again = 0
     for each, work, number in found:
         every[each.row] += 2 * batch * number * work.of_many(tokens)
-        again += 2 * batch * number * work.of_many(tokens) if work.chunk else 0
+        again += 2 * batch * number * work.of_many(tokens) if work.again else 0
         dense += 2 * batch * number * work.a_pair * tokens * tokens
         needed += 2 * batch * number * work.a_pair * pairs_in_sight(tokens, work.window, work.chunked, work.causal)
     return Flops(tokens, batch, _in_order(every), dense, needed, again)

@@ -23,6 +23,7 @@ from .ends import *
 from .feed_forward import *
 from .latent_attention import *
 from .linear_attention import *
+from .mamba import *
 from .mamba2 import *
 from .mixture import *
 from .model import *

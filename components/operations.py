@@ -128,7 +128,7 @@ class Linear(Operation, frozen=True, kw_only=True):
     whose result the rows lie in `groups`, and out of which this one's are `copied`. joined: their results are put side
     by side in a tensor of their own. choice: the input that tells which of the copies a token takes. window: of the
     cached tokens that it reads, how many are seen. wide: its input is taken in fp32 at least, and with "both" its
-    weight too, of which it makes a copy.
+    weight too, of which it makes a copy. by_channel: so its input lies, which of several sequences is copied.
     """
 
     inputs_wide: int
@@ -141,6 +141,7 @@ class Linear(Operation, frozen=True, kw_only=True):
     joined: bool = False
     choice: str | None = None
     window: int | None = None
+    by_channel: bool = False
 
     @property
     def bias(self) -> bool:
@@ -268,7 +269,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
     first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
     takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
-    their steps.
+    their steps; so are steps of single tokens with `again`.
     """
 
     state: Shape
@@ -283,6 +284,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     spared: int = 0
     between: int = 0
     alive: int = 0
+    again: bool = False
     within: tuple[int, int] = (0, 0)
 
 

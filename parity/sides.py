@@ -285,7 +285,8 @@ class Stream:
                 spare = self._spare.get((like.shape, like.stride(), like.dtype), [])
                 value = spare.pop() if spare else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                 value.copy_(self.read(full))
-                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+                # As in memory: torch folds a product with what may be trained, and not always another.
+                module._parameters[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
         self.release()
 
     def _drop(self, owners: Sequence[_Owner]) -> None:

@@ -15,7 +15,7 @@ _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its li
 
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
-        bailing_hybrid falcon_mamba jamba kimi_linear lfm3 mamba
+        bailing_hybrid kimi_linear lfm3
         minimax olmo_hybrid recurrent_gemma rwkv xlstm zamba zamba2
     """,
     "an encoder, or a decoder beside one": """

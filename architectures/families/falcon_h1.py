@@ -48,6 +48,8 @@ def _mamba(config: ConfigReader, hidden: int, activation: Any, eps: float) -> Ma
 
 def _read(config: ConfigReader) -> ModelSpec:
     spec = _DECODER.read(config)
+    alike = [[kind] * len(spec.blocks) for kind in ("full_attention", "hybrid")]
+    config.refuse({"layer_types": ((None, *alike), "every layer is Mamba-2 beside attention")})
     attention, feed_forward = spec.blocks[0].sublayers
     inner = of_kind(feed_forward.mixer, GatedFeedForward)
     norm = of_kind(attention.norm, RMSNorm)
@@ -106,9 +108,9 @@ _FALCON_H1 = _DECODER.architecture(
     "falcon_h1",
     "FalconH1ForCausalLM",
     (
-        *leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS}),
+        *leaves_of({**EMBEDDING, **FEED_FORWARD}),
         *mixer_leaves(T + "mamba."),
-        *leaves_of({**ATTENTION, **ENDS}),
+        *leaves_of({**ATTENTION, **NORMS, **ENDS}),
     ),
     hf_config="FalconH1Config",
     released="2025-05",
@@ -116,6 +118,5 @@ _FALCON_H1 = _DECODER.architecture(
     read=_read,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=(*LLAMA_DROPPED, T + "mamba.mup_vector"),
-    refused={"layer_types": ((None,), "transformers' class of this family sets none: its layers are all alike")},
     irrelevant={"num_logits_to_keep": "which logits are made of a prompt"},
 )

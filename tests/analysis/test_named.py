@@ -27,7 +27,8 @@ from gptkit.report.families import UNCOUNTED
 
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 UNKNOWN = sorted(set(CAUSAL) - set(BY_MODEL_TYPE))
-MAMBA = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4}
+DIFFLLAMA = {"model_type": "diffllama", "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "state_size": 4}
+DIFFLLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 2}
 UMT5 = {"model_type": "umt5", "vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2, "num_layers": 2}
 UMT5 |= {"num_decoder_layers": 3}
 
@@ -72,7 +73,9 @@ def test_every_model_type_of_transformers_is_counted(kind: str, inside: None) ->
     assert bool(totals) == (kind not in UNCOUNTED)
 
 
-@pytest.mark.parametrize(("config", "name"), [(MAMBA, "MambaForCausalLM"), (UMT5, "UMT5ForConditionalGeneration")])
+@pytest.mark.parametrize(
+    ("config", "name"), [(DIFFLLAMA, "DiffLlamaForCausalLM"), (UMT5, "UMT5ForConditionalGeneration")]
+)
 def test_files_and_a_config_alone_are_counted_alike(
     config: dict[str, Any], name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -86,7 +89,7 @@ def test_files_and_a_config_alone_are_counted_alike(
     for (each,) in (files, alone):
         told = each.as_json(tensors=True)
         assert told["total"] == numbers(model) == sum(tensor["parameters"] for tensor in told["tensors"])
-        assert told["layers"] == (3 if config is MAMBA else 5)
+        assert told["layers"] == (3 if config is DIFFLLAMA else 5)
         assert sum(layer["total"] for layer in told["by_layer"]) < told["total"]
         assert told["active"] is told["tied"] is told["non_embedding"] is None
         assert (told["family"], told["model_type"]) == ("", config["model_type"])
@@ -117,14 +120,14 @@ def test_figures_that_need_a_tree_are_refused_by_the_family(
     options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"layers.0.w": torch.ones(3, 5)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
+    (tmp_path / "config.json").write_text(json.dumps(DIFFLLAMA))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["params", ".", *options.split()])
-    assert (result.exit_code, "family 'mamba' that gptkit does not know" in result.stderr) == (2, True)
+    assert (result.exit_code, "family 'diffllama' that gptkit does not know" in result.stderr) == (2, True)
     assert not (tmp_path / "page.html").exists()
     result = CliRunner().invoke(app, ["params", ".", "--kv", "64"])  # told of types whose fields say what layers keep
     assert (result.exit_code, "state_size says" in result.stderr) == (4, True)
-    with pytest.raises(UsageError, match="mamba"):
+    with pytest.raises(UsageError, match="diffllama"):
         _ = gptkit.params(tmp_path)[0].count
 
 
@@ -142,7 +145,8 @@ def test_it_stands_beside_models_of_families(
 
 
 @pytest.mark.parametrize(
-    "config", [{"model_type": "never-heard-of"}, {**MAMBA, "hidden_size": "wide"}, {**MAMBA, "architectures": ["os"]}]
+    "config",
+    [{"model_type": "never-heard-of"}, {**DIFFLLAMA, "hidden_size": "wide"}, {**DIFFLLAMA, "architectures": ["os"]}],
 )
 def test_what_transformers_makes_nothing_of_is_refused(config: dict[str, Any], tmp_path: Path, inside: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -151,7 +155,7 @@ def test_what_transformers_makes_nothing_of_is_refused(config: dict[str, Any], t
 
 
 def test_a_number_of_layers_without_bound_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**MAMBA, "num_hidden_layers": 10**8}))
+    (tmp_path / "config.json").write_text(json.dumps({**DIFFLLAMA, "num_hidden_layers": 10**8}))
     with at_most(1), pytest.raises(UnknownFamily, match="num_hidden_layers is 100,000,000"):
         gptkit.params(tmp_path)
 

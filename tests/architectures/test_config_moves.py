@@ -33,6 +33,9 @@ COMPARED |= {
 COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 COMPARED |= {("phimoe", "num_experts_per_tok"): "two, whatever is said"}
+ALIKE = ("mamba", "falcon_mamba", "mamba2", "jamba", "falcon_h1")
+COMPARED |= {(name, "mamba_d_head"): "as wide as others say" for name in ("bamba", "granitemoehybrid", "falcon_h1")}
+COMPARED |= {(name, "layer_types"): "layers are what other fields say, or all alike" for name in ALIKE}
 COMPARED |= {("phimoe", "partial_rotary_factor"): "whole heads turn"}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
@@ -51,7 +54,7 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     if name == "vocab_size_per_layer_input":
         yield from (101, 128)
     if isinstance(value, list):
-        yield from ([each] * layers for each in (0, 0.5, 1))
+        yield from ([each] * length for length in {layers, len(value)} for each in (0, 0.5, 1))
     if name == "mlp_layer_types":
         yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name == "layer_types":

@@ -350,7 +350,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
         return False
     trees = [subject.spec for subject in subjects(family)]
     attentions = [each for spec in trees for block in spec.blocks if (each := block.mixer("attention")) is not None]
-    most = max(getattr(attention, "group", 1) for attention in attentions)
+    most = max(getattr(attention, "group", 1) for attention in attentions) if attentions else 1
     grouped = any(1 < getattr(attention, "kv_heads", 1) < attention.heads for attention in attentions)
     for spec in trees:
         for own, other in zip(original.bind(spec), mutant.architecture.bind(spec), strict=True):
@@ -371,6 +371,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
                 }
                 sizes |= {"key_heads": kv_heads, "key_dim": head_dim, "group_values": 5, "channels": 7, "kernel": 4}
                 sizes |= {"keys": kv_heads * head_dim, "values": 5 * kv_heads}
+                sizes |= {"inner": 9, "states": 8, "rank": 3, "state": 2}
                 sizes |= {"kv_rank": 5, "rope_dim": 2 * kv_heads, "nope_dim": group, "value_dim": head_dim}
                 shapes = [*own.layout.shared_shapes(sizes)] if not own.layout.is_identity else [(6, 10)]
                 shape = own.layout.checkpoint_shape(sizes, shapes)

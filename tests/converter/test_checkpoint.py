@@ -290,7 +290,7 @@ def test_config_of_other_weights(layers: int, copied: Callable[[str], Folder]) -
     refused(folder)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "gpt3", "", "transformer\x1b[31m", "x" * 1000])
+@pytest.mark.parametrize("kind", ["xlstm", "gpt3", "", "transformer\x1b[31m", "x" * 1000])
 def test_unknown_family_names_the_known_ones(kind: str, copied: Callable[[str], Folder]) -> None:
     folder = copied("gpt2")
     configure(folder, model_type=kind)
@@ -328,7 +328,7 @@ def test_unknown_fields_are_told(copied: Callable[[str], Folder]) -> None:
         (("spec", "final_norm", "size"), 47),
         (("spec", "surprise"), 1),
         (("origin",), None),
-        (("origin", "family"), "mamba"),
+        (("origin", "family"), "xlstm"),
         (("origin", "family"), 3),
         (("origin", "revision"), ["a"]),
         (("origin", "reference"), "\ud800"),

@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_told_from_headers(hub: Hub, llama: Path, tmp_path:
     hub.repos["org/llama"] = Repo(files)
     with pytest.raises(CheckpointError, match="another shape"):
         convert("org/llama", tmp_path / "out", dry_run=True)
-    files["config.json"] = json.dumps({**config, "model_type": "mamba", "architectures": ["MambaForCausalLM"]}).encode()
+    files["config.json"] = json.dumps({**config, "model_type": "xlstm", "architectures": ["xLSTMForCausalLM"]}).encode()
     hub.asked.clear()
     hub.repos["org/llama"] = Repo(files, commit=OLD)
     for dry_run in (True, False):
@@ -297,8 +297,8 @@ def test_pickles_have_no_headers(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_model_of_no_known_family_is_counted_from_headers(hub: Hub, tmp_path: Path) -> None:
-    config = {"model_type": "mamba", "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4}
-    model = transformers.MambaForCausalLM(transformers.MambaConfig(**config))
+    config = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**config, num_attention_heads=2))
     model.save_pretrained(tmp_path / "hf", max_shard_size="10KB")
     hub.repos["org/name"] = Repo(uploaded(tmp_path / "hf"), cdn=True)
     for stored in (False, True):

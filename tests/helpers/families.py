@@ -159,6 +159,17 @@ FALCON_H1 = {
     "ssm_multipliers": [0.7, 1.1, 1.3, 0.6, 0.9],
     "mlp_multipliers": [1.4, 0.75],
 }
+MAMBA = {"model_type": "mamba", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 12}
+JAMBA = {
+    **GROUPED_LLAMA,
+    "model_type": "jamba",
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_experts": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 2,
+    "mamba_d_state": 12,
+}
 MAMBA2_ALONE = {
     "model_type": "mamba2",
     "vocab_size": VOCAB,
@@ -1612,6 +1623,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 2e5,
     },
+    "mamba": MAMBA,
+    "mamba-biased": {
+        **MAMBA,
+        "conv_kernel": 3,
+        "expand": 1,
+        "time_step_rank": 5,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-3,
+        "hidden_act": "gelu",
+    },
+    "falcon_mamba": {**MAMBA, "model_type": "falcon_mamba", "mixer_rms_eps": 1e-4},
+    "jamba": JAMBA,
+    "jamba-biased": {
+        **JAMBA,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 0,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 0,
+        "mamba_dt_rank": 5,
+        "mamba_d_conv": 3,
+        "mamba_expand": 1,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
     "mamba2": MAMBA2_ALONE,
     "mamba2-narrow": {
         **MAMBA2_ALONE,
@@ -2000,6 +2040,7 @@ def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor |
     """
     told = {} if mask is None else {"attention_mask": mask}
     if "cache_params" in inspect.signature(reference.forward).parameters:
+        told = told if past is None else {}  # as `generate` does: Mamba's layers take masks of the tokens at hand
         found = reference(input_ids=ids, cache_params=past, use_cache=True, **told)
         found.past_key_values = found.cache_params
         return found

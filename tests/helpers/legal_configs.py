@@ -1037,6 +1037,59 @@ def falcon_h1(chosen: random.Random) -> Config:
     }
 
 
+def mamba(chosen: random.Random) -> Config:
+    found = {
+        "hidden_size": chosen.choice(ODD),
+        "num_hidden_layers": chosen.choice((1, 2, 3)),
+        "state_size": chosen.choice(ODD),
+        "expand": chosen.choice((1, 2, 3)),
+    }
+    more = {
+        "time_step_rank": chosen.choice(ODD),
+        "conv_kernel": chosen.choice((1, 2, 5)),
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+        "hidden_act": activation(chosen),
+        "layer_norm_epsilon": 1e-3,
+    }
+    return found | sometimes(chosen, more)
+
+
+def falcon_mamba(chosen: random.Random) -> Config:
+    return mamba(chosen) | sometimes(chosen, {"mixer_rms_eps": 1e-2})
+
+
+def jamba(chosen: random.Random) -> Config:
+    """transformers multiplies all experts at once, in rows of whole 16 bytes."""
+    found, experts = llama_like(chosen), chosen.choice((1, 2, 3, 5))
+    found = {name: value for name, value in found.items() if not name.startswith("rope_")}
+    every = chosen.randint(1, 3)
+    offset = chosen.randrange(min(every, found["num_hidden_layers"]))
+    own = {
+        "mamba_dt_rank": chosen.choice(ODD),
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "mamba_expand": chosen.choice((1, 3)),
+    }
+    return {
+        **found,
+        "hidden_size": chosen.choice((8, 24, 40, 64)) if experts > 1 else found["hidden_size"],
+        "head_dim": chosen.choice((4, 8, 16)),
+        "intermediate_size": chosen.choice((8, 24, 40)),
+        "attn_layer_period": every,
+        "attn_layer_offset": offset,
+        "expert_layer_period": 2,
+        "expert_layer_offset": chosen.choice((0, 1)),
+        "num_experts": experts,
+        "num_experts_per_tok": chosen.randint(1, experts),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        **sometimes(chosen, own),
+    }
+
+
 def mamba2(chosen: random.Random) -> Config:
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     while heads * width % expand:
@@ -1116,6 +1169,9 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "falcon_h1": falcon_h1,
+    "mamba": mamba,
+    "falcon_mamba": falcon_mamba,
+    "jamba": jamba,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
     "lfm2": lfm2,

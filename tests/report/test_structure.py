@@ -198,6 +198,7 @@ class Following:
         made = {
             "gated delta rule": self.delta_rule,
             "state space": self.state_space,
+            "selective state space": self.selective_state_space,
             "linear attention": self.linear_attention,
         }[node.title]
         return made(node, path, *given)
@@ -217,6 +218,18 @@ class Following:
             found.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + own.D[:, None] * x[:, t])
         self.cached[path + node.id] = state
         return torch.stack(found, dim=1).flatten(2)
+
+    def selective_state_space(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        x, dt, b, c = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        step = F.softplus(dt)[..., None]
+        state = self.cached.get(path + node.id, x.new_zeros(x.shape[0], *node.operation.state))  # type: ignore[union-attr]
+        found = []
+        for t in range(x.shape[1]):
+            state = state * torch.exp(-own.A_log.exp() * step[:, t]) + step[:, t] * b[:, t, None] * x[:, t, :, None]
+            found.append(torch.einsum("bin,bn->bi", state, c[:, t]) + own.D * x[:, t])
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1)
 
     def delta_rule(self, node: Node, path: str, *given: Tensor) -> Tensor:
         q, k, v, beta, decay = given

@@ -1,0 +1,20 @@
+"""Falcon Mamba (TII 2410.05355): Mamba with norms, without weights, of what each token chooses.
+
+Source: transformers models/falcon_mamba/{configuration,modeling}_falcon_mamba.py.
+"""
+
+from functools import partial
+
+from ..base import Architecture
+from .mamba import FAMILY, IRRELEVANT, read
+
+_FALCON_MAMBA = Architecture(
+    name="falcon_mamba",
+    model_types=("falcon_mamba",),
+    hf_class="FalconMambaForCausalLM",
+    hf_config="FalconMambaConfig",
+    read=partial(read, normed=True),
+    released="2024-08",
+    irrelevant={**IRRELEVANT, "use_falcon_mambapy": "which kernels compute it"},
+    **FAMILY,
+)

@@ -1,0 +1,135 @@
+"""Jamba (AI21 2403.19887): Mamba with norms in most layers, attention without positions in some, and a mixture of
+experts in every other.
+
+Source: transformers models/jamba/{configuration,modeling}_jamba.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...components import Mamba, ModelSpec
+from ...components.mixture import MOST_EXPERTS
+from ..base import Stacked, by_name, leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
+from ..obstacles import of_kind
+from .bamba import ENDS, FEED_FORWARD, LINEAR, NORMS
+from .llama import ATTENTION, EMBEDDING, B, T
+from .mamba import channels_of, mixer_leaves, norms_of, steps_of_rank, width_of
+from .qwen2_moe import NAMES, OF_ROUTERS
+
+
+def _every(config: ConfigReader, what: str, period: int, offset: int, layers: int) -> list[bool]:
+    """Which layers are of a kind: one of so many, from the first one on."""
+    every, first = config.integer(f"{what}_layer_period", period), config.raw(f"{what}_layer_offset", offset)
+    if type(first) is not int or not 0 <= first < every:
+        raise config.fail(f"{what}_layer_offset", first, f"a number from 0, below {what}_layer_period ({every})")
+    return [layer % every == first for layer in range(layers)]
+
+
+def _written_every(what: str, there: Sequence[bool]) -> dict[str, int]:
+    """The fields that `_every` reads; where layers lie otherwise another list is read back."""
+    places = [layer for layer, each in enumerate(there) if each] or [len(there)]
+    every = places[1] - places[0] if len(places) > 1 else len(there) + 1
+    return {f"{what}_layer_period": max(every, places[0] + 1), f"{what}_layer_offset": places[0]}
+
+
+def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba | None]:
+    """What stands in the layers without attention."""
+    hidden, whole = values["hidden"], _every(config, "attn", 8, 4, values["layers"])
+    if not any(whole):
+        raise config.fail(
+            "attn_layer_offset", config.raw("attn_layer_offset", 4), "a layer: transformers' cache fails without"
+        )
+    types = ["full_attention" if each else LINEAR for each in whole]
+    if config.kinds_of_layers() not in (None, types):
+        raise config.fail("layer_types", config.raw("layer_types"), "what attn_layer_period and its offset say")
+    states, rank = config.integer("mamba_d_state", 16), steps_of_rank(config, "mamba_dt_rank", hidden)
+    mixer = Mamba(
+        hidden_size=hidden,
+        inner=width_of(config, "mamba_expand", hidden),
+        state_size=states,
+        rank=rank,
+        kernel=config.integer("mamba_d_conv", 4),
+        activation=values["activation"],
+        bias=config.boolean("mamba_proj_bias", False),
+        conv_bias=config.boolean("mamba_conv_bias", True),
+        **norms_of(rank, states, eps=values["eps"]),
+    )
+    return [None if each else mixer for each in whole]
+
+
+def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
+    several = config.integer("num_experts", 16, most=MOST_EXPERTS) > 1
+    return [each and several for each in _every(config, "expert", 2, 1, layers)]
+
+
+def _written_sparse(sparse: Sequence[bool]) -> Mapping[str, Any]:
+    return {**_written_every("expert", sparse), **({} if any(sparse) else {"num_experts": 1})}
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    mixers = [block.mixer("recurrence") for block in spec.blocks]
+    found: dict[str, Any] = _written_every("attn", [each is None for each in mixers])
+    mixer = next((of_kind(each, Mamba) for each in mixers if each is not None), None)
+    if mixer is None:
+        return found
+    return found | {
+        "mamba_expand": channels_of(mixer),
+        "mamba_d_state": mixer.state_size,
+        "mamba_dt_rank": mixer.rank,
+        "mamba_d_conv": mixer.kernel,
+        "mamba_proj_bias": mixer.bias,
+        "mamba_conv_bias": mixer.conv_bias,
+    }
+
+
+_DECODER = Decoder(
+    {
+        **with_defaults(USUAL, vocab_size=65536, intermediate_size=14336, max_position_embeddings=262144),
+        "num_key_value_heads": Field("kv_heads", 8, ConfigReader.optional_integer),
+        "num_experts": Field("mixture.experts", 16),
+        "num_experts_per_tok": Field("mixture.top_k", 2),
+    },
+    fixed={"attention.position": None, "mixture.normalise": False, "mixture.rounded": True},
+    rotary=None,
+    recurrent=_recurrences,
+    mixtures=Mixtures(_sparse, _written_sparse),
+    written=_written,
+)
+
+_F = T + "feed_forward."
+_EXPERT = _F + "experts.{expert}."
+_STACKED = (
+    Stacked(_F + "experts.gate_up_proj", tuple(f"{_EXPERT}{name}.weight" for name in NAMES[1:])),
+    Stacked(_F + "experts.down_proj", (_EXPERT + "down_proj.weight",)),
+)
+
+_JAMBA = _DECODER.architecture(
+    "jamba",
+    "JambaForCausalLM",
+    by_name(
+        (
+            *leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS}),
+            *leaves_of({_F + "router": B + "feed_forward.router"}),
+            *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES}),
+            *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
+            *mixer_leaves(T + "mamba."),
+            *leaves_of({**ATTENTION, **ENDS}),
+        ),
+        _STACKED,
+    ),
+    released="2024-03",
+    kinds=_DECODER.kinds | {Mamba},
+    stacked=_STACKED,
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    config_aliases={"num_experts": ("num_local_experts",)},
+    stated={"attn_layer_period": 2, "attn_layer_offset": 1},
+    irrelevant={
+        **OF_ROUTERS,
+        **dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan"), "which kernels compute it"),
+        **dict.fromkeys(("layers_block_type", "layers_num_experts"), "made of periods and offsets"),
+        "num_logits_to_keep": "which logits are made of a prompt",
+    },
+    refused={"mamba_inner_layernorms": ((True, None), "steps, b and c are normed whatever this says")},
+)

@@ -1,0 +1,188 @@
+"""Mamba: a state space of each channel, whose steps, inputs and outputs each token chooses. No torch."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from ..errors import ConfigError
+from .activations import FACTS, Activation, function_of
+from .base import Component, Logs, Misread, Mixer, Size, Weight, bias, divided
+from .norms import RMSNorm, inside
+from .operations import Activation as ActivationOperation
+from .operations import AnyOperation, Product, Program, Scan, Sizes, Stream, linear, out_of
+from .short_convolution import convolve, misread_kernels
+from .words import Words
+
+__all__ = ["Mamba"]
+
+_CHOSEN = ("dt", "b", "c")  # what each token chooses, in the order of the rows of their projection
+_STEP = math.log(math.expm1(0.01))  # softplus of it is the mean of the steps with which training starts
+
+
+class Mamba(Mixer, Component, frozen=True):
+    """The state S (inner, state_size) of `inner` channels decays, takes each channel's input at the token's b, and is
+    read at its c (Gu & Dao 2312.00752):
+
+        S ← e^(−Δ · exp(A_log)) ⊙ S + (Δ ⊙ x) bᵀ,  y = S c + D ⊙ x
+
+    with Δ = softplus(dt_proj(dt) + its bias). dt, of `rank` numbers, b and c are projections of x, which has gone
+    through a causal convolution, a kernel of `kernel` tokens a channel, and the `activation`. `dt_norm`, `b_norm` and
+    `c_norm` are on these (Jamba, Falcon Mamba). y is multiplied by silu(gate_proj(x)).
+
+    Tokens that are read at once are taken one behind the other, in fp32 at least, as the state is. With `bias` the
+    linears that meet the stream have one, with `conv_bias` the convolution.
+    """
+
+    label = "recurrence"
+    slot = "recurrence"
+    computed_in = "gptkit.modules.mamba"
+    tells = ("state_size", "rank", "bias", "conv_bias", "dt_norm", "b_norm", "c_norm")
+    forgotten: ClassVar[dict[str, str]] = {
+        "bias": "biases of the recurrence dropped",
+        "conv_bias": "biases of convolutions dropped",
+        "dt_norm": "norm of the state's steps left out",
+        "b_norm": "norm of the state's writers left out",
+        "c_norm": "norm of the state's readers left out",
+    }
+
+    hidden_size: Size
+    inner: Size
+    state_size: Size
+    rank: Size
+    kernel: Size
+    activation: Activation
+    dt_norm: RMSNorm | None = None
+    b_norm: RMSNorm | None = None
+    c_norm: RMSNorm | None = None
+    bias: bool = False
+    conv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name, size in self.chosen.items():
+            norm: RMSNorm | None = getattr(self, f"{name}_norm")
+            if norm is not None and norm.size != size:
+                raise ConfigError(f"{name}_norm of size {norm.size} on {name}, which is {size} wide")
+
+    @property
+    def chosen(self) -> dict[str, int]:
+        """How wide each is of what a token chooses."""
+        return dict(zip(_CHOSEN, (self.rank, self.state_size, self.state_size), strict=True))
+
+    def weights(self) -> dict[str, Weight]:
+        found = {f"{name}_proj.weight": Weight((self.inner, self.hidden_size), "reads") for name in ("x", "gate")}
+        if self.bias:
+            found |= {f"{name}_proj.bias": bias(self.inner) for name in ("x", "gate")}
+        found["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
+        if self.conv_bias:
+            found["x_conv.bias"] = bias(self.inner)
+        found |= {f"{_made_by(name)}.weight": Weight((size, self.inner), "inner") for name, size in self.chosen.items()}
+        found |= {
+            "dt_proj.weight": Weight((self.inner, self.rank), "inner"),
+            "dt_proj.bias": Weight((self.inner,), "bias", _STEP),
+            "A_log": Weight((self.inner, self.state_size), "inner", Logs(1.0, float(self.state_size))),
+            "D": Weight((self.inner,), "inner", 1.0),
+            "o_proj.weight": Weight((self.hidden_size, self.inner), "writes"),
+        }
+        return found | ({"o_proj.bias": bias(self.hidden_size)} if self.bias else {})
+
+    def words(self) -> dict[str, Words]:
+        sizes = {name: getattr(self, name) for name in ("inner", "state_size", "rank", "kernel")}
+        state, activation = f"state {self.inner:,} × {self.state_size}", function_of(self.activation)
+        told = f"Mamba, {state}, steps of rank {self.rank}, convolution of {self.kernel} tokens"
+        norms = {name: getattr(self, f"{name}_norm") for name in _CHOSEN}
+        return {
+            "recurrence": Words(
+                f"Mamba, {state}",
+                {"kind": "Mamba", **sizes, "activation": activation},
+                f"{told}, {FACTS[activation].words}",
+            ),
+            "norm of recurrence": inside(norms, " on dt, b, c", "dt, b and c"),
+        }
+
+    def biases(self) -> dict[str, Words]:
+        return {
+            "recurrence": Words("recurrence", self.bias),
+            "recurrence convolution": Words("convolution of the recurrence", self.conv_bias),
+        }
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"i": self.inner, "n": self.state_size, "r": self.rank}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, inner=divided(self.inner, devices, "channels of the recurrence"))
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, inner=min(self.inner, 2 * hidden))
+
+    def slips(self) -> dict[str, Self]:
+        other: Activation = "gelu" if function_of(self.activation) == "silu" else "silu"
+        return {"another activation": msgspec.structs.replace(self, activation=other)}
+
+    def misread(self) -> dict[str, Misread]:
+        def exchanged(one: str, other: str) -> Misread:
+            names = {one: other, other: one}
+            return lambda own: {
+                f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias") if f"{n}.{w}" in own
+            }
+
+        return {
+            "bias of steps dropped": lambda own: {"dt_proj.bias": own["dt_proj.bias"] * 0},
+            "logarithms of decays taken for decays": lambda own: {"A_log": own["A_log"].exp()},
+            "inputs not passed by the state": lambda own: {"D": own["D"] * 0},
+            "inputs of the recurrence and their gate swapped": exchanged("x_proj", "gate_proj"),
+            "b and c of the recurrence swapped": exchanged("b_proj", "c_proj"),
+            **misread_kernels("x_conv"),
+        }
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = "recurrence", f"{path}.o_proj"
+        tokens: Sizes = ("B", "T")
+        inner: Sizes = (*tokens, self.inner)
+        read: dict[str, Any] = {"together": f"{path}.read", "fused": True}
+        chosen: dict[str, Any] = {"together": f"{path}.chosen", "fused": True, "by_channel": True}
+        found: list[AnyOperation] = [
+            linear(self, f"{name}_proj", path, source, inner, row, end, **read) for name in ("x", "gate")
+        ]
+        found.append(convolve(self, "x_conv", path, f"{path}.x_proj", inner, row))
+        active = f"{path}.x_activated"
+        found.append(ActivationOperation(active, (found[-1].id,), inner, row, function=self.activation, held=end))
+        found.append(Stream(f"{path}.x", (active,), inner, row))
+        made = {name: f"{path}.{_made_by(name)}" for name in _CHOSEN}
+        widths: dict[str, Sizes] = {name: (*tokens, size) for name, size in self.chosen.items()}
+        found += [linear(self, _made_by(name), path, active, widths[name], row, end, **chosen) for name in _CHOSEN]
+        for name, size in widths.items():
+            norm: RMSNorm | None = getattr(self, f"{name}_norm")
+            if norm is not None:
+                normed = out_of(row, norm.operations(f"{path}.{name}_norm", made[name], size))
+                found += (msgspec.structs.replace(each, held=end) for each in normed)
+                made[name] = found[-1].id
+        found.append(linear(self, "dt_proj", path, made["dt"], inner, row, end))
+        scan = Scan(
+            f"{path}.state",
+            (f"{path}.x", found[-1].id, made["b"], made["c"]),
+            inner,
+            row,
+            tuple((name, self.shapes()[name]) for name in ("A_log", "D")),
+            state=(self.inner, self.state_size),
+            title="selective state space",
+            formula="S ← e^(−ΔA) ⊙ S + (Δ ⊙ x) bᵀ, S c + D ⊙ x",
+            saved=0,
+            products=self.inner * self.state_size,
+            wide=True,
+            kept_wide=True,
+            theirs=self.inner * self.state_size,
+            again=True,
+            alive=self.inner * (3 * self.state_size + 1),  # decays, what is brought, and what that is made of
+        )
+        opened = ActivationOperation(f"{path}.gate", (f"{path}.gate_proj",), inner, row, function="silu")
+        found += (scan, opened, Product(f"{path}.gated", (scan.id, opened.id), inner, row))
+        return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
+
+
+def _made_by(name: str) -> str:
+    """The linear that makes of x what a token chooses."""
+    return "dt_in_proj" if name == "dt" else f"{name}_proj"

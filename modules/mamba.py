@@ -1,0 +1,88 @@
+"""Mamba, as transformers' own torch path computes it: one token behind the other.
+
+The steps stand as transformers' `mamba_selective_scan` and `mamba_selective_state_update` have them, in their order and
+over tensors that lie as theirs. Behind a state tokens go on from it, several of them too, of which transformers' path
+forgets it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..components import Mamba
+from .context import Context
+from .layers import FusedLinears, Linear, activation_of
+from .registry import build_module, computes
+from .scan import State, convolved, made_again, real
+from .short_convolution import Kernels
+
+
+@computes(Mamba)
+class _MambaModule(nn.Module):
+    """See `components.Mamba`."""
+
+    def __init__(self, spec: Mamba, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
+        super().__init__()
+        self.spec = spec
+        self.x_proj, self.gate_proj = (Linear(spec.hidden_size, spec.inner, spec.bias) for _ in range(2))
+        self.x_conv = Kernels(spec.inner, spec.kernel, spec.conv_bias)
+        self.dt_in_proj, self.b_proj, self.c_proj = (Linear(spec.inner, size, False) for size in spec.chosen.values())
+        norms = (spec.dt_norm, spec.b_norm, spec.c_norm)
+        self.dt_norm, self.b_norm, self.c_norm = (None if each is None else build_module(each) for each in norms)
+        self.dt_proj = Linear(spec.rank, spec.inner, True)
+        self.read, self.chosen = FusedLinears(), FusedLinears()
+        self.activation = activation_of(spec.activation)
+        self.A_log = nn.Parameter(torch.empty(spec.inner, spec.state_size))
+        self.D = nn.Parameter(torch.empty(spec.inner))
+        self.o_proj = Linear(spec.inner, spec.hidden_size, spec.bias)
+
+    @staticmethod
+    def cache(spec: Mamba) -> State:  # noqa: ARG004
+        """What a decode keeps of earlier tokens."""
+        return State()
+
+    def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
+        inputs, gate = self.read((self.x_proj, self.gate_proj), real(x, context))
+        mixed = convolved(inputs.transpose(1, 2), self.x_conv.weight, self.x_conv.bias, cache, self.activation)
+        u = real(mixed.transpose(1, 2), context)  # of one sequence a view is multiplied, of several a copy
+        chosen = self.chosen((self.dt_in_proj, self.b_proj, self.c_proj), u.flatten(0, 1))
+        parts = [torch.unflatten(each, 0, u.shape[:2]) for each in chosen]
+        norms = (self.dt_norm, self.b_norm, self.c_norm)
+        dt, b, c = (part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True))
+        steps = self.dt_proj.weight @ dt.transpose(1, 2)  # (B, inner, T)
+        before = None if cache is None else cache.state
+        read = _token if before is not None and x.shape[1] == 1 else _tokens
+        y, state = made_again(read, u.transpose(1, 2), steps, b, c, self.A_log, self.D, self.dt_proj.bias, before)
+        if cache is not None:
+            cache.state = state
+        out: Tensor = self.o_proj((y * F.silu(gate.transpose(1, 2))).transpose(1, 2).to(x.dtype))
+        return out
+
+
+def _tokens(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """y (B, inner, T) of many tokens, in fp32 at least, and the state that they leave."""
+    x, dt, b, c, rates, passed, shift, state = inputs
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt = F.softplus(dt + shift.to(wide).to(dt.dtype)[..., None])
+    decays = torch.exp(-rates.to(wide).exp()[None, :, None, :] * dt[:, :, :, None])
+    brought = dt[:, :, :, None] * b[:, None].to(wide) * x[:, :, :, None].to(wide)
+    state = brought.new_zeros(*x.shape[:2], b.shape[-1]) if state is None else state
+    found = []
+    for at in range(x.shape[-1]):
+        state = decays[:, :, at] * state + brought[:, :, at]
+        found.append(torch.matmul(state.to(x.dtype), c[:, at, :].unsqueeze(-1))[:, :, 0])
+    return torch.stack(found, dim=-1) + x * passed.to(wide)[None, :, None], state
+
+
+def _token(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """y (B, inner, 1) of one token, and the state that it leaves."""
+    x, dt, b, c, rates, passed, shift, state = inputs
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, dt, b, c = x[..., 0], dt[..., 0], b[:, 0], c[:, 0]
+    dt = F.softplus(dt + shift.to(wide).to(dt.dtype))
+    brought = dt.to(wide)[..., None] * b.to(wide)[:, None, :] * x.to(wide)[..., None]
+    state = state * torch.exp(dt.to(wide)[..., None] * -rates.to(wide).exp()) + brought
+    y = torch.matmul(state.to(c.dtype), c.unsqueeze(-1)).squeeze(-1)
+    return (y + x * passed).to(x.dtype)[..., None], state
