@@ -17,7 +17,7 @@ from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigRead
 from ..architectures.decoder import Decoder, Field
 from ..architectures.layout import IDENTITY
 from ..architectures.rope import PART, USUAL_ROTARY, RotaryKind
-from ..components import FeedForward, GatedFeedForward, LayerNorm, ModelSpec, RMSNorm, Shape
+from ..components import FeedForward, GatedFeedForward, LayerNorm, ModelSpec, RMSNorm, Shape, without_rounding
 from ..errors import CannotExpress, CheckpointError, GptkitError
 from .vocabulary import CUT, Donor, Meaning, Names, Vocabulary, id_or_value, names_of
 
@@ -51,6 +51,8 @@ _PLACES = tuple(
 )
 _CERTAIN = ("layers", "hidden", "vocab")  # roles that say what the tensors must be
 _SIZES = (*_CERTAIN, "heads", "intermediate", "eps", "activation", "context", "tied")  # without which there is no tree
+_ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # how the places begin of what `accounted` tells
+_NOBODY = "TODO: nothing here reads {}"
 _LOOKED_AT = 12  # families whose own tree is made of the config
 _READINGS = 8  # of a tensor whose name nobody has
 
@@ -175,7 +177,7 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
     draft = replace(
         draft, doubts=tuple(each for each in _doubts(draft, config, names, donors[1:], words) if each.options)
     )
-    return accounted(_fitted(draft, config, names), config, names, shapes)
+    return accounted(_fitted(draft, config, names), config, shapes)
 
 
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
@@ -491,6 +493,7 @@ def _arguments(
         own["mixtures"] = None
     said = {role for each in fields.values() for role in each.role.split()}
     fixed = {role: each for role, each in theirs.fixed.items() if role not in said and _has(own, role)}
+    why |= {f"fixed.{role}": f"as {skeleton.family.name} has it" for role in fixed}
     if "final_norm.weight" not in shared and fixed.get("norm.gain") != "none":
         fixed["final_norm"] = False
     if "tied" not in said and "tied" not in fixed:
@@ -603,9 +606,12 @@ def _spec(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
         return None
 
 
-def accounted(draft: Draft, config: Mapping[str, Any], names: Names, shapes: Mapping[str, Shape]) -> Draft:
-    """With every field that nothing reads refused at other values, and all that does not fit told."""
-    todo, more, known = dict(draft.todo), dict(draft.more), draft.known
+def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
+    """With every field that nothing reads refused at other values, and all that does not fit told, as of now."""
+    todo = {place: each for place, each in draft.todo.items() if not place.startswith(_ACCOUNTS)}
+    known, names, before = draft.known, names_of(shapes), draft.more["refused"]
+    more = {**draft.more, "refused": {name: each for name, each in before.items() if each[1] != _NOBODY.format(name)}}
+    draft = replace(draft, more=more)
     stated = {**(known.defaults if known else {}), **config}
     family = draft.family()
     reader = family.reader(stated)
@@ -625,7 +631,7 @@ def accounted(draft: Draft, config: Mapping[str, Any], names: Names, shapes: Map
             irrelevant[name] = f"another name of {known.aliases[name]}"
             continue
         value = stated.get(name)
-        refused[name] = ((value,), f"TODO: nothing here reads {name}")
+        refused[name] = ((value,), _NOBODY.format(name))
         todo[f"refused.{name}"] = (
             f"nothing reads {name}, which is {shown(value)}: say what it does, or why it does nothing"
         )
@@ -744,6 +750,26 @@ def _doubts(
             if id_or_value(one.value) != now
         ]
         yield Doubt(role, (*other, (f"no {role}", {f"fixed.{role}": ABSENT})))
+
+
+def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
+    """With a word on each open value that would be another function, for want of anything that decides it."""
+    todo, now = dict(draft.todo), _spec(draft, config)
+    for doubt in draft.doubts:
+        if now is None or doubt.what in (UNTOLD, BY_LAYER):
+            continue
+        trees = [(words, _spec(draft.patched(patch), config)) for words, patch in doubt.options]
+        others = [words for words, tree in trees if tree is not None and _another(tree, now)]
+        if others:
+            said = " or ".join(each.removeprefix(f"{doubt.what} ") for each in others[:4])
+            todo[f"doubt {doubt.what}"] = f"neither names nor shapes tell {doubt.what}: it may be {said}"
+    return replace(draft, todo=todo)
+
+
+def _another(tree: ModelSpec, now: ModelSpec) -> bool:
+    """Whether a tree is another function of the same tensors."""
+    ours, theirs = ({each.name: each.shape for each in _cut(one).parameters()} for one in (tree, now))
+    return ours == theirs and without_rounding(tree) != without_rounding(now)
 
 
 def _readings(template: str, lacking: set[str], draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:

@@ -41,7 +41,7 @@ from ..testing import (
     probes,
     stored,
 )
-from .guess import BY_LAYER, Draft, Known, Patch, guess
+from .guess import BY_LAYER, Draft, Known, Patch, accounted, guess, undecided
 from .source import source_of
 from .vocabulary import Vocabulary, vocabulary
 
@@ -496,10 +496,13 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
                 None,
                 f"transformers' {known.hf_class} makes no tiny model of it: {' '.join(str(error).split()):.200}",
             )
-    if case is not None:
+    if case is None:
+        draft = undecided(draft, config)
+    else:
         search = Search(case)
         draft, left = search.nearest(draft)
         note = f"by {left:.1e} in the mean" if left < float("inf") else "which gives none"
+        draft = accounted(draft, config, shapes)
         if left == 0:
             draft = settled(draft, case, words)
         try:
