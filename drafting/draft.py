@@ -193,8 +193,8 @@ def lines(found: Drafted) -> list[str]:
     told += [f"          {' '.join(each.split())}" for each in found.place]
     if found.tried:
         told.append(
-            f"tried     {found.tried} drafts against transformers' class"
+            f"tried     {found.tried} draft{'s' * (found.tried > 1)} against transformers' class"
             + (f", and taken: {'; '.join(found.kept)}" if found.kept else "")
         )
     told += [f"TODO      {each}" for each in found.todo]
-    return [*told, f"          gptkit --plugin {found.path} verify MODEL"]
+    return [*told, f"use       gptkit --plugin {found.path} load MODEL"]

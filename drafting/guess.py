@@ -577,8 +577,11 @@ def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
         for field_name, each in list(fields.items()):
             if role in each.role.split():
                 rest = " ".join(one for one in each.role.split() if one != role)
-                value = shown(config.get(field_name, each.default))
-                todo[f"fields.{field_name}"] = f"with {field_name} {value} other families have {role} otherwise"
+                value, there_is = shown(config.get(field_name, each.default)), "one" if has else "none"
+                usually = "without" if has else "with"
+                todo[f"fields.{field_name}"] = (
+                    f"{field_name} is {value}, by which other families are {usually} {role}, and there is {there_is}"
+                )
                 if rest:
                     fields[field_name] = each._replace(role=rest)
                 else:

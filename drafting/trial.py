@@ -214,7 +214,7 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
         if isinstance(value, bool) or (value is None and name in roles and draft.fields[name].default is False):
             other = not value
         elif isinstance(value, float):
-            other = 1e-3 if role == "eps" else value * 1.5
+            other = 1e-3 if role == "eps" else value * 1.5 or 0.5
         elif role == "activation":
             other = "gelu" if value != "gelu" else "relu"
         elif role == "kv_heads":
@@ -301,7 +301,9 @@ def settled(draft: Draft, case: Case, words: Vocabulary) -> Draft:
             why[place] = f"{why.get(place, '')}; right at {told} too"
             draft = dataclasses.replace(draft, why=why)
             continue
+        idle = unread and _same(case, varied)
         others = _meanings(draft, name, words) if unread or name in draft.fields else _by_layer(draft)
+        others = iter(()) if idle else others
         found = next((each for each in others if max(difference(each, one) for one in (case, varied)) == 0), None)
         if found is not None:
             todo.pop(place, None)
@@ -310,7 +312,7 @@ def settled(draft: Draft, case: Case, words: Vocabulary) -> Draft:
         elif name in draft.fields:
             draft = _at_one_value(draft, name, case, told)
         elif unread:
-            same = "the same names and logits" if _same(case, varied) else "other names or logits"
+            same = "the same names and logits" if idle else "other names or logits"
             draft = dataclasses.replace(draft, todo={**todo, place: f"{todo[place]}; at {told} the class has {same}"})
         else:
             todo[f"read {name}"] = f"with {name} {told} the class' logits are others than this definition's"
