@@ -1,9 +1,10 @@
 """Definitions from outside: modules of other packages that register families, components, swaps and formats.
 
-A plugin is a module or a file of Python, and importing it registers what it has: a component by its class alone, which names the module
-that computes it (`Component.computed_in`), a family by `architectures.register`, swaps by `surgery.registry.register`,
-a format by `converter.targets.register`. It is found by an entry point of the group `gptkit.plugins`, or named by
-`--plugin MODULE`, `--plugin FILE.py` or in GPTKIT_PLUGINS (several by commas). Each is imported once, before anything else is done.
+A plugin is a module or a file of Python, and importing it registers what it has: a component by its class alone, which
+names the module that computes it (`Component.computed_in`), a family by `architectures.register`, swaps by
+`surgery.registry.register`, a format by `converter.targets.register`. It is found by an entry point of the group
+`gptkit.plugins`, or named by `--plugin MODULE`, `--plugin FILE.py` or in GPTKIT_PLUGINS (several by commas). Each is
+imported once, before anything else is done.
 """
 
 import importlib.util

@@ -64,7 +64,7 @@ class Named(Record):
         """The error for what needs to know what the tensors compute, to be raised by the caller."""
         kind = f" {self.model_type!r:.60}" if self.model_type else ""
         message = f"{model} is of a family{kind} that gptkit does not know: its tensors are counted by names"
-        return UsageError(message, "gptkit families lists the families of which there are all figures.")
+        return UsageError(message, f"gptkit draft {model} --out definition.py begins a definition of the family.")
 
     def groups(self) -> list[TensorGroup]:
         """Its tensors, those that differ by numbers in their names alone folded."""

@@ -277,7 +277,7 @@ def _version(value: bool) -> None:
 @app.callback()
 def root(
     show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
-    plugin: list[str] | None = option("--plugin MODULE", "Import this module or file, which registers components, families, …"),
+    plugin: list[str] | None = option("--plugin MODULE", "Import this module or file: it registers families, …"),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""
     load_plugins(plugin or ())

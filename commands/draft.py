@@ -27,6 +27,6 @@ def draft(
     if json:
         print_json({"schema_version": 1, **found.as_json()})
     else:
-        say([part for line in lines(found) for part in wrapped(line, 100)], quiet)
+        say([part for line in lines(found) for part in wrapped(line, 80)], quiet)
     if not found.passed:
         raise typer.Exit(3)

@@ -1,4 +1,4 @@
-"""A definition of a family that is not known, drafted from a checkpoint's config.json and the headers of its weights."""
+"""A definition of an unknown family, drafted from a checkpoint's config.json and the headers of its weights."""
 
 import json
 import subprocess
@@ -31,11 +31,11 @@ class Proof(NamedTuple):
 @dataclass(frozen=True)
 class Drafted(Record):
     """A definition file. skeleton: the family that it was made from. proofs: the four of `gptkit.testing`. place: where
-    logits part, and the cause, as verify tells them. tried: how many drafts were held against transformers' class; kept:
-    what was chosen by that. todo: what is open.
+    logits part, and the cause, as verify tells them. tried: how many drafts were held against transformers' class;
+    kept: what was chosen by that. todo: what is open.
     """
 
-    JSON = "path model_type skeleton proofs=proofs_as_json place tried kept todo"
+    JSON = "path=file model_type skeleton proofs=proofs_as_json place tried kept todo"
 
     path: Path
     model_type: str
@@ -50,6 +50,10 @@ class Drafted(Record):
     def passed(self) -> bool:
         """Whether no proof failed."""
         return all(each.holds is not False for each in self.proofs)
+
+    @property
+    def file(self) -> str:
+        return str(self.path)
 
     @property
     def proofs_as_json(self) -> list[dict[str, Any]]:
@@ -82,7 +86,9 @@ def draft(
     """
     path, say = Path(out), progress or (lambda _: None)
     if path.suffix != ".py":
-        raise UsageError(f"a definition is a Python file, and {path.name!r:.80} is none", f"--out {path.stem or 'definition'}.py")
+        raise UsageError(
+            f"a definition is a Python file, and {path.name!r:.80} is none", f"--out {path.stem or 'definition'}.py"
+        )
     if path.exists() or path.is_symlink():
         raise UsageError(f"{path} exists already", "Remove it, or give another name to --out.")
     if not path.parent.is_dir():
@@ -102,26 +108,56 @@ def draft(
     return Drafted(path, config["model_type"], answer["skeleton"], proofs, tried=answer["tried"], **lists)
 
 
-def _read(reference: str | Path, offline: bool, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def _read(
+    reference: str | Path, offline: bool, allow_pickle: bool
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """A checkpoint's config.json, and the names and shapes of its tensors."""
     found = identify(reference)
     if found.preset is not None or found.kind == "hub file":
-        raise InvalidInput(f"{reference} has no tensors of its own", "Give a checkpoint: a folder, or org/name on the hub.")
+        raise InvalidInput(
+            f"{reference} has no tensors of its own", "Give a checkpoint: a folder, or org/name on the hub."
+        )
     here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
     if here.format != "hf" or here.source is None:
-        raise InvalidInput(f"{reference} is no checkpoint with a config.json beside its weights", "Give the folder that transformers loads.")
+        raise InvalidInput(
+            f"{reference} is no checkpoint with a config.json beside its weights",
+            "Give the folder that transformers loads.",
+        )
     if not here.source.is_file():
-        raise InvalidInput(f"there is no config.json in {reference}", "A draft matches its fields with the tensors: put it beside them.")
+        raise InvalidInput(
+            f"there is no config.json in {reference}",
+            "A draft matches its fields with the tensors: put it beside them.",
+        )
     config, _ = read_config_file(here.source)
-    if not isinstance(config.get("model_type"), str) or not config["model_type"].isprintable() or not config["model_type"]:
-        raise InvalidInput("config.json names no model_type", "A family is told by it: give it one that nobody else has.")
-    parts = [name for name, value in config.items() if name.endswith("_config") and isinstance(value, dict) and "model_type" in value]
+    if (
+        not isinstance(config.get("model_type"), str)
+        or not config["model_type"].isprintable()
+        or not config["model_type"]
+    ):
+        raise InvalidInput(
+            "config.json names no model_type", "A family is told by it: give it one that nobody else has."
+        )
+    parts = [
+        name
+        for name, value in config.items()
+        if name.endswith("_config") and isinstance(value, dict) and "model_type" in value
+    ]
     if parts:
-        raise InvalidInput(f"config.json is of several models ({', '.join(parts)[:80]})", "gptkit extract writes one of them by itself.")
-    headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+        raise InvalidInput(
+            f"config.json is of several models ({', '.join(parts)[:80]})",
+            "gptkit extract writes one of them by itself.",
+        )
+    try:
+        headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
+    except InvalidInput as error:
+        if error.hint is not None:
+            raise
+        raise type(error)(error.message, "A draft needs the names and shapes of tensors, from headers alone.") from None
     shapes = {name: tuple(each.shape) for name, each in headers.tensors.items()}
     if not shapes:
-        raise InvalidInput(f"there are no tensors in {reference}", "A draft needs their names and shapes: put the weight files there.")
+        raise InvalidInput(
+            f"there are no tensors in {reference}", "A draft needs their names and shapes: put the weight files there."
+        )
     return config, shapes
 
 
@@ -129,14 +165,20 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     """What `trial` answers, in a process of its own."""
     command = [sys.executable, "-m", "gptkit.drafting.trial"]
     try:
-        done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise GptkitError(f"no draft was made in {_SECONDS} seconds", "gptkit params counts its tensors by their names.") from None
+        raise GptkitError(
+            f"no draft was made in {_SECONDS} seconds", "gptkit params counts its tensors by their names."
+        ) from None
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
-        raise GptkitError(f"no draft was made: {last:.200}", "gptkit params counts its tensors by their names.") from None
+        raise GptkitError(
+            f"no draft was made: {last:.200}", "gptkit params counts its tensors by their names."
+        ) from None
     if "refused" in answer:
         kind, message, hint = answer["refused"]
         raise getattr(errors, kind)(message, hint)
@@ -150,6 +192,9 @@ def lines(found: Drafted) -> list[str]:
     told += [f"{each.name:<10}{marks[each.holds]}{each.told}" for each in found.proofs]
     told += [f"          {' '.join(each.split())}" for each in found.place]
     if found.tried:
-        told.append(f"tried     {found.tried} drafts against transformers' class" + (f", and taken: {'; '.join(found.kept)}" if found.kept else ""))
+        told.append(
+            f"tried     {found.tried} draft{'s' * (found.tried > 1)} against transformers' class"
+            + (f", and taken: {'; '.join(found.kept)}" if found.kept else "")
+        )
     told += [f"TODO      {each}" for each in found.todo]
-    return [*told, f"          gptkit --plugin {found.path} verify MODEL"]
+    return [*told, f"use       gptkit --plugin {found.path} load MODEL"]

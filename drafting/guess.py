@@ -1,7 +1,7 @@
 """What a config.json and a checkpoint's names and shapes say of a family that is not known. No torch, no weights.
 
-The nearest registered family gives the arguments; what names, shapes and config fields say otherwise replaces them. What
-nobody can see in them stays open (`Draft.doubts`), with the values that other families have.
+The nearest registered family gives the arguments; what names, shapes and config fields say otherwise replaces them.
+What nobody can see in them stays open (`Draft.doubts`), with the values that other families have.
 """
 
 import re
@@ -17,7 +17,7 @@ from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigRead
 from ..architectures.decoder import Decoder, Field
 from ..architectures.layout import IDENTITY
 from ..architectures.rope import PART, USUAL_ROTARY, RotaryKind
-from ..components import FeedForward, GatedFeedForward, LayerNorm, ModelSpec, RMSNorm, Shape
+from ..components import FeedForward, GatedFeedForward, LayerNorm, ModelSpec, RMSNorm, Shape, without_rounding
 from ..errors import CannotExpress, CheckpointError, GptkitError
 from .vocabulary import CUT, Donor, Meaning, Names, Vocabulary, id_or_value, names_of
 
@@ -46,10 +46,14 @@ _BIASES = {
 }
 """The roles that say whether there are biases, and a shared name that there is with them."""
 
-_PLACES = tuple(f"{mixer}{place}" for mixer in ("attention", "feed_forward") for place in ("_norm", "_output_norm", "_sum_norm"))
+_PLACES = tuple(
+    f"{mixer}{place}" for mixer in ("attention", "feed_forward") for place in ("_norm", "_output_norm", "_sum_norm")
+)
 _CERTAIN = ("layers", "hidden", "vocab")  # roles that say what the tensors must be
 _SIZES = (*_CERTAIN, "heads", "intermediate", "eps", "activation", "context", "tied")  # without which there is no tree
-_LOOKED_AT = 24  # families whose own tree is made of the config
+_ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # how the places begin of what `accounted` tells
+_NOBODY = "TODO: nothing here reads {}"
+_LOOKED_AT = 12  # families whose own tree is made of the config
 _READINGS = 8  # of a tensor whose name nobody has
 
 
@@ -77,8 +81,8 @@ class Draft:
     """A family as far as it is guessed.
 
     skeleton: the family that arguments are taken from where nothing says otherwise. arguments: of `Decoder`. fields,
-    leaves, more: of it and of `Decoder.architecture`. why: the reason of each, by "fields.NAME", "leaves.TEMPLATE" and so
-    on. todo: what is not known or cannot be right yet, by the same places, or by a word of its own.
+    leaves, more: of it and of `Decoder.architecture`. why: the reason of each, by "fields.NAME", "leaves.TEMPLATE" and
+    so on. todo: what is not known or cannot be right yet, by the same places, or by a word of its own.
     """
 
     model_type: str
@@ -93,7 +97,7 @@ class Draft:
     doubts: tuple[Doubt, ...] = ()
 
     def modules(self) -> tuple[dict[str, tuple[str, str]], dict[str, Leaf]]:
-        """The modules that checkpoints have as they are: by name there, the shared name and a template; other leaves."""
+        """The modules that checkpoints have as they are, by name: the shared name, a template; and the other leaves."""
         found: dict[str, tuple[str, str]] = {}
         others = {}
         for template, leaf in self.leaves.items():
@@ -111,10 +115,14 @@ class Draft:
         modules, others = self.modules()
         leaves = (*leaves_of({name: shared for name, (shared, _) in modules.items()}), *others.values())
         more = {name: each for name, each in self.more.items() if name not in ("hf_class", "eager")}
-        return Decoder(self.fields, **self.arguments).architecture(self.model_type, self.more["hf_class"], leaves, **more)
+        return Decoder(self.fields, **self.arguments).architecture(
+            self.model_type, self.more["hf_class"], leaves, **more
+        )
 
     def patched(self, patch: Patch) -> "Draft":
-        """The draft with other values: "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME", "leaves.TEMPLATE"."""
+        """The draft with other values: of "arguments.NAME", "fixed.ROLE", "rotary.NAME", "fields.NAME" or
+        "leaves.TEMPLATE".
+        """
         parts: dict[str, dict[str, Any]] = {
             "arguments": dict(self.arguments),
             "fixed": dict(self.arguments.get("fixed", {})),
@@ -166,8 +174,10 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
         why=why,
     )
     draft = _as_named(draft, config, names)
-    draft = replace(draft, doubts=tuple(each for each in _doubts(draft, config, names, donors[1:], words) if each.options))
-    return accounted(_fitted(draft, config, names), config, names, shapes)
+    draft = replace(
+        draft, doubts=tuple(each for each in _doubts(draft, config, names, donors[1:], words) if each.options)
+    )
+    return accounted(_fitted(draft, config, names), config, shapes)
 
 
 _NUMBERED = re.compile(r"(?P<of>^blocks|experts)\.[0-9]+\.")
@@ -261,7 +271,7 @@ def _cut(spec: ModelSpec) -> ModelSpec:
 
 def _leaves(names: Names, skeleton: Donor, words: Vocabulary) -> tuple[dict[str, Leaf], dict[str, str]]:
     """What each tensor holds, by its template, the skeleton's order first; and why that is believed."""
-    found, why, taken = {}, {}, set()
+    found, why, taken = dict[str, Leaf](), dict[str, str](), set[str]()
     meanings = {each: words.of_tensor(names.key(each)) for each in names.shapes}
     for template in sorted(names.shapes, key=lambda each: len(meanings[each]) or 99):
         own = skeleton.keys.get(names.key(template))
@@ -337,7 +347,10 @@ def _fields(
             number, where = facts[role]
             if role in _CERTAIN and number != config[name]:
                 told = f"config.json says {name} {shown(config[name])}, and {where} are {number}"
-                raise CheckpointError(f"the tensors are of another model than config.json: {told}", "Take the config.json that was saved with them.")
+                raise CheckpointError(
+                    f"the tensors are of another model than config.json: {told}",
+                    "Take the config.json that was saved with them.",
+                )
             reason = f"{number} is {where}" if number == config[name] else reason
         why[f"fields.{name}"] = reason
 
@@ -445,13 +458,17 @@ def _arguments(
     blocks = {name.removeprefix("blocks.{layer}.") for name in shared}
     norms = tuple(each for each in _PLACES if f"{each}.weight" in blocks)
     own["norms"] = norms or theirs.norms
-    why["arguments.norms"] = ", ".join(by[f"blocks.{{layer}}.{each}.weight"] for each in norms) or "no norm has a weight"
+    why["arguments.norms"] = (
+        ", ".join(by[f"blocks.{{layer}}.{each}.weight"] for each in norms) or "no norm has a weight"
+    )
     biased = [name for name in shared if name.endswith("norm.bias")]
     eps = next((name for name, each in fields.items() if each.role == "eps"), "")
     layer_norms = [each for each in words.donors if each.decoder.norm is LayerNorm and eps in each.decoder.fields]
     rms_norms = [each for each in words.donors if each.decoder.norm is RMSNorm and eps in each.decoder.fields]
     own["norm"] = LayerNorm if biased or len(layer_norms) > len(rms_norms) else RMSNorm
-    why["arguments.norm"] = f"{by[biased[0]]} is there" if biased else f"{eps} is of such norms in most families, and no norm has a bias"
+    why["arguments.norm"] = (
+        f"{by[biased[0]]} is there" if biased else f"{eps} is of such norms in most families, and no norm has a bias"
+    )
     gated = any(name.endswith("gate_proj.weight") and "feed_forward" in name for name in shared)
     own["inner"] = GatedFeedForward if gated else FeedForward
     why["arguments.inner"] = "there is a gate_proj" if gated else "there is no gate_proj"
@@ -459,7 +476,11 @@ def _arguments(
     own["head_norms"] = ""
     if query is not None:
         shape, heads = names.shape(query), _value(config, known, fields, "heads")
-        width = names.shape(by["blocks.{layer}.attention.o_proj.weight"])[-1] if "blocks.{layer}.attention.o_proj.weight" in by else 0
+        width = (
+            names.shape(by["blocks.{layer}.attention.o_proj.weight"])[-1]
+            if "blocks.{layer}.attention.o_proj.weight" in by
+            else 0
+        )
         own["head_norms"] = "own" if len(shape) == 2 else "whole" if shape[0] == width and heads != 1 else "same"
         why["arguments.head_norms"] = f"{query} is {shape}, and all heads are {width} wide"
     own["learned"] = "positions.weight" in shared
@@ -472,8 +493,16 @@ def _arguments(
         own["mixtures"] = None
     said = {role for each in fields.values() for role in each.role.split()}
     fixed = {role: each for role, each in theirs.fixed.items() if role not in said and _has(own, role)}
+    why |= {f"fixed.{role}": f"as {skeleton.family.name} has it" for role in fixed}
     if "final_norm.weight" not in shared and fixed.get("norm.gain") != "none":
         fixed["final_norm"] = False
+    if "tied" not in said and "tied" not in fixed:
+        fixed["tied"] = not any(
+            leaf.names == ("head.weight",) and each in names.shapes for each, leaf in leaves.items()
+        )
+        why["fixed.tied"] = "no field says so, and " + (
+            "the head has no tensor" if fixed["tied"] else "the head has one"
+        )
     own["fixed"] = fixed
     return own
 
@@ -504,8 +533,9 @@ def _rotary(kind: RotaryKind, config: Mapping[str, Any], known: Known | None, wo
     part = next((each for each in (kind.part, *sorted(names)) if each and (each in stated or each in inner)), "")
     part = part or (PART if isinstance(inner, dict) and PART in inner else "")
     whole = usual.get(PART, known.defaults.get(part, kind.whole) if known else kind.whole) if part else 1.0
-    numbers = {"base": base, "whole": whole}
-    return kind._replace(part=part, **{name: float(each) for name, each in numbers.items() if type(each) in (int, float)})
+    said = {name: each for name, each in (("base", base), ("whole", whole)) if type(each) in (int, float)}
+    numbers: dict[str, Any] = {name: float(each) for name, each in said.items()}
+    return kind._replace(part=part, **numbers)
 
 
 def _layers_of(donor: Donor, rotary: RotaryKind) -> dict[str, Any]:
@@ -522,7 +552,11 @@ def _unread(draft: Draft, config: Mapping[str, Any]) -> list[str] | None:
         family.read(reader)
     except (GptkitError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return [name for name in config if name not in reader.used and name not in family.ignored and name not in family.refusals]
+    return [
+        name
+        for name in config
+        if name not in reader.used and name not in family.ignored and name not in family.refusals
+    ]
 
 
 def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
@@ -543,8 +577,11 @@ def _as_named(draft: Draft, config: Mapping[str, Any], names: Names) -> Draft:
         for field_name, each in list(fields.items()):
             if role in each.role.split():
                 rest = " ".join(one for one in each.role.split() if one != role)
-                value = shown(config.get(field_name, each.default))
-                todo[f"fields.{field_name}"] = f"with {field_name} {value} other families have {role} otherwise"
+                value, there_is = shown(config.get(field_name, each.default)), "one" if has else "none"
+                usually = "without" if has else "with"
+                todo[f"fields.{field_name}"] = (
+                    f"{field_name} is {value}, by which other families are {usually} {role}, and there is {there_is}"
+                )
                 if rest:
                     fields[field_name] = each._replace(role=rest)
                 else:
@@ -572,16 +609,21 @@ def _spec(draft: Draft, config: Mapping[str, Any]) -> ModelSpec | None:
         return None
 
 
-def accounted(draft: Draft, config: Mapping[str, Any], names: Names, shapes: Mapping[str, Shape]) -> Draft:
-    """With every field that nothing reads refused at other values, and all that does not fit told."""
-    todo, more, known = dict(draft.todo), dict(draft.more), draft.known
+def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Draft:
+    """With every field that nothing reads refused at other values, and all that does not fit told, as of now."""
+    todo = {place: each for place, each in draft.todo.items() if not place.startswith(_ACCOUNTS)}
+    known, names, before = draft.known, names_of(shapes), draft.more["refused"]
+    more = {**draft.more, "refused": {name: each for name, each in before.items() if each[1] != _NOBODY.format(name)}}
+    draft = replace(draft, more=more)
     stated = {**(known.defaults if known else {}), **config}
     family = draft.family()
     reader = family.reader(stated)
     try:
         family.read(reader)
     except (GptkitError, ValueError, TypeError, KeyError, AttributeError) as error:
-        todo["config"] = f"config.json is not read: {str(error).splitlines()[0]:.200}"
+        lacking = isinstance(error, KeyError)
+        reason = f"no field says the model's {error}" if lacking else str(error).partition("\n")[0]
+        todo["config"] = f"config.json is not read: {reason:.200}"
     aliases = {name for names in more.get("config_aliases", {}).values() for name in names}
     left = dict.fromkeys([*stated, *(known.fields if known else ()), *(known.aliases if known else ())])
     refused, irrelevant = dict(more["refused"]), dict(more["irrelevant"])
@@ -592,8 +634,10 @@ def accounted(draft: Draft, config: Mapping[str, Any], names: Names, shapes: Map
             irrelevant[name] = f"another name of {known.aliases[name]}"
             continue
         value = stated.get(name)
-        refused[name] = ((value,), f"TODO: nothing here reads {name}")
-        todo[f"refused.{name}"] = f"nothing reads {name}, which is {shown(value)}: say what it does, or why it does nothing"
+        refused[name] = ((value,), _NOBODY.format(name))
+        todo[f"refused.{name}"] = (
+            f"nothing reads {name}, which is {shown(value)}: say what it does, or why it does nothing"
+        )
     irrelevant = {name: reason for name, reason in irrelevant.items() if name not in reader.used}
     refused = {name: each for name, each in refused.items() if name not in reader.used}
     draft = replace(draft, more={**more, "refused": refused, "irrelevant": irrelevant})
@@ -624,7 +668,11 @@ def _misfits(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shape
         if shapes[name] != shape:
             yield f"{name} is {shapes[name]}, and the tree has {shape}"
             return
-    spare = [name for name in shapes if name not in ours and name != head and draft.family().canonical_name(name, ours, len(spec.blocks)) is not None]
+    spare = [
+        name
+        for name in shapes
+        if name not in ours and name != head and draft.family().canonical_name(name, ours, len(spec.blocks)) is not None
+    ]
     if spare:
         yield f"{len(spare)} tensors have no place in the tree, {spare[0]:.100} among them"
 
@@ -649,7 +697,10 @@ def _doubts(
         patch |= {
             f"fixed.{role}": value
             for role, value in donor.decoder.fixed.items()
-            if role not in said and role not in _BIASES and role not in ("norm.bias", "tied") and _has(draft.arguments, role)
+            if role not in said
+            and role not in _BIASES
+            and role not in ("norm.bias", "tied")
+            and _has(draft.arguments, role)
         }
         if donor.decoder.rotary is not None and draft.arguments["rotary"] is not None:
             patch |= {f"rotary.{name}": getattr(donor.decoder.rotary, name) for name in ("pairs", "rounding", "joined")}
@@ -664,7 +715,9 @@ def _doubts(
             others = [each for each in values if each != getattr(draft.arguments["rotary"], name)]
             yield Doubt(f"rotary {name}", tuple((repr(each), {f"rotary.{name}": each}) for each in others))
     for name, each in draft.fields.items():
-        options = [one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (each.role, each.read)]
+        options = [
+            one for one in words.fields.get(name, []) if (one.value.role, one.value.read) != (each.role, each.read)
+        ]
         free = said - set(each.role.split())
         patches = [
             (one.value.role, {f"fields.{name}": _with_default(one.value, name, config, draft.known)})
@@ -672,8 +725,14 @@ def _doubts(
             if free.isdisjoint(one.value.role.split())
         ]
         yield Doubt(f"what {name} says", tuple(patches))
-    others = [each for each in (draft.skeleton, *rivals) if each.decoder.layers not in (None, draft.arguments["layers"])]
-    same = {"arguments.layers": None, "arguments.written": _PLAIN.written, "arguments.rotary": draft.arguments["rotary"]}
+    others = [
+        each for each in (draft.skeleton, *rivals) if each.decoder.layers not in (None, draft.arguments["layers"])
+    ]
+    same = {
+        "arguments.layers": None,
+        "arguments.written": _PLAIN.written,
+        "arguments.rotary": draft.arguments["rotary"],
+    }
     rotary = draft.arguments["rotary"] or _rotary(USUAL_ROTARY, config, draft.known, words)
     none = [("nothing differs by layer", {**same, "arguments.rotary": rotary})] if draft.arguments["layers"] else []
     differing = [(f"as {each.family.name}", _layers_of(each, rotary)) for each in others if not each.decoder.recurrent]
@@ -681,12 +740,39 @@ def _doubts(
     for role, meanings in sorted(words.fixed().items(), key=lambda each: -sum(one.votes for one in each[1])):
         if role in said or role in _BIASES or role in ("norm.bias", "tied", "eps", "final_norm", "attention.causal"):
             continue
-        if not _has(draft.arguments, role) or ("position" in role) or (role.startswith("mixture") and draft.arguments["mixtures"] is None):
+        if (
+            not _has(draft.arguments, role)
+            or ("position" in role)
+            or (role.startswith("mixture") and draft.arguments["mixtures"] is None)
+        ):
             continue
         now = id_or_value(fixed[role]) if role in fixed else None
-        values = [(f"{role} as in {one.donor}", {f"fixed.{role}": one.value}) for one in meanings if id_or_value(one.value) != now]
-        values.append((f"no {role}", {f"fixed.{role}": ABSENT}))
-        yield Doubt(role, tuple(values))
+        other: list[tuple[str, Patch]] = [
+            (f"{role} as in {one.donor}", {f"fixed.{role}": one.value})
+            for one in meanings
+            if id_or_value(one.value) != now
+        ]
+        yield Doubt(role, (*other, (f"no {role}", {f"fixed.{role}": ABSENT})))
+
+
+def undecided(draft: Draft, config: Mapping[str, Any]) -> Draft:
+    """With a word on each open value that would be another function, for want of anything that decides it."""
+    todo, now = dict(draft.todo), _spec(draft, config)
+    for doubt in draft.doubts:
+        if now is None or doubt.what in (UNTOLD, BY_LAYER):
+            continue
+        trees = [(words, _spec(draft.patched(patch), config)) for words, patch in doubt.options]
+        others = [words for words, tree in trees if tree is not None and _another(tree, now)]
+        if others:
+            said = " or ".join(each.removeprefix(f"{doubt.what} ") for each in others[:4])
+            todo[f"doubt {doubt.what}"] = f"neither names nor shapes tell {doubt.what}: it may be {said}"
+    return replace(draft, todo=todo)
+
+
+def _another(tree: ModelSpec, now: ModelSpec) -> bool:
+    """Whether a tree is another function of the same tensors."""
+    ours, theirs = ({each.name: each.shape for each in _cut(one).parameters()} for one in (tree, now))
+    return ours == theirs and without_rounding(tree) != without_rounding(now)
 
 
 def _readings(template: str, lacking: set[str], draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:

@@ -8,45 +8,80 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from ..architectures import Architecture, Leaf, families
-from ..architectures.decoder import Decoder, Field
 from ..architectures.base import Stacked
+from ..architectures.decoder import Decoder, Field
 from ..architectures.layout import Layout
+from ..architectures.rope import RotaryKind
 from .guess import Draft
 
 _PLACED = "gptkit.architectures"
 _HOMES = {
-    "Leaf": f"{_PLACED}.base", "Stacked": f"{_PLACED}.base", "leaves_of": f"{_PLACED}.base", "Field": f"{_PLACED}.decoder",
-    "Decoder": f"{_PLACED}.decoder", "Layout": f"{_PLACED}.layout", "RotaryKind": f"{_PLACED}.rope", "register": _PLACED,
-    "ConfigReader": f"{_PLACED}.config",
-}  # fmt: skip
+    **dict.fromkeys(("Leaf", "Stacked", "leaves_of"), f"{_PLACED}.base"),
+    **dict.fromkeys(("Decoder", "Field"), f"{_PLACED}.decoder"),
+    "Layout": f"{_PLACED}.layout",
+    "RotaryKind": f"{_PLACED}.rope",
+    "register": _PLACED,
+}
 """Where a definition imports from what it names."""
 
 
 def source_of(draft: Draft, head: Sequence[str]) -> str:
     """The file. `head`: what was proved of it, a paragraph each."""
     write = _Writer()
-    fields = _entries(draft, "fields", {write.value(name): write.value(each) for name, each in draft.fields.items()}, draft.fields)
+    fields = _entries(
+        draft, "fields", {write.value(name): write.value(each) for name, each in draft.fields.items()}, draft.fields
+    )
     usual = {each.name: each.default for each in dataclasses.fields(Decoder) if each.default is not dataclasses.MISSING}
-    given = {name: each for name, each in draft.arguments.items() if name not in usual or each is not usual[name] and each != usual[name]}
+    given = {
+        name: each
+        for name, each in draft.arguments.items()
+        if name not in usual or (each is not usual[name] and each != usual[name])
+    }
     given.pop("fixed", None)
-    arguments = _entries(draft, "arguments", {f"{name}=": write.value(each) for name, each in given.items()}, given, sign="")
-    fixed = _entries(draft, "fixed", {write.value(role): write.value(each) for role, each in draft.arguments["fixed"].items()}, draft.arguments["fixed"])
+    arguments = _entries(
+        draft, "arguments", {f"{name}=": write.value(each) for name, each in given.items()}, given, sign=""
+    )
+    fixed = _entries(
+        draft,
+        "fixed",
+        {write.value(role): write.value(each) for role, each in draft.arguments["fixed"].items()},
+        draft.arguments["fixed"],
+    )
     modules, others = draft.modules()
-    named = _entries(draft, "leaves", {write.value(a): write.value(b) for a, (b, _) in modules.items()}, [each for _, each in modules.values()])
+    named = _entries(
+        draft,
+        "leaves",
+        {write.value(a): write.value(b) for a, (b, _) in modules.items()},
+        [each for _, each in modules.values()],
+    )
     leaves = _entries(draft, "leaves", {f"{write.value(each)}": "" for each in others.values()}, others, sign="")
     more = dict(draft.more)
     own = [write.value(draft.model_type), write.value(more.pop("hf_class")), "LEAVES"]
     eager = more.pop("eager", False)
-    refused = _entries(draft, "refused", {write.value(name): write.value(each) for name, each in more.pop("refused").items()}, draft.more["refused"])
+    refused = _entries(
+        draft,
+        "refused",
+        {write.value(name): write.value(each) for name, each in more.pop("refused").items()},
+        draft.more["refused"],
+    )
     irrelevant = more.pop("irrelevant")
     rest = [f"    {name}={write.value(each)}," for name, each in more.items() if each not in ({}, ())]
     rest += ["    # the class has no other attention", '    reference=lambda _: ("eager",),'] if eager else []
-    rest += ["    irrelevant={", *(f"        {write.value(name)}: {write.value(each)}," for name, each in irrelevant.items()), "    },"] if irrelevant else []
+    rest += (
+        [
+            "    irrelevant={",
+            *(f"        {write.value(name)}: {write.value(each)}," for name, each in irrelevant.items()),
+            "    },",
+        ]
+        if irrelevant
+        else []
+    )
     rest += ["    refused={", *(f"    {line}" for line in refused), "    },"] if refused else []
     body = ["FIELDS = {", *fields, "}", "", "DECODER = Decoder(", "    FIELDS,", *arguments]
     body += ["    fixed={", *(f"    {line}" for line in fixed), "    },"] if fixed else []
@@ -71,7 +106,10 @@ def _entries(draft: Draft, part: str, texts: Mapping[str, str], names: Any, sign
     lines = []
     for (name, value), own in zip(texts.items(), names, strict=True):
         doubt = draft.todo.get(f"{part}.{own}")
-        lines += [f"    {line}" for line in (*_comment(draft.why.get(f"{part}.{own}", "")), *_comment(f"TODO: {doubt}" if doubt else ""))]
+        lines += [
+            f"    {line}"
+            for line in (*_comment(draft.why.get(f"{part}.{own}", "")), *_comment(f"TODO: {doubt}" if doubt else ""))
+        ]
         lines.append(f"    {name}{sign}{value},")
     return lines
 
@@ -92,7 +130,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = {}
-        self._places = dict(_references())
+        self._places = _places()
 
     def named(self, name: str, home: str = "") -> str:
         """A name that is imported."""
@@ -116,15 +154,20 @@ class _Writer:
         if isinstance(value, Field):
             parts = [self.value(value.role), *([self.value(value.default)] if value.default is not None else [])]
             usual = Field("")
-            parts += [f"{name}={self.value(getattr(value, name))}" for name in ("read", "write") if getattr(value, name) is not getattr(usual, name)]
+            parts += [
+                f"{name}={self.value(getattr(value, name))}"
+                for name in ("read", "write")
+                if getattr(value, name) is not getattr(usual, name)
+            ]
             return f"{self.named('Field')}({', '.join(parts)})"
         if isinstance(value, type):
             return self.named(value.__name__, "gptkit.components")
         if type(value) in (Leaf, Layout, Stacked):
             told = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
             return self._made(value, told)
-        if isinstance(value, tuple):
-            return self._made(value, {name: (getattr(value, name), value._field_defaults.get(name)) for name in value._fields})  # type: ignore[attr-defined]
+        if isinstance(value, RotaryKind):
+            told = {name: (getattr(value, name), usual) for name, usual in RotaryKind._field_defaults.items()}
+            return self._made(value, told)
         if isinstance(value, msgspec.Struct):
             inner = ", ".join(f"{name}={self.value(getattr(value, name))}" for name in value.__struct_fields__)
             return f"{self.named(type(value).__name__, 'gptkit.components')}({inner})"
@@ -133,7 +176,7 @@ class _Writer:
         held: Any = getattr(sys.modules.get(home), owner, None)
         if callable(value) and (getattr(held, method, None) if method else held) is value:
             if home.startswith(f"{families.__name__}."):
-                return f"{self.named(home.rpartition('.')[2], families.__name__)}.{value.__qualname__}"
+                return f"{self.named(home.rpartition('.')[2], families.__name__)}.{owner}"
             return self.named(owner, home) + (f".{method}" if method else "")
         module, _, path = self._places[id(value)].partition(":")
         return f"{self.named(module, families.__name__)}.{path}"
@@ -141,6 +184,11 @@ class _Writer:
     def _made(self, value: Any, told: Mapping[str, tuple[Any, Any]]) -> str:
         parts = [f"{name}={self.value(each)}" for name, (each, usual) in told.items() if each != usual]
         return f"{self.named(type(value).__name__)}({', '.join(parts)})"
+
+
+@cache
+def _places() -> dict[int, str]:
+    return dict(_references())
 
 
 def _references() -> Iterator[tuple[int, str]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from ..testing import (
     probes,
     stored,
 )
-from .guess import BY_LAYER, Draft, Known, Patch, guess
+from .guess import BY_LAYER, Draft, Known, Patch, accounted, guess, undecided
 from .source import source_of
 from .vocabulary import Vocabulary, vocabulary
 
@@ -157,7 +157,7 @@ def difference(draft: Draft, case: Case) -> float:
             return float("inf")
         real = ... if batch.attention_mask is None else batch.attention_mask.bool()
         gap = (ours[real].double() - theirs[real].double()).abs().mean() / theirs[real].double().abs().max()
-        if not gap == 0:
+        if gap != 0:
             return weight * float(gap) if gap.isfinite() else float("inf")
     return 0.0
 
@@ -168,7 +168,11 @@ def _logits(draft: Draft, case: Case, weights: Mapping[str, Tensor], dtype: torc
     bound = family.bind(spec)
     if {name for name in weights if name != family.head or not spec.tied} - {each.checkpoint for each in bound}:
         raise ValueError("tensors are left over")
-    shared = {name: each for leaf in bound for name, each in zip(leaf.shared, leaf.to_shared(weights[leaf.checkpoint]), strict=True)}
+    shared = {
+        name: each
+        for leaf in bound
+        for name, each in zip(leaf.shared, leaf.to_shared(weights[leaf.checkpoint]), strict=True)
+    }
     decoder = Decoder(spec, attention="eager").to(dtype).eval()
     decoder.load_state_dict(shared)
     with torch.inference_mode():
@@ -206,11 +210,11 @@ def _variants(draft: Draft, case: Case) -> Iterator[tuple[str, Any, Case]]:
     for name, value in case.full.items():
         if name not in reader.used and f"refused.{name}" not in draft.todo:
             continue
-        role, other = roles.get(name, ""), None
+        role, other = roles.get(name, ""), cast("Any", None)
         if isinstance(value, bool) or (value is None and name in roles and draft.fields[name].default is False):
             other = not value
         elif isinstance(value, float):
-            other = 1e-3 if role == "eps" else value * 1.5
+            other = 1e-3 if role == "eps" else value * 1.5 or 0.5
         elif role == "activation":
             other = "gelu" if value != "gelu" else "relu"
         elif role == "kv_heads":
@@ -254,8 +258,8 @@ class Search:
         return best, left
 
     def _try(self, best: Draft, patch: Patch, rounding: bool) -> tuple[Draft, float]:
-        """The draft with a patch, and how far it is; infinitely where it says nothing new, or is no change of `rounding`
-        alone where it should be, or the other way round.
+        """The draft with a patch, and how far it is; infinitely where it says nothing new, or is a change of
+        rounding alone where it should not be, or is none where it should.
         """
         tried, far = best.patched(patch), float("inf")
         now, new = (_tree(each, self._case.full) for each in (best, tried))
@@ -263,9 +267,10 @@ class Search:
             return tried, far if new is None else difference(tried, self._case)
         key = (new, tuple(tried.leaves.values()))
         alike = without_rounding(now) == without_rounding(new) and best.leaves == tried.leaves
-        if key in self._seen or alike != rounding:
-            return tried, far
-        self._seen.add(key)
+        with contextlib.suppress(TypeError):  # a list where a number should be has no hash
+            if key in self._seen or alike != rounding:
+                return tried, far
+            self._seen.add(key)
         found = difference(tried, self._case)
         self.tried += found < far
         return tried, found
@@ -296,7 +301,9 @@ def settled(draft: Draft, case: Case, words: Vocabulary) -> Draft:
             why[place] = f"{why.get(place, '')}; right at {told} too"
             draft = dataclasses.replace(draft, why=why)
             continue
+        idle = unread and _same(case, varied)
         others = _meanings(draft, name, words) if unread or name in draft.fields else _by_layer(draft)
+        others = iter(()) if idle else others
         found = next((each for each in others if max(difference(each, one) for one in (case, varied)) == 0), None)
         if found is not None:
             todo.pop(place, None)
@@ -305,7 +312,7 @@ def settled(draft: Draft, case: Case, words: Vocabulary) -> Draft:
         elif name in draft.fields:
             draft = _at_one_value(draft, name, case, told)
         elif unread:
-            same = "the same names and logits" if _same(case, varied) else "other names or logits"
+            same = "the same names and logits" if idle else "other names or logits"
             draft = dataclasses.replace(draft, todo={**todo, place: f"{todo[place]}; at {told} the class has {same}"})
         else:
             todo[f"read {name}"] = f"with {name} {told} the class' logits are others than this definition's"
@@ -319,12 +326,16 @@ def _by_layer(draft: Draft) -> Iterator[Draft]:
 
 
 def _meanings(draft: Draft, name: str, words: Vocabulary) -> Iterator[Draft]:
-    """The draft with each other meaning of a field: those of its name, then those of all fields with values like its."""
+    """The draft with each other meaning of a field: of its name, then of all fields that have values of its kind."""
     own = draft.fields.get(name)
     taken = {role for other, each in draft.fields.items() if other != name for role in each.role.split()}
     value = draft.more["refused"][name][0][0] if own is None else own.default
     found = [each.value for each in words.fields.get(name, [])]
-    found += [each[0].value for each in words.fields.values() if isinstance(value, (bool, float)) and type(each[0].value.default) is type(value)]
+    found += [
+        each[0].value
+        for each in words.fields.values()
+        if isinstance(value, (bool, float)) and type(each[0].value.default) is type(value)
+    ]
     more = {**draft.more, "refused": {key: each for key, each in draft.more["refused"].items() if key != name}}
     for role, field in {(each.role, each.read): each for each in found}.items():
         if taken.isdisjoint(field.role.split()) and (own is None or role != (own.role, own.read)):
@@ -337,9 +348,14 @@ def _meanings(draft: Draft, name: str, words: Vocabulary) -> Iterator[Draft]:
 def _at_one_value(draft: Draft, name: str, case: Case, told: str) -> Draft:
     """With a field that is read rightly at the checkpoint's value alone refused at any other."""
     field, value = draft.fields[name], case.full.get(name)
-    todo = {**draft.todo, f"refused.{name}": f"{name} was taken for {field.role}, and at {told} the class differs from that"}
+    todo = {
+        **draft.todo,
+        f"refused.{name}": f"{name} was taken for {field.role}, and at {told} the class differs from that",
+    }
     if "." not in field.role:
-        return dataclasses.replace(draft, todo={**draft.todo, f"fields.{name}": f"at {name} {told} the class' logits are others"})
+        return dataclasses.replace(
+            draft, todo={**draft.todo, f"fields.{name}": f"at {name} {told} the class' logits are others"}
+        )
     read = field.value(draft.family().reader(case.full), name)
     fixed = {**draft.arguments["fixed"], **dict.fromkeys(field.role.split(), read)}
     refused = {**draft.more["refused"], name: ((value,), f"TODO: this definition was right at {shown(value)} alone")}
@@ -372,27 +388,48 @@ class _Proof:
     told: str
 
 
-def proved(family: Architecture, config: Config, shapes: Mapping[str, Shape], known: Known | None, case: Case | None, left: float | None) -> list[_Proof]:
-    """The four proofs of `testing`, of the checkpoint's own names and of transformers' class of its type."""
+def proved(
+    family: Architecture,
+    config: Config,
+    shapes: Mapping[str, Shape],
+    known: Known | None,
+    case: Case | None,
+    note: str,
+    eager: bool,
+) -> list[_Proof]:
+    """The four proofs of `testing`, of the checkpoint's own names and of transformers' class of its type. `note`: why
+    there is no case, or how far logits are apart.
+    """
     small = config if case is None else case.full
     fields = [*config] if known is None else [*dict.fromkeys((*known.fields, *known.aliases, *config))]
-    nobody = "transformers has no class of this type"
     found = [
-        _held("fields", lambda: fields_are_accounted_for(family, [config, small], fields), f"{len(fields)} fields are read, irrelevant or refused"),
+        _held(
+            "fields",
+            lambda: fields_are_accounted_for(family, [config, small], fields),
+            f"{len(fields)} fields are read, irrelevant or refused",
+        ),
         _held("elements", lambda: elements_land_once(family, small), "every element lands once and comes back"),
-        _held("names", lambda: _named(family, config, shapes, case), f"{len(shapes)} names and shapes of the checkpoint" + (" and those of the class" if case else "")),
+        _held(
+            "names",
+            lambda: _named(family, config, shapes, case),
+            f"{len(shapes)} names and shapes of the checkpoint" + (" and those of the class" if case else ""),
+        ),
     ]
     if case is None:
-        return [*found, _Proof("logits", None, nobody if known is None else "transformers' class makes no tiny model of it")]
-    paths = family.reference(family.usual if not family.stated else family.spec(small))
-    return [*found, _held("logits", lambda: _computed(family, case, paths), f"bit for bit in fp32 and bf16, {' and '.join(paths)}", f"logits differ, on a batch of two by {left:.1e} in the mean")]
+        return [*found, _Proof("logits", None, note)]
+    paths = ("eager",) if eager else ("sdpa", "eager")
+    apart = f"logits differ from those of this definition, {note}"
+    words = f"bit for bit in fp32 and bf16, {' and '.join(paths)}"
+    return [*found, _held("logits", lambda: _computed(family, case, paths), words, apart)]
 
 
 def _held(name: str, proof: Callable[[], None], words: str, instead: str = "") -> _Proof:
     try:
         proof()
     except Exception as error:  # AssertionError where it does not hold, whatever a wrong definition runs into
-        reason = " ".join(str(error).split()) or instead or type(error).__name__
+        reason = " ".join(str(error).split()) or instead
+        if not isinstance(error, (AssertionError, GptkitError)):
+            reason = f"{type(error).__name__}: {reason}"
         return _Proof(name, False, f"{reason:.300}")
     return _Proof(name, True, words)
 
@@ -401,8 +438,8 @@ def _named(family: Architecture, config: Config, shapes: Mapping[str, Shape], ca
     spec = family.spec(config)
     ours = {leaf.checkpoint: leaf.shape for leaf in family.bind(spec)}
     theirs = stored(family, spec, shapes)
-    theirs = {family.canonical_name(name, ours, len(spec.blocks)): shape for name, shape in theirs.items()}
-    theirs.pop(None, None)
+    called = {name: family.canonical_name(name, ours, len(spec.blocks)) for name in theirs}
+    theirs = {to: theirs[name] for name, to in called.items() if to is not None}
     lacking, spare = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     assert not lacking, f"the tree has {len(lacking)} tensors that the checkpoint has not: {lacking[:3]}"
     assert not spare, f"{len(spare)} tensors have no place in the tree: {spare[:3]}"
@@ -421,7 +458,7 @@ def _computed(family: Architecture, case: Case, paths: Sequence[str]) -> None:
             logits_agree(model, decoder_of(family, case.full, _stored(model), attention), batches)
 
 
-def place_and_cause(family: Architecture, case: Case) -> list[str]:
+def place_and_cause(case: Case) -> list[str]:
     """Where the definition parts from the class, and what would mend it, as verify finds them."""
     from ..parity.verify import verify
     from ..report.verification import verdict_lines
@@ -441,15 +478,15 @@ def place_and_cause(family: Architecture, case: Case) -> list[str]:
 
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
     """The definition's text, and what was proved of it."""
-    words = vocabulary(without)
+    words = vocabulary(tuple(without))
     for name in without:
         family = ARCHITECTURES.pop(name)
         for kind in family.model_types:
             BY_MODEL_TYPE.pop(kind, None)
     known = known_of(config)
     draft = guess(config, shapes, known, words)
-    case, tried, left = None, Search.__new__(Search), None
-    note = ""
+    case, search, left = None, None, None
+    note = "transformers has no class of this type"
     if known is not None:
         try:
             case = Case(config, known.hf_class)
@@ -457,16 +494,22 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
                 case = Case(_tiny(config, draft), known.hf_class)
             case.reference(torch.float32)
         except Exception as error:  # whatever the class says
-            case, note = None, f"transformers' {known.hf_class} makes no tiny model of it: {' '.join(str(error).split()):.200}"
-    if case is not None:
-        tried = Search(case)
-        draft, left = tried.nearest(draft)
+            case, note = (
+                None,
+                f"transformers' {known.hf_class} makes no tiny model of it: {' '.join(str(error).split()):.200}",
+            )
+    if case is None:
+        draft = undecided(draft, config)
+    else:
+        search = Search(case)
+        draft, left = search.nearest(draft)
+        note = f"by {left:.1e} in the mean" if left < float("inf") else "which gives none"
+        draft = accounted(draft, config, shapes)
         if left == 0:
             draft = settled(draft, case, words)
-        with contextlib.suppress(Exception):
+        try:
             case.model(torch.float32, "sdpa")
-            note = "sdpa"
-        if note != "sdpa":
+        except Exception:  # the class says that it has none
             draft = dataclasses.replace(draft, more={**draft.more, "eager": True})
     name = "drafted_definition"
     with tempfile.TemporaryDirectory(prefix="gptkit-draft-") as folder:
@@ -474,18 +517,18 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
         path.write_text(source_of(draft, ["being proved"]), encoding="utf-8")
         import_file(path)
     family = BY_MODEL_TYPE[config["model_type"]]
-    proofs = proved(family, config, shapes, known, case, left)
+    proofs = proved(family, config, shapes, known, case, note, "eager" in draft.more)
     failed = proofs[-1].holds is False
-    place = place_and_cause(family, case) if case is not None and failed and proofs[2].holds else []
-    head = _head(draft, proofs, place, tried.tried if case else 0)
+    place = place_and_cause(case) if case is not None and failed and proofs[2].holds else []
+    head = _head(draft, proofs, place, search.tried if search else 0)
     todo = list(dict.fromkeys(draft.todo.values()))
     return {
         "text": source_of(draft, head),
         "skeleton": draft.skeleton.family.name,
         "proofs": [dataclasses.asdict(each) for each in proofs],
         "place": place,
-        "tried": tried.tried if case else 0,
-        "kept": tried.kept if case else [],
+        "tried": search.tried if search else 0,
+        "kept": search.kept if search else [],
         "todo": todo,
     }
 
@@ -493,14 +536,38 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
 def _head(draft: Draft, proofs: Sequence[_Proof], place: Sequence[str], tried: int) -> list[str]:
     """What the file says of itself."""
     held = [each.name for each in proofs if each.holds]
-    told = "the four proofs pass" if len(held) == 4 else f"of the four proofs {', '.join(held) or 'none'} pass" + ("es" if len(held) == 1 else "")
-    of = f"a tiny random model of transformers' {draft.known.hf_class}" if proofs[-1].holds is not None and draft.known else "names and config alone"
-    lines = [f"{draft.model_type}, as gptkit draft made it of a checkpoint's config.json, names and shapes: {told}, on {of}."]
-    lines += [f"{each.name}: {'not tried: ' if each.holds is None else 'fails: '}{each.told}" for each in proofs if not each.holds]
+    told = (
+        "the four proofs pass"
+        if len(held) == 4
+        else f"of the four proofs {', '.join(held) or 'none'} pass" + ("es" if len(held) == 1 else "")
+    )
+    of = (
+        f"a tiny random model of transformers' {draft.known.hf_class}"
+        if proofs[-1].holds is not None and draft.known
+        else "names and config alone"
+    )
+    lines = [
+        f"{draft.model_type}, as gptkit draft made it of a checkpoint's config.json, names and shapes: {told}, on {of}."
+    ]
+    lines += [
+        f"{each.name}: {'not tried: ' if each.holds is None else 'fails: '}{each.told}"
+        for each in proofs
+        if not each.holds
+    ]
     lines += [" ".join(each.split()) for each in place]
-    lines += [f"{tried} drafts were tried against the class."] if tried else []
-    lines += [f"{len(draft.todo)} things are open: look for TODO."] if draft.todo else []
+    lines += [f"Drafts that were tried against the class: {tried}."] if tried else []
+    lines += [f"What is open, look for TODO: {len(draft.todo)}."] if draft.todo else []
     return lines
+
+
+def answered(question: Mapping[str, Any]) -> dict[str, Any]:
+    """The draft of a checkpoint's `config` and `shapes`, `without` some families; or how it is refused."""
+    shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
+    try:
+        with quiet():
+            return draft_of(question["config"], shapes, question["without"])
+    except GptkitError as error:
+        return {"refused": [type(error).__name__, error.message, error.hint]}
 
 
 def main() -> None:
@@ -509,14 +576,9 @@ def main() -> None:
     question = json.load(sys.stdin)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    out, sys.stdout = sys.stdout, io.StringIO()  # what libraries print is no answer
-    try:
-        shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
-        with quiet():
-            answer = draft_of(question["config"], shapes, question["without"])
-    except GptkitError as error:
-        answer = {"refused": [type(error).__name__, error.message, error.hint]}
-    json.dump(answer, out)
+    with contextlib.redirect_stdout(io.StringIO()):  # what libraries print is no answer
+        answer = answered(question)
+    json.dump(answer, sys.stdout)
 
 
 if __name__ == "__main__":

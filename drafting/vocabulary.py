@@ -6,9 +6,10 @@ Nothing is typed by hand here. A name's meanings are those that it has in the fa
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from ..architectures import ARCHITECTURES, Architecture, Leaf, families, llama2c
@@ -44,10 +45,8 @@ class Donor:
     def knows(self, config: Mapping[str, Any]) -> set[str]:
         """The fields of a config that it reads or declares."""
         reader = ConfigReader(config)
-        try:
+        with suppress(GptkitError, ValueError, TypeError, KeyError):  # as far as it goes
             self.decoder.read(reader)
-        except (GptkitError, ValueError, TypeError, KeyError):
-            pass  # read as far as it goes
         return config.keys() & (reader.used | self.decoder.fields.keys() | self.family.ignored.keys()).union(
             self.family.refusals
         )
@@ -103,7 +102,7 @@ class Vocabulary:
 
     @cached_property
     def irrelevant(self) -> dict[str, list[Meaning]]:
-        """Names of config fields that change nothing: the reasons. Those that every family ignores are not among them."""
+        """Names of config fields that change nothing: the reasons. Those that every family ignores are left out."""
         found: dict[str, list[tuple[str, str]]] = {}
         for family in (each.family for each in self.donors):
             for name, reason in family.ignored.items():
@@ -155,7 +154,8 @@ def tail(key: str) -> str:
     return ("{layer}." if layer else "") + ".".join(parts[-2:])
 
 
-def vocabulary(without: Collection[str] = ()) -> Vocabulary:
+@cache
+def vocabulary(without: tuple[str, ...] = ()) -> Vocabulary:
     """What the registered families know, but for those of some names."""
     places = dict(_places())
     return Vocabulary(
@@ -184,8 +184,8 @@ def _places() -> Iterator[tuple[int, str]]:
 class Names:
     """The tensors of a checkpoint by name templates.
 
-    prefix: what the names of layers begin with, "model." of "model.layers.{layer}.". layers: how many there are. shapes:
-    of each template the shapes by layer. odd: names that no template can be made of.
+    prefix: what the names of layers begin with, "model." of "model.layers.{layer}.". layers: how many there are.
+    shapes: of each template the shapes by layer. odd: names that no template can be made of.
     """
 
     prefix: str
@@ -222,7 +222,9 @@ def names_of(shapes: Mapping[str, Shape]) -> Names:
         template = _LAYER.sub("{layer}", name, count=1)
         if number:
             stacks[name[: number.start()]] += 1
-        found.setdefault(_EXPERT.sub("{expert}", template, count=1), {}).setdefault(int(number[0]) if number else 0, shape)
+        found.setdefault(_EXPERT.sub("{expert}", template, count=1), {}).setdefault(
+            int(number[0]) if number else 0, shape
+        )
     stack = stacks.most_common(1)[0][0] if stacks else ""
     own = [layer for each, layers in found.items() if each.startswith(f"{stack}{{layer}}") for layer in layers]
     prefix = stack.removesuffix(".").rpartition(".")[0]

@@ -40,7 +40,8 @@ def named(page: Path) -> str:
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-LONG = {page: pytest.mark.exhaustive for page in SHOWING if page.name == "tutorial.md"}  # trains, and heals
+LONG = {page: pytest.mark.exhaustive for page in SHOWING if page.name in ("tutorial.md", "draft-a-family.md")}
+"""Pages that train and heal, or try drafts in processes of their own."""
 
 
 @few(2)
