@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from helpers.covering import covered
 from helpers.families import (
     REPRESENTATIVES,
@@ -131,7 +133,19 @@ MISTAKES = {
         "logits not scaled",
         "relative biases off by one",
         "tables of biases exchanged between encoder and decoder",
-    }
+    },
+    "bart": {
+        "a causal mask, which hides what comes later",
+        "embedding not scaled",
+        "head bias dropped",
+        "keys of the decoder's own text in cross-attention",
+        "QKV bias of cross-attention dropped",
+        "norm of what is embedded left out",
+        "norms of sums left out",
+        "positions off by one",
+        "tables of positions exchanged between encoder and decoder",
+    },
+    "marian": {"a causal mask, which hides what comes later", "embedding not scaled", "head bias dropped"},
 }
 
 
@@ -157,6 +171,40 @@ def test_convert_there_and_back_byte_for_byte(variant: Variant, tmp_path: Path) 
     with torch.inference_mode():
         ours = decoder(ids, encoded=decoder.encode(ids.flip(-1)))
         assert torch.equal(ours, model(input_ids=ids.flip(-1), decoder_input_ids=ids).logits)
+
+
+def test_files_of_the_class_without_a_head_have_no_bias_of_logits(tmp_path: Path) -> None:
+    """transformers' class with one takes it for zeros, as bart-base's files are read."""
+    config = transformers.BartConfig(**{k: v for k, v in REPRESENTATIVES["bart"].config.items() if k != "model_type"})
+    model = transformers.BartModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained(tmp_path)
+    found = gptkit.verify(tmp_path, bisected=False)
+    assert found.verdict == "identical" and found.score is not None and not found.score.missed
+    assert not gptkit.load(tmp_path).spec.head.bias
+
+
+def test_tables_of_sines_in_files_are_carried_along(tmp_path: Path) -> None:
+    """Older files of Marian have them, those that transformers writes now have not."""
+    config = REPRESENTATIVES["marian"].config
+    model = save_hf(config, tmp_path / "without")
+    kept = type(model)._keys_to_ignore_on_save
+    try:
+        model._keys_to_ignore_on_save = None
+        model.save_pretrained(tmp_path / "with")
+    finally:
+        model._keys_to_ignore_on_save = kept
+    gptkit.convert(tmp_path / "with", tmp_path / "local", to="local")
+    gptkit.convert(tmp_path / "local", tmp_path / "back", to="hf")
+    names = safetensors.torch.load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(names["model.encoder.embed_positions.weight"], model.model.encoder.embed_positions.weight)
+    ids = next(probes(30, 1, (), VOCAB)).input_ids
+    given = [gptkit.load(tmp_path / each) for each in ("with", "without")]
+    with torch.inference_mode():
+        first, second = (each(ids, encoded=each.encode(ids)) for each in given)
+    assert torch.equal(first, second)
 
 
 def test_the_command_writes_another_text(tmp_path: Path) -> None:
