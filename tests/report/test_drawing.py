@@ -28,7 +28,6 @@ from gptkit.report.structure import Structure, structure
 from gptkit.report.tree import tree_drawing, tree_lines, tree_rows
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
-ALL = {name: spec for name, spec in ALL.items() if spec.encoder is None}
 SOME = (
     *DISTINCT,
     "bloom-post-norm",
@@ -448,7 +447,7 @@ def test_most_diagrams_fit_a_phone() -> None:
 
 
 @few(40)
-@pytest.mark.parametrize("name", [name for name in presets() if preset(name).encoder is None])
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_can_be_drawn(name: str) -> None:
     spec = preset(name)
     graph = structure(spec)
