@@ -469,7 +469,7 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
 
 
 def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
-    ends = {"hidden": spec.hidden_size}
+    ends = {"hidden": spec.hidden_size, "vocab": spec.vocab_size}
     per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint]
     first = leaves.index(per_block[0]) if per_block else len(leaves)
     for leaf in leaves[:first]:

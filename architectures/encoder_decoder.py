@@ -25,11 +25,13 @@ GENERATION = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "ta
 @dataclass(frozen=True)
 class EncoderDecoder:
     """What is the same in all trees of a family of encoder-decoders: its two tables. Cross-attention has the sizes,
-    biases and norms of the decoder's own attention.
+    biases and norms of the decoder's own attention. first_norm: whether a norm as in the layers is on all that is
+    embedded, in either stack.
     """
 
     encoder: Decoder
     decoder: Decoder
+    first_norm: bool = False
     kinds: Kinds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,9 +52,14 @@ class EncoderDecoder:
         """The tree of a config; raises ConfigError for a field of another type or range."""
         encoder, decoder = self.encoder.read(config), self.decoder.read(config)
         blocks = {block: _across(block) for block in dict.fromkeys(decoder.blocks)}
+        first = [
+            next(iter(each.blocks[0].norms().values())) if self.first_norm else None for each in (encoder, decoder)
+        ]
+        table = replace(encoder.embedding, shared=True)
         return replace(
             decoder,
-            encoder=replace(encoder, head=None, embedding=replace(encoder.embedding, shared=True)),
+            encoder=replace(encoder, head=None, embedding=table, first_norm=first[0]),
+            first_norm=first[1],
             blocks=tuple(blocks[block] for block in decoder.blocks),
         )
 

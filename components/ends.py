@@ -155,7 +155,7 @@ class Head(Component, frozen=True):
     `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
     before (MiniCPM), or with "multiply states" multiplied by it (T5); then `cap` c makes c · tanh(x / c) of every logit
     x (Gemma 2). With `width` a matrix takes hidden states to so many dimensions first (OPT 350m); with a `transform`
-    they go through that before (BERT).
+    they go through that before (BERT). `added` says where a bias is, inside the matrix product or behind it (BART).
     """
 
     label = "head"
@@ -167,7 +167,7 @@ class Head(Component, frozen=True):
         "width": "hidden states not projected before the head",
         "transform": "transform before the head left out",
     }
-    rounds = ("scaling",)
+    rounds = ("scaling", "added")
     rows = "V"
 
     given = ("vocab_size", "hidden_size")
@@ -181,6 +181,7 @@ class Head(Component, frozen=True):
     width: Size | None = None
     transform: HeadTransform | None = None
     scaling: Literal["multiply", "divide", "divide states", "multiply states"] = "multiply"
+    added: Literal["in the product", "behind it"] = "in the product"
 
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:

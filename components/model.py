@@ -174,7 +174,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if self.encoder is not None:
             raise MissingComponent(
                 f"{what} is known of one stack of layers, and this model has an encoder beside its decoder",
-                "params, FLOPs, the cache, compare, convert, verify and generate know both.",
+                "params, FLOPs, the cache, show, compare, convert, verify and generate know both.",
             )
 
     @property

@@ -70,10 +70,12 @@ class LearnedPositions(Component, frozen=True):
 class SinusoidalPositions(Component, frozen=True):
     """Sines and then cosines of a token's position and `offset` added to its embedding (Vaswani et al. 2017), for
     sequences up to `length`. With `ends` "both" the slowest pair turns once in 2π · 10,000 tokens (XGLM,
-    tensor2tensor), else the one that would come behind it does (the paper, CTRL).
+    tensor2tensor), else the one that would come behind it does (the paper, CTRL). `made` says in which dtype angles
+    are computed.
     """
 
     label = "positions"
+    rounds = ("made",)
     tells = ("length", "size")
     by_length: ClassVar[dict[str, Any]] = {"length": 1}
     forgotten: ClassVar[dict[str, str]] = {
@@ -87,6 +89,7 @@ class SinusoidalPositions(Component, frozen=True):
     size: Size
     offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     ends: Literal["one", "both"] = "one"
+    made: Literal["float32", "float64"] = "float32"
 
     def __post_init__(self) -> None:
         if self.size % 2 or (self.ends == "both" and self.size < 4):

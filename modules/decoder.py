@@ -304,7 +304,9 @@ class HeadModule(nn.Module):
             divided = self.spec.scaling == "divide states"
             x = x / (1 / self.spec.multiplier) if divided else x * self.spec.multiplier
         x = x if self.projection is None else self.projection(x)
-        logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+        inside = self.spec.added == "in the product"
+        logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias if inside else None)
+        logits = logits if inside or self.bias is None else logits + self.bias
         if self.spec.multiplier != 1 and not before:
             divided = self.spec.scaling == "divide"
             logits = logits / (1 / self.spec.multiplier) if divided else logits * self.spec.multiplier

@@ -162,6 +162,10 @@ def sinusoids(spec: SinusoidalPositions, positions: Tensor) -> Tensor:
         steps = torch.arange(half, dtype=torch.int64, device=device).float()
         angles = positions.float()[..., None] * torch.exp(steps * -(math.log(10000) / (half - 1)))
         return torch.cat((angles.sin(), angles.cos()), dim=-1)
+    if spec.made == "float64":  # as Marian's, which numpy makes
+        rates = torch.pow(10000.0, torch.arange(0, spec.size, 2, dtype=torch.float64, device=device) / spec.size)
+        angles = positions.double()[..., None] / rates
+        return torch.cat((angles.sin(), angles.cos()), dim=-1).float()
     # As CTRL's, every rate twice: torch's kernels round by where in a vector a number lies.
     steps = torch.arange(spec.size, dtype=torch.int64, device=device).float()
     angles = positions.float()[..., None] * (1 / torch.pow(10000, (2 * (steps // 2)) / spec.size))

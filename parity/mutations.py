@@ -444,5 +444,10 @@ _OF_TWO_STACKS: tuple[Mutation, ...] = (
         "exchanging the tables of biases of encoder and decoder",
         _exchanged(lambda _: [("relative_bias", "encoder.relative_bias")]),
     ),
+    Mutation(
+        "tables of positions exchanged between encoder and decoder",
+        "exchanging the tables of positions of encoder and decoder",
+        _exchanged(lambda _: [("positions", "encoder.positions")]),
+    ),
 )
 """Those that an encoder beside a decoder invites."""

@@ -149,6 +149,10 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         reason = str(error).strip().splitlines()
         raise GptkitError(f"transformers cannot load {folder.name}: {reason[0] if reason else error!r}") from error
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
+    if family is not None and family.two_stacks:  # buffers that files lack are as the class makes them
+        own = {leaf.checkpoint for leaf in family.bind(family.spec(config))}
+        made = {leaf.checkpoint for leaf in family.leaves if leaf.buffer} - own
+        info["missing_keys"] = [each for each in info["missing_keys"] if each not in made]
     if family is not None and family.base_class:
         layers = len(family.spec(config).blocks)
         info["unexpected_keys"] = [each for each in info["unexpected_keys"] if not family.carries(each, layers)]
@@ -327,9 +331,13 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
     if model.head is not None and tied:
         # The head computes with the embedding's table; it gets the same values when its turn comes.
         model.head.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
+    shared = {"head.weight"} if tied else set()
+    if model.encoder is not None and tree.spec.encoder is not None and tree.spec.encoder.embedding.shared:
+        model.encoder.embedding.weight = nn.Parameter(torch.empty_like(model.embedding.weight), requires_grad=False)
+        shared |= {"encoder.embedding.weight"}
 
     def read(name: str) -> Tensor:
-        return tensor_of(tree, "embedding.weight" if name == "head.weight" and tied else name)
+        return tensor_of(tree, "embedding.weight" if name in shared else name)
 
     return Stream(model, read, dtype, tree.release)
 
@@ -362,7 +370,13 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         begins, built = architecture.modules
         return begins + name.removeprefix(built) if built and name.startswith(built) else name
 
+    fixed: dict[str, Tensor] = {
+        name: each.detach().clone() for name, each in model.named_parameters() if not each.is_meta
+    }
+
     def read(name: str) -> Tensor:
+        if name in fixed:
+            return fixed[name]
         name = in_files(name)
         how, parts = stacked.get(name, (None, ()))
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
@@ -391,6 +405,8 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != builder:
             return None  # which leaves it as it is
+        if not parameter.requires_grad:  # what the class makes itself: a table of sines and cosines
+            return None
         return nn.Parameter(parameter.data.to("meta"), requires_grad=False)
 
     with hooked([register_module_parameter_registration_hook(on_meta)]):  # type: ignore[arg-type]

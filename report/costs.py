@@ -138,11 +138,15 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     both = [name for name, spec, _ in models if not spec.causal]
     if both:
         notes.append(f"{' and '.join(both)}: attention in both directions, of which no cache is kept.")
+    if any(spec.encoder is not None for _, spec, _ in models):
+        notes.append("With an encoder the cache holds a source of as many tokens too, whose keys are made once.")
     for name, _, figures in models:
         sizes = [each for each in figures.cache if each is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
         cells |= {_STATES: sizes[0].states} if sizes and sizes[0].states else {}
-        columns.append((name, cells | {_sequences(asked.batch, each.context): each.held for each in sizes}, _bytes))
+        cells |= {_sequences(asked.batch, each.context): each.held for each in sizes}
+        cells |= {f"of these the source's {each.context:,}": each.of_source for each in sizes if each.of_source}
+        columns.append((name, cells, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
             holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
             notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
@@ -203,6 +207,10 @@ def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet
         " token with each, as kernels compute that skip nothing.",
         "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
+    if any(spec.encoder is not None for _, spec, _ in models):
+        notes.append(
+            "With an encoder a source of as many tokens is read too, once: the next token costs the decoder's."
+        )
     kinds = (
         ("next token", "FLOPs of the next token", notes[:1]),
         ("prefill", f"FLOPs of a prefill of {where}", notes[:0]),

@@ -42,7 +42,12 @@ def model_drawing(page: Layout, model: ModelCount, graph: Structure, kind: Kind,
         yield ""
     yield from path_lines(graph, kind, width, ascii_only)
     yield ""
-    yield from line(f"{SYMBOLS}; weights are [out × in]")
+    if graph.encoder is not None and layer is None:
+        yield from line("The encoder, which reads the source:", "")
+        yield from path_lines(graph.encoder, graph.encoder.kinds[0], width, ascii_only)
+        yield ""
+    source = "" if graph.encoder is None else ", U tokens of the source"
+    yield from line(f"{SYMBOLS}{source}; weights are [out × in]")
     others = kinds_differ(graph) if layer is None else ()
     for kind, difference in others[1:]:
         yield from line(f"{layers_label(graph, kind)}: {difference} (--layer {kind.layers[0]})", "")
@@ -77,14 +82,22 @@ def kinds_differ(graph: Structure) -> list[tuple[Kind, str]]:
 
 
 def show_json(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Plain JSON values: the tree, and the path through each kind of layer as nodes and edges."""
+    """Plain JSON values: the tree, and the path through each kind of layer as nodes and edges; of an encoder beside the
+    decoder too.
+    """
+    told = {**_told(model), "total": model.count.total, "tree": tree_json(graph), "paths": _paths(graph, kinds)}
+    return told | ({} if graph.encoder is None else {"encoder": _paths(graph.encoder, graph.encoder.kinds)})
+
+
+def _paths(graph: Structure, kinds: Sequence[Kind]) -> list[dict[str, Any]]:
+    """The path through each kind of layer."""
     paths = []
     for kind in kinds:
         path, inside = graph.path(kind), {node.id for node in kind.nodes}
         nodes = [{**node.as_json(), "in_block": node.id in inside} for node in path]
         edges = [edge.as_json() for node in path for edge in node.edges()]
         paths.append({"layers": list(kind.layers), "nodes": nodes, "edges": edges})
-    return {**_told(model), "total": model.count.total, "tree": tree_json(graph), "paths": paths}
+    return paths
 
 
 def named_json(model: ModelCount) -> dict[str, Any]:
@@ -119,6 +132,9 @@ def show_page(model: ModelCount, graph: Structure, kinds: Sequence[Kind]) -> Pag
         lead = (Lines((differ[kind],)),) if kind in differ else ()
         title = f"The data's path through {layers_label(graph, kind)}"
         sections.append(Section(title, (*lead, block_diagram(model.spec, kind.layers[0]))))
+    if graph.encoder is not None:
+        title = f"The source's path through {layers_label(graph.encoder, graph.encoder.kinds[0])} of the encoder"
+        sections.append(Section(title, (block_diagram(graph.encoder.spec, 0),)))
     if len(kinds) > _MOST_KINDS:
         more = f"{len(kinds) - _MOST_KINDS:,} more kinds of layers are not drawn here: --layer N draws any."
         sections.append(Section("More layers", (Lines((more,)),)))

@@ -6,6 +6,8 @@ lower case are `Node.op`. A linear with `copies` is one an expert: a second inpu
 No torch.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +91,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Structure:
-    """A model: the nodes before its blocks, each kind of block in the order of appearance, the nodes behind them.
+    """A model: the nodes before its blocks, each kind of block in the order of appearance, the nodes behind them; and
+    the same of its encoder, where it has one.
 
     The stream of a path's block is fed by the last node before it, and the first node behind it by the block's last.
     """
@@ -98,6 +101,7 @@ class Structure:
     before: tuple[Node, ...]
     kinds: tuple[Kind, ...]
     after: tuple[Node, ...]
+    encoder: Structure | None = None
 
     def kind_of(self, layer: int) -> Kind:
         """The kind of a layer; raises IndexError where there is none of that number."""
@@ -151,8 +155,7 @@ def shape_words(node: Node) -> str:
 
 
 def structure(spec: ModelSpec) -> Structure:
-    """The graph of a tree. Layers alike share one kind. Raises MissingComponent: a tree with an encoder."""
-    spec.one_stack("the drawing")
+    """The graph of a tree. Layers alike share one kind."""
     layers: dict[Block, list[int]] = {}
     for layer, block in enumerate(spec.blocks):
         layers.setdefault(block, []).append(layer)
@@ -162,7 +165,8 @@ def structure(spec: ModelSpec) -> Structure:
         turned = any(isinstance(operation, ops.Rotate) for operation in program)
         positions = block.aspects().get("position", NOT_THERE).long if turned else ""
         kinds.append(Kind(tuple(of_block), block, _nodes(program, positions)))
-    return Structure(spec, _nodes(spec.before_blocks()), tuple(kinds), _nodes(spec.after_blocks()))
+    encoder = None if spec.encoder is None else structure(spec.encoder)
+    return Structure(spec, _nodes(spec.before_blocks()), tuple(kinds), _nodes(spec.after_blocks()), encoder)
 
 
 def _nodes(program: ops.Program, positions: str = "") -> tuple[Node, ...]:
@@ -213,7 +217,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Embed(inputs=(ids,)) if getattr(others.get(ids), "types", False):
             return _Caption("token types", matrix, f"row of the type, {operation.shape[-1]:,} wide")
         case ops.Embed():
-            return _Caption("embedding", matrix, f"row of the token, {operation.shape[-1]:,} wide")
+            row = f"row of the token, {operation.shape[-1]:,} wide"
+            return _Caption("embedding", matrix or "the decoder's table", row)
         case ops.Positions(weights=weights, offset=offset, padding=padding):
             of = f"of the position{f' + {offset}' if offset else ''}"
             of += "" if padding is None else f", of tokens that are not {padding:,}"
@@ -236,6 +241,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             growth, length = temperature.growth, temperature.original_context
             at = f"(t + {temperature.offset})" if temperature.offset else "t"
             return _Caption("temperature", f"from {length:,}", f"x · (1 + {growth:g} · log(1 + ⌊{at} / {length}⌋))")
+        case ops.Cache(once=True, shape=shape):
+            return _Caption("cache", "of the source, once", f"all tokens of the source, {sizes(shape[2:])} each")
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
             return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
@@ -256,6 +263,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("clip", f"{limit:g}", f"min(max(x, −{limit:g}), {limit:g})")
         case ops.Cap(limit=limit):
             return _Caption("soft cap", f"{limit:g}", f"{limit:g} · tanh(x / {limit:g})")
+        case ops.Softmax(shape=(*_, "U")):
+            return _Caption("softmax", "all of the source", "softmax over all tokens of the source")
         case ops.Softmax(window=window, causal=False):
             sight = "both directions" + ("" if window is None else f", {window:,} each")
             near = "all keys" if window is None else f"the keys t − {window - 1:,} … t + {window - 1:,}"

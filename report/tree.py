@@ -55,11 +55,22 @@ def tree_rows(graph: Structure | Named) -> list[_Row]:
     if isinstance(graph, Named):
         return list(_branch("", _nested(graph.parameters), 0))
     ends = [[_row(each) for each in nodes if each.weights or each.tied] for nodes in (graph.before, graph.after)]
-    rows, pooler = [*ends[0], *_blocks(graph), *ends[1]], graph.spec.pooler
+    rows, pooler = [*ends[0], *_beside(graph), *_blocks(graph), *ends[1]], graph.spec.pooler
     if pooler is not None:  # which makes nothing of each token, so that no operation of theirs is it
         matrix, bias = pooler.shapes().values()
         rows.append(_Row(0, "pooler.dense", f"[{sizes(matrix)}] + bias", math.prod(matrix) + math.prod(bias)))
     return rows
+
+
+def _beside(graph: Structure) -> Iterator[_Row]:
+    """What no operation of the stack's own has: its encoder, and the table of biases of distances."""
+    if graph.encoder is not None:
+        inside = tree_rows(graph.encoder)
+        yield _Row(0, "encoder", "reads the source", _total(inside).number, group=True)
+        yield from (replace(row, depth=row.depth + 1) for row in inside)
+    if (table := graph.spec.relative_bias) is not None:
+        (shape,) = table.shapes().values()
+        yield _Row(0, "relative_bias", f"[{sizes(shape)}]", math.prod(shape))
 
 
 def _total(rows: Iterable[_Row]) -> _Row:

@@ -373,9 +373,10 @@ def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swap
         raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
     argument = step.value.partition(":")[2] if ":" in step.value else None
     layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
-    if not swap.apart:
-        _refuse_shared(spec)
     try:
+        spec.one_stack(f"--{step.option.replace('_', '-')}")
+        if not swap.apart:
+            _refuse_shared(spec)
         asked = Asked(step.value, argument, layers, step.approximate, step.settings, weights, **given)
         found = swap.reshape(spec, asked)
     except (ConfigError, MissingComponent) as error:  # there is no such tree, or the swap does not know this one

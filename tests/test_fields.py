@@ -81,8 +81,6 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
         ("MixtureOfExperts", "added"): changed(SPECS["lfm2_moe"], "MixtureOfExperts", added=0.3),
-        ("CrossAttention", "qkv_bias"): changed(SPECS["t5"], "CrossAttention", qkv_bias=True),
-        ("CrossAttention", "output_bias"): changed(SPECS["t5"], "CrossAttention", output_bias=True),
         ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 

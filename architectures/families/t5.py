@@ -32,7 +32,7 @@ def _activation(config: ConfigReader, name: str, default: str) -> Any:
     said = config.string(name, default)
     gated, _, function = said.rpartition("-")
     usual = "gelu_new" if said == "gated-gelu" else function
-    if gated not in ("", "gated") or config.boolean("is_gated_act", bool(gated)) != bool(gated):
+    if gated not in ("", "gated"):
         raise config.fail(name, said, "an activation, or gated- and an activation")
     return config.choice("dense_act_fn", usual, ACTIVATIONS)
 
@@ -87,7 +87,8 @@ _STACKS = {gated: EncoderDecoder(_stack(gated, True), _stack(gated, False)) for 
 
 def _read(config: ConfigReader) -> ModelSpec:
     """config.json -> tree."""
-    return _STACKS[config.string("feed_forward_proj", "relu").startswith("gated-")].read(config)
+    gated = config.string("feed_forward_proj", "relu").startswith("gated-")
+    return _STACKS[config.boolean("is_gated_act", gated)].read(config)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

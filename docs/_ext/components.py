@@ -124,6 +124,7 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "tied": lambda spec: spec.tied,
     "untied": lambda spec: spec.head is not None and not spec.tied,
     "both directions": lambda spec: not spec.causal,
+    "cross-attention": lambda spec: spec.encoder is not None,
     "biases": blocks(has_bias),
     "no biases": lambda spec: not any(map(has_bias, spec.blocks)),
 }

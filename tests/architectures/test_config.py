@@ -208,7 +208,7 @@ def test_every_switch_refuses_what_is_neither_true_nor_false(family, key, value)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_too_many_layers_are_refused_at_once(variant, layers):
     inner = variant.config.get("text_config", variant.config)
-    keys = inner.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
+    keys = inner.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers", "encoder_layers"}
     of = "layers_block_type" if "layers_block_type" in inner else "hybrid_override_pattern"
     listed = {of: ["full_attention"] * 10**5 if of == "layers_block_type" else "*" * min(layers, 10**6)}
     many = {**inner, **(dict.fromkeys(keys, layers) or listed)}

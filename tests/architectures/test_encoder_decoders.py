@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from helpers.covering import covered
+import transformers
+from helpers.covering import covered, few
 from helpers.families import (
     REPRESENTATIVES,
     VARIANTS,
@@ -27,7 +29,7 @@ from gptkit.analysis.costs import cache_bytes, costs, forward_flops
 from gptkit.architectures import architecture_of
 from gptkit.cli import app
 from gptkit.components import from_json, to_json
-from gptkit.errors import ConfigError, MissingComponent, UsageError
+from gptkit.errors import CannotExpress, ConfigError, MissingComponent, SwapRefused, UsageError
 from gptkit.modules import Cache
 from gptkit.modules.context import Encoded
 from gptkit.modules.generate import Beams, generate
@@ -72,6 +74,7 @@ def test_what_an_encoder_gives_and_every_step_of_decoding_are_transformers_to_th
     assert worst == [0.0] * len(worst)
 
 
+@few(1)
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_greedy_decoding_and_beams_are_transformers_own(variant: Variant) -> None:
     reference = randomised_reference(variant.config, seed=3)
@@ -131,10 +134,23 @@ MISTAKES = {
         "logits not scaled",
         "relative biases off by one",
         "tables of biases exchanged between encoder and decoder",
-    }
+    },
+    "bart": {
+        "a causal mask, which hides what comes later",
+        "embedding not scaled",
+        "head bias dropped",
+        "keys of the decoder's own text in cross-attention",
+        "QKV bias of cross-attention dropped",
+        "norm of what is embedded left out",
+        "norms of sums left out",
+        "positions off by one",
+        "tables of positions exchanged between encoder and decoder",
+    },
+    "marian": {"a causal mask, which hides what comes later", "embedding not scaled", "head bias dropped"},
 }
 
 
+@few(1)
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_verify_catches_what_is_mistaken_in_two_stacks(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path)
@@ -145,6 +161,7 @@ def test_verify_catches_what_is_mistaken_in_two_stacks(variant: Variant, tmp_pat
     assert set(score.caught) >= MISTAKES[variant.family]
 
 
+@few(1)
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_convert_there_and_back_byte_for_byte(variant: Variant, tmp_path: Path) -> None:
     model = save_hf(variant.config, tmp_path / "hf")
@@ -157,6 +174,53 @@ def test_convert_there_and_back_byte_for_byte(variant: Variant, tmp_path: Path) 
     with torch.inference_mode():
         ours = decoder(ids, encoded=decoder.encode(ids.flip(-1)))
         assert torch.equal(ours, model(input_ids=ids.flip(-1), decoder_input_ids=ids).logits)
+
+
+def test_files_of_the_class_without_a_head_have_no_bias_of_logits(tmp_path: Path) -> None:
+    """transformers' class with one takes it for zeros, as bart-base's files are read."""
+    config = transformers.BartConfig(**{k: v for k, v in REPRESENTATIVES["bart"].config.items() if k != "model_type"})
+    model = transformers.BartModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained(tmp_path)
+    assert gptkit.verify(tmp_path, bisected=False, mutations=False).verdict == "identical"
+    assert not gptkit.load(tmp_path).spec.head.bias
+
+
+def test_tables_of_sines_in_files_are_carried_along(tmp_path: Path) -> None:
+    """Older files of Marian have them, those that transformers writes now have not."""
+    config = REPRESENTATIVES["marian"].config
+    model = save_hf(config, tmp_path / "without")
+    kept = type(model)._keys_to_ignore_on_save
+    try:
+        model._keys_to_ignore_on_save = None
+        model.save_pretrained(tmp_path / "with")
+    finally:
+        model._keys_to_ignore_on_save = kept
+    gptkit.convert(tmp_path / "with", tmp_path / "local", to="local")
+    gptkit.convert(tmp_path / "local", tmp_path / "back", to="hf")
+    names = safetensors.torch.load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(names["model.encoder.embed_positions.weight"], model.model.encoder.embed_positions.weight)
+    ids = next(probes(30, 1, (), VOCAB)).input_ids
+    given = [gptkit.load(tmp_path / each) for each in ("with", "without")]
+    with torch.inference_mode():
+        first, second = (each(ids, encoded=each.encode(ids)) for each in given)
+    assert torch.equal(first, second)
+
+
+@few(1)
+@pytest.mark.parametrize("name", ["t5-gated", "bart", "marian"])
+def test_a_layer_at_a_time_it_is_the_same(name: str, tmp_path: Path) -> None:
+    save_hf(next(each.config for each in PAIRS if each.name == name), tmp_path)
+    assert gptkit.verify(tmp_path, stream=True, mutations=False, bisected=False).verdict == "identical"
+
+
+def test_what_the_cache_holds_of_the_source_is_told() -> None:
+    told = CliRunner().invoke(app, ["params", "t5-small", "--kv", "512"], env={"COLUMNS": "100"}).output
+    assert "of these the source's 512" in told and "6.291 MB" in told and "a source of as many tokens too" in told
+    costs_told = CliRunner().invoke(app, ["params", "t5-small", "--flops", "--context", "512"]).output
+    assert "encoder feed-forward" in costs_told
 
 
 def test_the_command_writes_another_text(tmp_path: Path) -> None:
@@ -192,6 +256,10 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
         llama(ids, encoded=decoder.encode(ids))
     with pytest.raises(UsageError, match="the model has no encoder"):
         llama.encode(ids)
+    with pytest.raises(SwapRefused, match="--norm is known of one stack"):
+        gptkit.swap(tmp_path, tmp_path / "out", norm="layernorm")
+    with pytest.raises(CannotExpress, match="cross_attention"):
+        gptkit.convert(tmp_path, tmp_path / "out.gguf", to="gguf")
     with pytest.raises(MissingComponent, match="eval is known of one stack"):
         evaluate(tmp_path, tmp_path)
     blocks = spec_of(REPRESENTATIVES["llama"].config).blocks

@@ -253,6 +253,19 @@ T5 = {
     "relative_attention_num_buckets": 12,
     "relative_attention_max_distance": 30,
 }
+BART = {
+    "model_type": "bart",
+    "vocab_size": VOCAB,
+    "d_model": 48,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 72,
+    "decoder_ffn_dim": 60,
+    "max_position_embeddings": 256,
+    "scale_embedding": True,
+}
 NEOX = {**LLAMA, "model_type": "gpt_neox", "num_attention_heads": 3}
 SMOLLM3 = {**LLAMA, **GROUPED, "model_type": "smollm3", "pad_token_id": 0}
 GPTJ = {**GPT2, "model_type": "gptj", "rotary_dim": 6}
@@ -1852,6 +1865,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "n_positions": 256,
     },
+    "bart": BART,
+    "marian": {**BART, "model_type": "marian", "pad_token_id": 0, "activation_function": "swish", "decoder_layers": 3},
     "modernbert": {**MODERNBERT, "num_hidden_layers": 4},
     "modernbert-biases": {
         **MODERNBERT,
@@ -2013,6 +2028,8 @@ def randomised_reference(
             if module._non_persistent_buffers_set:
                 (module if isinstance(module, transformers.PreTrainedModel) else model)._init_weights(module)
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # a table of sines and cosines
+                continue
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens
                 parameter.copy_(0.1 * noise)

@@ -913,6 +913,17 @@ def t5(chosen: random.Random) -> Config:
     return found | sometimes(chosen, more)
 
 
+def bart(chosen: random.Random) -> Config:
+    found: Config = {"d_model": chosen.choice((12, 24, 36)), "max_position_embeddings": 256, "pad_token_id": 0}
+    for stack in ("encoder", "decoder"):
+        found |= {
+            f"{stack}_layers": chosen.choice((1, 2, 3)),
+            f"{stack}_attention_heads": chosen.choice((1, 2, 3, 4)),
+            f"{stack}_ffn_dim": chosen.choice((1, 7, 33, 64)),
+        }
+    return found | sometimes(chosen, {"activation_function": activation(chosen), "scale_embedding": True})
+
+
 def modernbert(chosen: random.Random) -> Config:
     heads, head_dim = chosen.choice((1, 2, 3, 5)), chosen.choice(EVEN)
     found = {
@@ -1166,6 +1177,8 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "distilbert": distilbert,
     "modernbert": modernbert,
     "t5": t5,
+    "bart": bart,
+    "marian": lambda chosen: {**bart(chosen), "decoder_start_token_id": 0},
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "falcon_h1": falcon_h1,

@@ -56,6 +56,7 @@ def in_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 CASES = [
     pytest.param(variant, attention, padding, id=f"{variant}-{attention}-{padding or 'whole'}")
     for variant in VARIANTS
+    if variant.family != "marian"  # whose sines transformers rounds to fp32 in a model of any dtype
     for attention in architecture_of(variant.config).reference(spec_of(variant.config))
     for padding in ((), ("left",))
 ]
@@ -91,6 +92,9 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     wrong, wanted = {}, shared_weights(reference, variant.config)
     largest = max(each.abs().max().item() for each in wanted.values())
     assert largest > 1
+    if decoder.spec.encoder is not None:  # BART's bias of logits is a buffer, which nobody trains there
+        wanted.pop("head.bias", None)
+        found.pop("head.bias", None)
     for name, theirs in wanted.items():
         ours = torch.zeros_like(theirs) if found[name] is None else found[name]  # of an expert that no token took
         gap, size = (each.abs().max().item() for each in (ours - theirs, theirs))

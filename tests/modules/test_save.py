@@ -32,7 +32,7 @@ def trained(model: Decoder, steps: int = 2) -> Decoder:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        logits = model(IDS[:, :-1])
+        logits = outputs_of(model, Batch("", IDS[:, :-1]))
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), IDS[0, 1:]).backward()
         optimizer.step()
     return model

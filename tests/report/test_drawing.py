@@ -29,7 +29,6 @@ from gptkit.report.structure import Structure, structure
 from gptkit.report.tree import tree_drawing, tree_lines, tree_rows
 
 ALL: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
-ALL = {name: spec for name, spec in ALL.items() if spec.encoder is None}
 SOME = (
     *DISTINCT,
     "bloom-post-norm",

@@ -1,0 +1,136 @@
+"""BART (Lewis et al. 1910.13461): an encoder and a decoder with norms behind sums, tables of positions that begin with
+their third row, and a bias that is added to logits.
+
+Source: transformers models/bart/{configuration,modeling}_bart.py. Files of the class without a head have no such bias,
+which transformers' class with one then takes for zeros.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import FeedForward, LayerNorm, ModelSpec
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import BIASED, Decoder, Field
+from ..encoder_decoder import GENERATION, OF_BOTH, EncoderDecoder
+from ..layout import Layout
+from .biogpt import is_scaled, root_of
+from .opt import POST
+
+BASE = "BartModel"
+
+
+def stack(
+    name: str, positions: Mapping[str, Any] = MappingProxyType({"offset": 2}), tokens: int = 50265, **other: Any
+) -> Decoder:
+    """The encoder or the decoder of BART's kin: the fields of its positions, the usual size of the vocabulary, and
+    other fields of a `Decoder`.
+    """
+    encoder = name == "encoder"
+    fixed = {
+        **BIASED,
+        "eps": 1e-5,
+        "attention.causal": not encoder,
+        "attention.lie": "as projected" if encoder else "as cached",
+        "attention.softmax": "input",
+        "final_norm": other.get("norms", POST) is not POST,
+        **{f"positions.{field}": value for field, value in positions.items()},
+    }
+    usual: dict[str, Any] = {
+        "fields": {
+            "vocab_size": Field("vocab", tokens),
+            "d_model": Field("hidden", 1024),
+            f"{name}_layers": Field("layers", 12),
+            f"{name}_attention_heads": Field("heads", 16),
+            f"{name}_ffn_dim": Field("intermediate", 4096),
+            "activation_function": Field("activation", "gelu"),
+            "max_position_embeddings": Field("context", 1024),
+            "scale_embedding": Field("embedding.multiplier", False, root_of("d_model", 1024), is_scaled),
+            "tie_word_embeddings": Field("tied", True),
+        },
+        "norm": LayerNorm,
+        "inner": FeedForward,
+        "norms": POST,
+        "rotary": None,
+        "learned": True,
+        "fixed": fixed,
+    }
+    return Decoder(**{**usual, **other})
+
+
+_STACKS = EncoderDecoder(stack("encoder"), stack("decoder"), first_norm=True)
+
+
+def with_bias(read: Any, base: str) -> Any:
+    """What reads a tree whose logits have a bias, unless the class without a head is named."""
+
+    def tree(config: ConfigReader) -> ModelSpec:
+        spec: ModelSpec = read(config)
+        bias = config.raw("architectures") != [base]
+        return replace(spec, head=replace(spec.has_head(), bias=bias, added="behind it" if bias else "in the product"))
+
+    return tree
+
+
+def without_bias(write: Any, base: str) -> Any:
+    """What writes it."""
+
+    def fields(spec: ModelSpec) -> dict[str, Any]:
+        return {**write(spec), **({} if spec.has_head().bias else {"architectures": [base]})}
+
+    return fields
+
+
+def leaves(norms: str = "sum_norm", ends: Mapping[str, str] = MappingProxyType({})) -> tuple[Leaf, ...]:
+    """The leaves of BART's kin: how a block calls its norms, and what a stack has beside blocks and embeddings."""
+    found: dict[str, str] = {"model.shared": "embedding"}
+    for name, shared in (("encoder", "encoder."), ("decoder", "")):
+        top, b = f"model.{name}.", f"{shared}blocks.{{layer}}."
+        t = top + "layers.{layer}."
+        found |= {top + "embed_positions": f"{shared}positions"}
+        parts = {"self_attn": "attention"} | ({} if shared else {"encoder_attn": "cross_attention"})
+        for theirs, ours in parts.items():
+            found |= {f"{t}{theirs}.{each}_proj": f"{b}{ours}.{each}_proj" for each in "kvq"}
+            found |= {f"{t}{theirs}.out_proj": f"{b}{ours}.o_proj"}
+            found |= {f"{t}{theirs}_layer_norm": f"{b}{ours}_{norms}"}
+        found |= {t + "fc1": b + "feed_forward.up_proj", t + "fc2": b + "feed_forward.down_proj"}
+        found |= {t + "final_layer_norm": f"{b}feed_forward_{norms}"}
+        found |= {top + theirs: shared + ours for theirs, ours in ends.items()}
+    bias = Leaf("final_logits_bias", "head.bias", Layout("1 vocab", "(1 vocab)"), buffer=True)
+    return (bias, *leaves_of(found), Leaf("lm_head.weight", "head.weight"))
+
+
+OF_BART: dict[str, Any] = {
+    "config_aliases": {
+        "d_model": ("hidden_size",),
+        "encoder_attention_heads": ("num_attention_heads",),
+        "encoder_layers": ("num_hidden_layers",),
+    },
+    "repeated": {f"model.{each}.embed_tokens.weight": "model.shared.weight" for each in ("encoder", "decoder")},
+    "carried": {"unused": ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")},
+    "dropped": ("model.encoder.version", "model.decoder.version"),
+    "prefix": "model.",
+    "irrelevant": {
+        **GENERATION,
+        **dict.fromkeys(
+            ("activation_dropout", "decoder_layerdrop", "dropout", "encoder_layerdrop", "init_std"), "training only"
+        ),
+        "architectures": None,
+    },
+}
+"""Fields of `Architecture` that BART's kin share."""
+
+BART = _STACKS.architecture(
+    "bart",
+    "BartForConditionalGeneration",
+    leaves(ends={"layernorm_embedding": "first_norm"}),
+    released="2019-10",
+    read=with_bias(_STACKS.read, BASE),
+    write=without_bias(_STACKS.write, BASE),
+    token_ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    refused=OF_BOTH,
+    **OF_BART,
+)

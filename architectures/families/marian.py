@@ -1,0 +1,51 @@
+"""Marian (Junczys-Dowmunt et al. 1804.00344), as OPUS-MT's translators are: the Transformer of the paper, an encoder
+and a decoder with norms behind sums and sinusoidal positions.
+
+Source: transformers models/marian/{configuration,modeling}_marian.py. Files may hold the sines and cosines as a table.
+"""
+
+from typing import Any
+
+from ...components import ModelSpec, SinusoidalPositions
+from ..config import ConfigReader
+from ..encoder_decoder import OF_BOTH, EncoderDecoder
+from .bart import OF_BART, leaves, stack, with_bias, without_bias
+
+BASE = "MarianModel"
+
+SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
+"""Of `stack` where positions are sines and cosines that numpy makes."""
+
+TABLES = tuple(f"model.{each}.embed_positions.weight" for each in ("encoder", "decoder"))
+"""Of them in files."""
+
+_STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES))
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    """config.json -> tree."""
+    spec = _STACKS.read(config)
+    if (tokens := config.raw("decoder_vocab_size")) not in (None, spec.vocab_size):
+        raise config.fail("decoder_vocab_size", tokens, f"{spec.vocab_size}, as the encoder has")
+    return spec
+
+
+MARIAN = _STACKS.architecture(
+    "marian",
+    "MarianMTModel",
+    leaves(),
+    released="2020-05",
+    hf_config="MarianConfig",
+    read=with_bias(_read, BASE),
+    write=without_bias(_STACKS.write, BASE),
+    token_ids={"eos_token_id": 0, "pad_token_id": 58100},
+    refused={
+        **OF_BOTH,
+        "share_encoder_decoder_embeddings": ((True, None), "a vocabulary of its own for each stack is not read yet"),
+    },
+    **{
+        **OF_BART,
+        "carried": {"unused": (*OF_BART["carried"]["unused"], *TABLES)},
+        "irrelevant": {**OF_BART["irrelevant"], "static_position_embeddings": "what this family always has"},
+    },
+)
