@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") != "no":
+    if config.getoption("dist", "no") != "no" and not config.option.collectonly:
         return  # the process that deals tests out to others runs none, and needs neither torch nor transformers
     gc.disable()  # until everything is imported and collected, of which nothing is garbage
     from helpers import covering

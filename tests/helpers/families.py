@@ -1936,7 +1936,10 @@ _SPECS: dict[str, ModelSpec] = {}
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     """gptkit's tree of a config, which is read once."""
-    key = json.dumps(config)
+    try:
+        key = json.dumps(config)
+    except (ValueError, RecursionError):  # numbers of thousands of digits, lists in lists in lists
+        return architecture_of(config).spec(config)
     if key not in _SPECS:
         _SPECS[key] = architecture_of(config).spec(config)
     return _SPECS[key]
