@@ -118,6 +118,7 @@ def split(
     Raises:
         UsageError: heads, units or layers that do not divide; no tokens, or more than there are positions for.
     """
+    spec.one_stack("sharing out over GPUs")
     layers = len(spec.blocks)
     if layers % pp:
         raise UsageError(

@@ -161,6 +161,7 @@ class Architecture:
     hf_class: the transformers class written to `architectures`; hf_config its config class, for the proofs.
     base_class: the class of trees without a head, whose names in files lack `prefix`; empty where it has none such.
     optional: parts of a tree that config.json does not tell of, and that files may lack.
+    own_head: of which trees config.json says that the head is tied even where files hold another.
     kinds: the components that may stand in its trees, beside the embedding, blocks and head that every tree has.
     read, write: config.json -> tree, and the tree -> the config.json fields that describe it. `write` may assume
         that the tree is of these kinds: `config_for` reads the result back and refuses where it differs. One that
@@ -202,6 +203,7 @@ class Architecture:
     released: str = ""
     base_class: str = ""
     optional: tuple[str, ...] = ()
+    own_head: Callable[[ModelSpec], bool] = lambda spec: False
     config_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     foreign_fields: tuple[str, ...] = ()
     head: str = "lm_head.weight"
@@ -293,13 +295,16 @@ class Architecture:
     def _as_far(self, told: ModelSpec, spec: ModelSpec) -> ModelSpec:
         """The tree that a config tells of, without what files may lack and `spec` does."""
         lacking = {name: None for name in self.optional if getattr(spec, name) is None}
-        return structs.replace(told, **lacking) if lacking else told
+        told = structs.replace(told, **lacking) if lacking else told
+        return told if spec.tied or not self.own_head(told) else _with_own_head(told)
 
     def in_files(self, spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
         """The tree that a config tells of, without the `optional` parts of which files with tensors of these names have
-        nothing.
+        nothing, and with the head that they have (`own_head`).
         """
-        there = {each for name in names for each in self._spellings(name)} if self.optional else set()
+        there = {each for name in names for each in self._spellings(name)} if self.optional else {*names}
+        if self.head in there and self.own_head(spec):
+            spec = _with_own_head(spec)
         lacking: dict[str, None] = {}
         for part in self.optional:
             own = [leaf.checkpoint for leaf in self.leaves if leaf.names[0].startswith(f"{part}.")]
@@ -424,6 +429,11 @@ class Architecture:
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name
+
+
+def _with_own_head(spec: ModelSpec) -> ModelSpec:
+    """The tree with a head that is not tied."""
+    return structs.replace(spec, head=structs.replace(spec.has_head(), tied=False))
 
 
 def _layer(name: str) -> str | None:

@@ -61,8 +61,12 @@ def from_json(data: Any) -> ModelSpec:
             "Update gptkit, or convert the original again.",
         )
     plain = _gathered({name: value for name, value in data.items() if name != "schema_version"})
+    if isinstance(plain.get("encoder"), dict):
+        plain["encoder"] = _gathered(plain["encoder"])
     try:
         found: ModelSpec = _component(ModelSpec, plain)
+    except RecursionError:
+        raise ConfigError("not a gptkit model spec: trees nested within each other without end") from None
     except msgspec.ValidationError as error:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
         raise ConfigError(f"not a gptkit model spec: {error}", newer) from error
@@ -70,13 +74,11 @@ def from_json(data: Any) -> ModelSpec:
 
 
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
-    """A tree, and its encoder, with the parts of blocks gathered by sub-layer."""
-    found = dict(plain)
-    if isinstance(found.get("encoder"), dict):
-        found["encoder"] = _gathered(found["encoder"])
-    if isinstance(found.get("blocks"), list):
-        found["blocks"] = [_with_sublayers(block) if isinstance(block, dict) else block for block in found["blocks"]]
-    return found
+    """A tree with the parts of blocks gathered by sub-layer."""
+    blocks = plain.get("blocks")
+    if not isinstance(blocks, list):
+        return plain
+    return {**plain, "blocks": [_with_sublayers(block) if isinstance(block, dict) else block for block in blocks]}
 
 
 def _component(kind: type[Any], value: Any) -> Any:

@@ -138,6 +138,7 @@ T5 = Architecture(
         *leaves_of({"lm_head": "head"}),
     ),
     released="2019-10",
+    own_head=lambda spec: spec.tied and spec.has_head().multiplier == 1,
     token_ids={"pad_token_id": 0, "eos_token_id": 1},
     config_aliases={
         "d_model": ("hidden_size",),

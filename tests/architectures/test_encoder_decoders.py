@@ -188,6 +188,22 @@ def test_files_of_the_class_without_a_head_have_no_bias_of_logits(tmp_path: Path
     assert not gptkit.load(tmp_path).spec.head.bias
 
 
+def test_a_head_of_its_own_that_transformers_calls_tied_is_read(tmp_path: Path) -> None:
+    """Whatever files hold, transformers writes that T5's head is tied."""
+    config = {**next(each.config for each in PAIRS if each.name == "t5-gated"), "tie_word_embeddings": False}
+    model = randomised_reference(config)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+    model.all_tied_weights_keys.pop("lm_head.weight", None)
+    model.save_pretrained(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert not gptkit.load(tmp_path / "hf").spec.tied
+    assert gptkit.verify(tmp_path / "hf", mutations=False, bisected=False).verdict == "identical"
+    gptkit.convert(tmp_path / "hf", tmp_path / "local", to="local")
+    gptkit.convert(tmp_path / "local", tmp_path / "back", to="hf")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
 def test_tables_of_sines_in_files_are_carried_along(tmp_path: Path) -> None:
     """Older files of Marian have them, those that transformers writes now have not."""
     config = REPRESENTATIVES["marian"].config
