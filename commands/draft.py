@@ -8,7 +8,10 @@ from ..terminal import print_json, say, status, wrapped
 from .base import JSON, MODEL, QUIET, ForTree, command, option
 
 
-@command("gptkit draft ./exported --out definition.py", "gptkit --plugin definition.py verify ./exported")
+@command(
+    "gptkit draft ./exported --out definition.py   (exit 3: a proof failed)",
+    "gptkit draft sample:llama --without llama --out own.py",
+)
 def draft(
     model: str = MODEL,
     out: Path = option("--out FILE", "Write the definition there, a file NAME.py.", default=...),

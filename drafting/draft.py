@@ -163,7 +163,7 @@ def _read(
 
 def _asked(question: dict[str, Any]) -> dict[str, Any]:
     """What `trial` answers, in a process of its own."""
-    command = [sys.executable, "-m", "gptkit.drafting.trial"]
+    command = [sys.executable, "-P", "-m", "gptkit.drafting.trial"]
     try:
         done = subprocess.run(  # noqa: S603
             command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS, check=False

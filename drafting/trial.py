@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import io
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -389,18 +390,14 @@ class _Proof:
 
 
 def proved(
-    family: Architecture,
-    config: Config,
-    shapes: Mapping[str, Shape],
-    known: Known | None,
-    case: Case | None,
-    note: str,
-    eager: bool,
+    family: Architecture, draft: Draft, config: Config, shapes: Mapping[str, Shape], case: Case | None, note: str
 ) -> list[_Proof]:
     """The four proofs of `testing`, of the checkpoint's own names and of transformers' class of its type. `note`: why
     there is no case, or how far logits are apart.
     """
-    small = config if case is None else case.full
+    known, small = draft.known, config if case is None else case.full
+    if case is None and sum(map(math.prod, shapes.values())) > _PARAMETERS:
+        small = _tiny(config, draft)
     fields = [*config] if known is None else [*dict.fromkeys((*known.fields, *known.aliases, *config))]
     found = [
         _held(
@@ -417,7 +414,7 @@ def proved(
     ]
     if case is None:
         return [*found, _Proof("logits", None, note)]
-    paths = ("eager",) if eager else ("sdpa", "eager")
+    paths = ("eager",) if "eager" in draft.more else ("sdpa", "eager")
     apart = f"logits differ from those of this definition, {note}"
     words = f"bit for bit in fp32 and bf16, {' and '.join(paths)}"
     return [*found, _held("logits", lambda: _computed(family, case, paths), words, apart)]
@@ -479,8 +476,8 @@ def place_and_cause(case: Case) -> list[str]:
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
     """The definition's text, and what was proved of it."""
     words = vocabulary(tuple(without))
-    for name in without:
-        family = ARCHITECTURES.pop(name)
+    for family in [each for name, each in ARCHITECTURES.items() if name in without]:
+        del ARCHITECTURES[family.name]
         for kind in family.model_types:
             BY_MODEL_TYPE.pop(kind, None)
     known = known_of(config)
@@ -517,7 +514,7 @@ def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]
         path.write_text(source_of(draft, ["being proved"]), encoding="utf-8")
         import_file(path)
     family = BY_MODEL_TYPE[config["model_type"]]
-    proofs = proved(family, config, shapes, known, case, note, "eager" in draft.more)
+    proofs = proved(family, draft, config, shapes, case, note)
     failed = proofs[-1].holds is False
     place = place_and_cause(case) if case is not None and failed and proofs[2].holds else []
     head = _head(draft, proofs, place, search.tried if search else 0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.command import call
 from helpers.families import REPRESENTATIVES, save_hf, shallow
+from helpers.processes import gptkit as gptkit_alone
 from helpers.unknown import saved
 from safetensors.numpy import save_file
 
@@ -187,6 +188,25 @@ def test_bad_input_is_a_line_and_a_way_on(
     said, *hint = done.stderr.splitlines()
     assert words in said and hint, done.stderr
     assert (tmp_path / "there.py").read_text() == "kept" and not (tmp_path / "own.py").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    """From the command to the file that another command is told by, and a refusal on its way back."""
+    folder = checkpoint(tmp_path / "model", PLAIN, named())
+    done = gptkit_alone("draft", str(folder), "--out", str(tmp_path / "own.py"))
+    assert done.returncode == 0 and "not tried: transformers has no class" in done.stdout, done.stdout + done.stderr
+    read = gptkit_alone("--plugin", str(tmp_path / "own.py"), "load", str(folder))
+    assert read.returncode == 0 and "nobody_knows" in read.stdout, read.stdout + read.stderr
+    other = checkpoint(tmp_path / "other", {**PLAIN, "hidden_size": 64}, named())
+    wrong = gptkit_alone("draft", str(other), "--out", str(tmp_path / "other.py"))
+    assert wrong.returncode == 4 and "of another model" in wrong.stderr, wrong.stdout + wrong.stderr
+
+
+def test_a_plugin_file_that_breaks_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise ValueError('half a file')")
+    done = call("--plugin", tmp_path / "own.py", "families", "mistral")
+    assert done.exit_code == 0 and "ignored: ValueError: half a file" in done.stderr
 
 
 def test_roles_are_those_of_the_registry() -> None:
