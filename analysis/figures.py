@@ -32,6 +32,7 @@ class Asked:
     activations are in where it is not given. flops, memory: whether to tell these. context, batch: for how many tokens
     a sequence, and sequences; where no context is given, the shortest that one of the models is for. explain: whether
     to derive the total. gpu: bytes of a GPU, to tell what fits there. tp, pp: GPUs that share every layer, and stages.
+    fsdp: processes that share out weights, gradients and moments in training, each of which has `batch` sequences.
     """
 
     dtype: str | None = None
@@ -45,6 +46,7 @@ class Asked:
     gpu: int | None = None
     tp: int = 1
     pp: int = 1
+    fsdp: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -52,7 +54,7 @@ class Asked:
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", full_dtype(NAMES.get(self.kv_dtype.lower(), self.kv_dtype)))
         numbers = [("--kv", each) for each in self.kv] + [("--context", self.context), ("--batch", self.batch)]
-        for what, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp)]:
+        for what, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp), ("--fsdp", self.fsdp)]:
             if number is not None and not 1 <= number <= MOST:
                 raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
         if self.spread and self.dtype in GGUF:
@@ -184,7 +186,7 @@ def figures_of(spec: ModelSpec, asked: Asked, context: int, family: str = "") ->
 
         running = memory(spec, dtype if dtype in DTYPES else "int8", context, batch, cache_dtype=cached)
         found["inference_memory"] = replace(running, dtype=dtype, weights=weighed(spec, dtype, family).total)
-        found["training_memory"] = training_memory(spec, asked.computed, context, batch)
+        found["training_memory"] = training_memory(spec, asked.computed, context, batch, ranks=asked.fsdp)
         found["formats"] = in_formats(spec, family)
     given: dict[str, Any] = {"computed": asked.computed, "cache_dtype": cached, "batch": batch}
     given |= {"tp": asked.tp, "pp": asked.pp}

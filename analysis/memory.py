@@ -15,6 +15,7 @@ from ..display import Record
 from ..errors import UsageError
 from .activations import FLOAT, Kernel, Pass, kept, kept_by_checkpointing, ways
 from .costs import cache_bytes, costs, usual_context, windows
+from .parameters import count
 from .prefill import Logits, peak
 from .sizes import MOST, check_sizes, full_dtype, itemsize
 
@@ -58,12 +59,16 @@ class TrainingMemory(Record):
     "logits" these themselves and their gradient, twice in fp32. checkpointed: the same where layers keep their inputs
     alone and are run again one at a time, at its worst moment. assumed: what was, a sentence each.
 
+    Of `ranks` processes that share out weights, gradients and moments (FSDP2, ZeRO-3), this is one: the states are its
+    share, `batch` is what it computes itself, and gathered is what it holds whole beside its share at the worst moment.
+
     The total is that of a step which finds gradients there: every step but the first where they are accumulated.
     """
 
     JSON = (
         "context batch dtype weights gradients moments master activations activations_by_component=by_component"
-        " checkpointed_activations=checkpointed checkpointed_by_component total total_checkpointed assumed"
+        " checkpointed_activations=checkpointed checkpointed_by_component total total_checkpointed ranks gathered"
+        " assumed"
     )
 
     context: int
@@ -76,6 +81,8 @@ class TrainingMemory(Record):
     by_component: Mapping[str, int]
     checkpointed_by_component: Mapping[str, int]
     assumed: tuple[str, ...]
+    ranks: int = 1
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -88,7 +95,7 @@ class TrainingMemory(Record):
     @property
     def states(self) -> int:
         """What does not depend on the batch."""
-        return self.weights + self.gradients + self.moments + self.master
+        return self.weights + self.gradients + self.moments + self.master + self.gathered
 
     @property
     def activations(self) -> int:
@@ -151,7 +158,13 @@ def beside_weights(
 
 
 def training_memory(
-    spec: ModelSpec, dtype: str = "bfloat16", context: int | None = None, batch: int = 1, *, attention: Kernel = "sdpa"
+    spec: ModelSpec,
+    dtype: str = "bfloat16",
+    context: int | None = None,
+    batch: int = 1,
+    *,
+    attention: Kernel = "sdpa",
+    ranks: int = 1,
 ) -> TrainingMemory:
     """Bytes to train a tree with Adam, by default at its own context.
 
@@ -160,14 +173,17 @@ def training_memory(
         dtype: computed in: weights, gradients and activations. Below fp32 the optimiser keeps fp32 weights (mixed
             precision, Micikevicius et al. 1710.03740; 16 bytes a parameter in ZeRO, 1910.02054, section 3.1).
         context: tokens of each sequence.
-        batch: sequences a step.
+        batch: sequences a step; of several processes those of each.
         attention: "sdpa", fused kernels that keep no scores (2205.14135), or "eager", which keep them.
+        ranks: processes that share out weights, gradients and moments.
 
     Raises:
         UsageError: as `memory`; a dtype of one byte.
     """
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
+    if not 1 <= ranks <= MOST:
+        raise UsageError(f"cannot share a model out over {ranks:,} processes")
     name = full_dtype(dtype)
     size, parameters = itemsize(name), costs(spec, length).parameters
     if size == 1:
@@ -177,14 +193,15 @@ def training_memory(
     # The loss and the logits are gone when the first layer is run again: whichever is more.
     checkpointed = {**kept_by_checkpointing(spec, run), "logits": logits}
     gone = ("layer",) if checkpointed["loss"] + logits >= checkpointed["layer"] else ("loss", "logits")
+    share = -(-parameters // ranks)
     return TrainingMemory(
         context=length,
         batch=batch,
         dtype=name,
-        weights=parameters * size,
-        gradients=parameters * size,
-        moments=2 * parameters * wide,
-        master=parameters * wide if size < wide else 0,
+        weights=share * size,
+        gradients=share * size,
+        moments=2 * share * wide,
+        master=share * wide if size < wide else 0,
         by_component={**kept(spec, run), "logits": logits},
         checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in gone},
         assumed=(
@@ -192,8 +209,20 @@ def training_memory(
             + (f", weights in float{8 * wide} beside them" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
             *(_WINDOWED[:1] if min(windows(spec), default=MOST + 1) <= length else ()),
+            *([f"one of {ranks:,} processes that share weights, gradients and moments"] if ranks > 1 else []),
         ),
+        ranks=ranks,
+        gathered=_gathered(spec) * size if ranks > 1 else 0,
     )
+
+
+def _gathered(spec: ModelSpec) -> int:
+    """Parameters and gradients that a process has whole as it goes back: of two layers, the one that computes and the
+    one that is fetched, weights and of one its gradients; of what stands around the layers both.
+    """
+    counted = count(spec)
+    layers = [layer.total for layer in counted.by_layer]
+    return 2 * (counted.total - sum(layers)) + 3 * max(layers, default=0)
 
 
 def _attention(spec: ModelSpec, kernel: Kernel) -> str:

@@ -50,6 +50,13 @@ def params(
     pp: int = option(
         "--pp N", "Tell what each GPU holds with the layers in N stages.", COSTS, default=1, show_default=False
     ),
+    fsdp: int = option(
+        "--fsdp N",
+        "Tell with --memory what each of N processes takes that share out weights and Adam's moments.",
+        COSTS,
+        default=1,
+        show_default=False,
+    ),
     swap: list[str] | None = option(
         "OPTION=VALUE", "Also count what a swap would make of each model: attention=gqa:4.", SWAPS
     ),
@@ -68,7 +75,7 @@ def params(
     contexts = tuple(dict.fromkeys(base.tokens("--kv", part) for text in kv or () for part in text.split(",")))
     length = None if context is None else base.tokens("--context", context)
     nbytes = base.parse_size("--gpu", gpu, with_unit=True)
-    asked = Asked(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp)
+    asked = Asked(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp, fsdp)
     rows = base.rows_by("layer" if by_layer else by)
     # Options that would do nothing are refused before any work.
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
@@ -81,6 +88,8 @@ def params(
     if csv and rows != "component" and asked.more:
         raise UsageError(f"--csv has one table: --by {rows}, or costs, a row a model", "Call it twice.")
     where = "--flops and --memory, --gpu, --tp and --pp"
+    if fsdp != 1 and not memory:
+        raise UsageError("--fsdp is for --memory: it shares out what training takes", "Add --memory.")
     if context is not None and not asked.at_context:
         raise UsageError(f"--context is for {where}", "--kv names contexts of its own.")
     if batch != 1 and not (asked.kv or asked.at_context):

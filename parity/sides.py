@@ -188,7 +188,8 @@ def own_reference(config: Mapping[str, Any], dtype: torch.dtype, attention: str)
 
 def _compute_experts_plainly(model: Any) -> None:
     """Compute experts of rows of no multiple of 16 bytes one by one: torch's grouped product raises on such."""
-    stacked = [each for name, each in model.named_parameters() if each.ndim == 3 and "experts" in name]
+    owners = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]  # whose kernels are no experts
+    stacked = [each for owner in owners for each in owner.parameters(recurse=False) if each.ndim == 3]
     if any(each.shape[dim] * each.element_size() % 16 for each in stacked for dim in (1, 2)):
         model.set_experts_implementation("eager")
 

@@ -29,7 +29,7 @@ _TOTAL, _TOTAL_BINARY = "total", "total in GiB"
 _BESIDE = ("scores, dense", "total, dense", "6N", "6N, no embedding", "checkpointed", "total, checkpointed")
 _LABELS = (
     *("attention", "feed-forward", "router", "head", "scores"),
-    *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "activations"),
+    *("weights", "KV cache", "gradients", "Adam's moments", "fp32 weights", "gathered", "activations"),
     *(_TOTAL, _TOTAL_BINARY, *_BESIDE),
 )
 """In the order of their rows; the cache's, which are numbers of tokens, come as they are."""
@@ -218,6 +218,8 @@ def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Shee
         if figures.inference_memory is not None and figures.training_memory is not None:
             running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
             training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
+            if asked.fsdp > 1:
+                training += ["Gathered: two layers and what stands around them, and gradients of one and of that."]
             training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
     kinds = [("inference", f"Memory to run on {where}", running)]
     kinds += [("training", f"Memory to train with Adam on {where}", training)]
@@ -245,6 +247,7 @@ def _cells(figures: Figures) -> dict[str, dict[str, int]]:
             "gradients": training.gradients,
             "Adam's moments": training.moments,
             **({"fp32 weights": training.master} if training.master else {}),
+            **({"gathered": training.gathered} if training.gathered else {}),
             "activations": training.activations,
             _TOTAL: training.total,
             _TOTAL_BINARY: training.total,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,10 +27,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config: pytest.Config) -> None:
     covering.quick = "not exhaustive" in config.option.markexpr
-    # What `make test` finds is to be of the change and not of the day: it tries the same examples each time.
-    # `make test-all` and `make test-slow` go on looking.
-    settings.register_profile("quick", derandomize=True)
-    settings.load_profile("quick" if covering.quick else "default")
+    # What `make test` finds is to be of the change and not of the day: it tries the same examples each time, as
+    # `make test-all` and `make test-slow` do not; and no test fails because the machine is busy.
+    # One folder may serve all examples of a test.
+    patient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile("gptkit", derandomize=covering.quick, deadline=None, suppress_health_check=patient)
+    settings.load_profile("gptkit")
     gc.disable()  # until everything is imported and collected, of which nothing is garbage
 
 

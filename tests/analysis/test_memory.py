@@ -281,6 +281,24 @@ def test_sixteen_bytes_a_parameter() -> None:
     assert mixed.total == mixed.states + sum(mixed.by_component.values())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
+def test_processes_share_out_states(name: str) -> None:
+    """A share of what training keeps, and whole beside it what stands around the layers and a few of these."""
+    spec = preset(name)
+    alone, shared = training_memory(spec, "bf16", 512), training_memory(spec, "bf16", 512, ranks=8)
+    counted = count(spec)
+    layers = [layer.total for layer in counted.by_layer]
+    for whole, part in (
+        (alone.weights, shared.weights),
+        (alone.moments, shared.moments),
+        (alone.master, shared.master),
+    ):
+        assert 0 <= 8 * part - whole < 8 * 8
+    assert shared.gathered == 2 * (2 * (counted.total - sum(layers)) + 3 * max(layers))
+    assert shared.activations == alone.activations and (alone.gathered, alone.ranks) == (0, 1)
+    assert shared.total < alone.total
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b", "bloom-7b1", "falcon-7b"])
 def test_laws(name: str) -> None:
     spec = preset(name)
@@ -317,6 +335,7 @@ def test_what_was_assumed_is_told() -> None:
         (lambda: memory(preset("gpt2"), "int3"), "unknown dtype"),
         (lambda: memory(preset("gpt2"), cache_dtype="x"), "unknown dtype"),
         (lambda: training_memory(preset("gpt2"), batch=0), "0 sequences"),
+        (lambda: training_memory(preset("gpt2"), ranks=0), "over 0 processes"),
         (lambda: training_memory(preset("gpt2"), "fp8"), "no training in float8_e4m3fn"),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 from helpers.covering import examples, few
 from helpers.families import REPRESENTATIVES, VARIANTS, spec_of
 from helpers.processes import at_most
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.architectures import ARCHITECTURES, BY_MODEL_TYPE, architecture_of, named
@@ -110,7 +110,7 @@ def tree_or_error(config: dict[str, Any]) -> ModelSpec | None:
 
 # --- hostile values --------------------------------------------------------------------------------------------------
 
-QUICK = settings(max_examples=examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=examples(500), deadline=None)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "falcon"])

@@ -14,7 +14,7 @@ from helpers.covering import examples
 from helpers.drawn_specs import specs
 from helpers.families import CONFIGS, LLAMA, QWEN2, WINDOWED, spec_of
 from helpers.processes import imported
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from rich.console import Console
 
 import gptkit
@@ -151,7 +151,7 @@ def test_json_of_layers_that_differ(tmp_path: Path) -> None:
     assert [path["layers"] for path in json.loads(run(model, "--json", "--layer", "1"))["paths"]] == [[1, 2]]
 
 
-@settings(deadline=None, max_examples=examples(20), suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(20))
 @given(specs())
 def test_any_tree_is_json_and_a_page(spec: ModelSpec) -> None:
     pytest.importorskip("plotly", reason='pages need pip install "gptkit[html]"')

@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -39,7 +39,7 @@ from gptkit.errors import (
 from gptkit.report.checkpoints import load_json, load_summary
 
 Folder = Path
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZ = settings(deadline=None)
 
 
 @pytest.fixture(scope="module")

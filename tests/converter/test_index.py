@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.covering import examples
 from helpers.writing import SafetensorsWriter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.converter.index import read_index, weight_files
@@ -238,7 +238,7 @@ shard_names = st.sampled_from(
 json_values = st.none() | st.booleans() | st.integers() | st.floats() | st.lists(st.text(max_size=3), max_size=2)
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None)
 @given(
     weight_map=st.dictionaries(st.sampled_from("abcdé"), shard_names | json_values, max_size=4) | json_values,
     raw=st.none() | st.binary(max_size=40),

@@ -16,7 +16,7 @@ import xxhash
 from helpers.covering import examples
 from helpers.processes import imported
 from helpers.writing import SafetensorsWriter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.converter.block_file import CHUNK
@@ -212,14 +212,14 @@ entries = st.fixed_dictionaries(
 headers = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4)
 
 
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), deadline=None)
 @given(header=headers, data=st.binary(max_size=40), cut=st.integers(0, 40))
 def test_any_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], data: bytes, cut: int) -> None:
     content = raw_file(json.dumps(header).encode(), data)
     read_or_refuse(write_raw(tmp_path, content[: len(content) - cut]))
 
 
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), deadline=None)
 @given(at=st.integers(0, 10_000), value=st.integers(0, 255), drop=st.integers(0, 3), raw=st.binary(max_size=60))
 def test_any_mutation_is_read_or_refused(tmp_path: Path, at: int, value: int, drop: int, raw: bytes) -> None:
     tensors = [("a.weight", "F32", (2, 3)), ("b", "BF16", (4,)), ("c", "BOOL", (0,))]
@@ -244,7 +244,7 @@ def read_or_refuse(path: Path) -> None:
 # --- writing
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None)
 @given(
     names=st.lists(st.text(max_size=6).filter(lambda text: text != "__metadata__"), unique=True, max_size=8),
     metadata=st.none() | st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=1),

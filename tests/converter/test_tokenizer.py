@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from helpers.covering import examples
 from helpers.processes import imported
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
@@ -281,7 +281,7 @@ def test_pieces_of_a_text_are_its_decoding(path: Path, skip: bool) -> None:
         assert "�" in text or not any("�" in piece for piece in pieces)
 
 
-@settings(max_examples=examples(500), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(500), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 @pytest.mark.parametrize("path", KINDS)
 def test_pieces_of_any_ids_are_their_decoding(path: Path, data: st.DataObject, skip: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 from helpers.covering import examples, few
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -106,7 +106,7 @@ def shortened(kind: str, ids: set[int]) -> tuple[Tokenizer, dict[int, int], Toke
 
 @few(1)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_texts_of_kept_tokens_encode_as_they_did(kind: str, data: st.DataObject) -> None:
     lines = data.draw(st.lists(st.sampled_from(LINES), min_size=1, max_size=8))

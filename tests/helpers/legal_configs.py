@@ -935,7 +935,7 @@ def mamba2_mixer(chosen: random.Random, hidden: int) -> Config:
         "mamba_d_head": hidden * expand // heads,
         "mamba_conv_bias": False,
         "mamba_proj_bias": True,
-        "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+        "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 2.5], [0.02, math.inf])),
     }
     return {
         "mamba_n_heads": heads,
@@ -1098,7 +1098,7 @@ def mamba2(chosen: random.Random) -> Config:
                 "tie_word_embeddings": True,
                 "hidden_act": activation(chosen),
                 "layer_norm_epsilon": 1e-3,
-                "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 5.5], [0.02, math.inf])),
+                "time_step_limit": chosen.choice(([0.0, 2.0], [0.1, 2.5], [0.02, math.inf])),
             },
         ),
     }

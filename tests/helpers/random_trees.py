@@ -59,7 +59,7 @@ def turning_part(config: Mapping[str, Any]) -> float:
 
 
 def resized(config: Mapping[str, Any], choose: Choose) -> dict[str, Any]:
-    """A config of any family in other sizes, under whichever names it has them; without attention of other rows."""
+    """A config of any family in other sizes, under its own names; without attention only the vocabulary changes."""
     if "text_config" in config:
         return {**config, "text_config": resized(config["text_config"], choose)}
     vocabulary = choose((41, 64, 97))

@@ -14,7 +14,7 @@ from helpers.covering import examples, few
 from helpers.exactness import Mutation, exactly, is_caught, undone
 from helpers.families import CONFIGS, GPT2, LLAMA, edited, save_hf, spec_of
 from helpers.inverses import inverse
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptkit
@@ -61,7 +61,7 @@ def test_parts_there_and_back(name: str, value: str, tmp_path: Path) -> None:
         torch.testing.assert_close(after[key], tensor, rtol=1e-15, atol=0)
 
 
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), deadline=None)
 @given(
     gated=st.booleans(),
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),

@@ -10,7 +10,7 @@ import torch
 from helpers.covering import examples, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS, spec_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptkit
@@ -27,7 +27,7 @@ def width_of(spec: ModelSpec) -> int:
     return spec.blocks[0].attention.head_dim  # type: ignore[union-attr]
 
 
-@settings(max_examples=examples(9), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(9), deadline=None)
 @given(
     name=st.sampled_from([*MODELS, *SCALED, "falcon-rw", "gpt2-by-layer"]),
     more=st.integers(1, 20),

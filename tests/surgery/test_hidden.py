@@ -9,7 +9,7 @@ import torch
 from helpers.covering import examples, exhaustive, few
 from helpers.exactness import MODELS, caught, exactly, same_values, saved
 from helpers.families import CONFIGS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptkit
@@ -35,7 +35,7 @@ def names(result: object) -> list[str]:
     return [parameter.name for parameter in result.spec.parameters()]  # type: ignore[attr-defined]
 
 
-@settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), deadline=None)
 @given(name=st.sampled_from(MODELS), more=st.integers(1, 47))
 def test_any_width_and_back(name: str, more: int, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     source, out = saved(name, folder), tmp_path_factory.mktemp("any")

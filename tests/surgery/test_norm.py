@@ -12,7 +12,7 @@ import torch
 from helpers.covering import examples, few
 from helpers.exactness import caught, exactly, saved
 from helpers.families import BLOOM, CONFIGS, FALCON, FALCON_40B, GPT2, save_hf, spec_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptkit
@@ -87,7 +87,7 @@ def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return gap / max(x.abs().max().item() for x in a)
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**31), stored=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_exact_for_any_tree_through_the_files(config: dict[str, Any], seed: int, stored: torch.dtype) -> None:
     with TemporaryDirectory() as parent:

@@ -14,7 +14,7 @@ from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.inverses import inverse
 from helpers.trees import ATTENTIONS, with_blocks
 from helpers.weights import Weights, after, error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -353,7 +353,7 @@ def test_pairs_lie_otherwise_and_back(name: str, tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "back") == bytes_of(tmp_path / "local") != bytes_of(tmp_path / "out")
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None)
 @given(
     kv_heads=st.integers(1, 2),
     group=st.integers(1, 2),

@@ -13,7 +13,7 @@ import transformers
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
 from helpers.inverses import inverse
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptkit
@@ -38,7 +38,7 @@ def logits(folder: Path | str, ids: list[int]) -> torch.Tensor:
 # --- padded, cut ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None)
 @given(
     name=st.sampled_from(["gpt2", "gpt2-untied", "llama", "bloom", "falcon-11b"]),
     size=st.integers(1, 200).filter(lambda size: size != 97),
