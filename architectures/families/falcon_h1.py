@@ -68,11 +68,9 @@ def _read(config: ConfigReader) -> ModelSpec:
 
 
 def _written(spec: ModelSpec) -> dict[str, Any]:
-    by_slot = {each.mixer.slot: each for each in spec.blocks[0].sublayers}
-    mamba, inner = (
-        of_kind(by_slot["recurrence"].mixer, Mamba2),
-        of_kind(by_slot["feed_forward"].mixer, GatedFeedForward),
-    )
+    first = spec.blocks[0]
+    mamba, inner = of_kind(first.mixer("recurrence"), Mamba2), of_kind(first.feed_forward, GatedFeedForward)
+    by_slot = {each.mixer.slot: each for each in first.sublayers}
     found: dict[str, Any] = {}
     for slot, (read, given) in _BRANCHES.items():
         found |= {read: by_slot[slot].input_multiplier, given: by_slot[slot].multiplier}

@@ -33,6 +33,8 @@ COMPARED |= {
 COMPARED |= {("cohere2_moe", "rope_scaling"): "transformers looks at rope_parameters alone"}
 COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 COMPARED |= {("phimoe", "num_experts_per_tok"): "two, whatever is said"}
+COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("expand", "hidden_size")}
+COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("num_heads", "head_dim")}
 ALIKE = ("mamba", "falcon_mamba", "mamba2", "jamba", "falcon_h1")
 COMPARED |= {(name, "mamba_d_head"): "as wide as others say" for name in ("bamba", "granitemoehybrid", "falcon_h1")}
 COMPARED |= {(name, "layer_types"): "layers are what other fields say, or all alike" for name in ALIKE}
@@ -55,6 +57,8 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
         yield from (101, 128)
     if isinstance(value, list):
         yield from ([each] * length for length in {layers, len(value)} for each in (0, 0.5, 1))
+    if name == "time_step_limit":
+        yield from ([0.0, 1.5], [0.1, 2.0])
     if name == "mlp_layer_types":
         yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name == "layer_types":

@@ -53,6 +53,9 @@ PUBLISHED = {
     "lfm2-350m": 354_483_968,
     "lfm2-1.2b": 1_170_340_608,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "mamba-2.8b": 2_768_345_600,
+    "falcon-mamba-7b": 7_272_665_088,
+    "jamba-v0.1": 51_570_323_328,
     "all-minilm-l6-v2": 22_713_216,
     "roberta-base": 124_697_433,
     "distilbert-base-uncased": 66_985_530,
@@ -143,7 +146,7 @@ def spec_of(name: str):
 
 WITHOUT = {"hunyuan_v1_dense", "hyperclovax", "ministral", "cohere2_moe", "granitemoeshared"}
 WITHOUT |= {"afmoe", "axk1", "granite_swa", "granitemoe_swa", "kolibri1", "mellum", "phimoe", "flint"}
-WITHOUT |= {"gemma4_unified_text", "lfm2_moe"}
+WITHOUT |= {"gemma4_unified_text", "lfm2_moe", "falcon_h1"}
 """Families whose checkpoints' configs nobody here knows for certain."""
 
 

@@ -1641,7 +1641,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **MAMBA,
         "conv_kernel": 3,
         "expand": 1,
-        "time_step_rank": 5,
+        "time_step_rank": 12,  # as many as states: what lies in another order is seen by its values alone
         "use_bias": True,
         "use_conv_bias": False,
         "residual_in_fp32": False,
