@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LATEST, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 _OURS = ("embedding.", "decoder.", "output_layer.")
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
-_NAMES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
 _HINT = "Take all files of all ranks of one step, and no others."
 
