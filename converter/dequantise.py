@@ -58,7 +58,8 @@ class Parts:
         return self._weights.info[self._names[part]][0] if part in self._names else ""
 
     def shape(self, part: str) -> Shape:
-        return self._weights.info[self._names[part]][1]
+        """A part's shape; () where there is none."""
+        return self._weights.info[self._names[part]][1] if part in self._names else ()
 
     def told(self) -> str:
         """What the parts are, in words: the bits first."""

@@ -190,6 +190,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "nf4: blocks of nothing": ("nf4", {NF4_STATE: state_of(blocksize=0)}, "size of blocks"),
     "nf4: an offset that is none": ("nf4", {NF4_STATE: state_of(nested_blocksize=256, nested_offset="x")}, "offset"),
     "nf4: scales of scales lost": ("nf4", {"weight.nested_absmax": None}, "absmax of F32"),
+    "nf4: the map of scales lost": ("nf4", {"weight.nested_quant_map": None}, "a nested_quant_map of F32"),
     "int4: no bits": ("int4", {"weight_packed": None}, "2 scales belong to no quantised weight"),
     "int4: no scales": ("int4", {"weight_scale": None}, "weight_scale is expected"),
     "int4: two candidates": ("int4", {"weight": torch.zeros(64, 64)}, "weight is there beside weight_packed"),
