@@ -555,7 +555,8 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
             return f"integers of 2, 4 or 8 bits are read from words, not of {bits!r:.20}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
-            said = parts["weight_shape"].tolist() if parts.shape("weight_shape") == (2,) else []
+            told = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
+            said = parts["weight_shape"].tolist() if told else []
             if len(said) != 2 or said[0] != rows or not columns - 32 // bits < said[1] <= columns:
                 return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
             columns = said[1]

@@ -195,6 +195,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "int4: no scales": ("int4", {"weight_scale": None}, "weight_scale is expected"),
     "int4: two candidates": ("int4", {"weight": torch.zeros(64, 64)}, "weight is there beside weight_packed"),
     "int4: another shape": ("int4", {"weight_shape": torch.tensor([64, 80])}, r"weight_shape says \[64, 80\]"),
+    "int4: a shape of floats": ("int4", {"weight_shape": torch.tensor([64.0, 64.0])}, r"weight_shape says \[\]"),
     "int4: other groups": ("int4", {"weight_scale": torch.zeros(64, 2)}, r"scales of \[64, 4\] are expected"),
     "int4: an order out of range": ("int4", {"weight_g_idx": torch.full((64,), 4).int()}, "names groups 4 to 4"),
     "int4: a format": ("int4", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
