@@ -58,7 +58,8 @@ class Parts:
         return self._weights.info[self._names[part]][0] if part in self._names else ""
 
     def shape(self, part: str) -> Shape:
-        return self._weights.info[self._names[part]][1]
+        """A part's shape; () where there is none."""
+        return self._weights.info[self._names[part]][1] if part in self._names else ()
 
     def told(self) -> str:
         """What the parts are, in words: the bits first."""
@@ -554,7 +555,8 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
             return f"integers of 2, 4 or 8 bits are read from words, not of {bits!r:.20}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
-            said = parts["weight_shape"].tolist() if parts.shape("weight_shape") == (2,) else []
+            told = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
+            said = parts["weight_shape"].tolist() if told else []
             if len(said) != 2 or said[0] != rows or not columns - 32 // bits < said[1] <= columns:
                 return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
             columns = said[1]

@@ -128,12 +128,15 @@ _ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
 
 @dataclass(frozen=True)
 class _Job:
-    """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes."""
+    """Outputs of the same source tensors; `memory` is what it holds, mapped files too, `copied` as bytes, or `pieced`:
+    one that is made some rows at a time.
+    """
 
     sources: tuple[BoundLeaf, ...]
     outputs: tuple[tuple[Shard, Output], ...]
     copied: bool
     memory: int
+    pieced: bool = False
 
 
 @dataclass
@@ -170,16 +173,17 @@ def jobs_of(plan: Plan, source: TensorFiles) -> list[_Job]:
 def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tuple[Shard, Output]]) -> _Job:
     alike = len(leaves) == len(outputs) == 1 and _same_layout(leaves[0], outputs[0][1])
     copied = alike and _same_bytes(source, leaves[0], outputs[0][1])
+    pieced = alike and not copied and source.pieces(leaves[0]) is not None
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
-    elif alike and source.pieces(leaves[0]) is not None:
+    elif pieced:
         memory = 16 * PIECE + source.nbytes_of(leaves[0]) // 8  # its scales
     else:
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
         memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
         if not all(leaf.layout.is_identity for leaf in (*leaves, *(output.leaf for _, output in outputs))):
             memory += max(output.nbytes for _, output in outputs)  # where a reshape or a joining has to copy
-    return _Job(tuple(leaves), tuple(outputs), copied, memory)
+    return _Job(tuple(leaves), tuple(outputs), copied, memory, pieced)
 
 
 def _same_bytes(source: TensorFiles, leaf: BoundLeaf, output: Output) -> bool:
@@ -309,10 +313,11 @@ class _Carrier:
         self._note(output, bad)
 
     def _rewrite(self, job: _Job) -> None:
-        (shard, output), leaf = job.outputs[0], job.sources[0]
-        alike = len(job.sources) == len(job.outputs) == 1 and _same_layout(leaf, output)
-        if alike and (pieces := self.source.pieces(leaf)) is not None:
-            self._write(self.writers[shard.name], output, pieces, self.source.dtype_of(leaf))
+        if job.pieced:
+            (shard, output), leaf = job.outputs[0], job.sources[0]
+            made = self.source.pieces(leaf)
+            assert made is not None
+            self._write(self.writers[shard.name], output, made, self.source.dtype_of(leaf))
             self.source.release()
             return
         held = shared_tensors(self.source, job.sources)

@@ -129,7 +129,7 @@ class Weights:
         if self.span(name) == self.span(other) is not None:
             return True
         rows = 4096  # a few MB at a time: neither tensor is ever in memory as a whole
-        ours, theirs = self.read(name), self.read(other)
+        ours, theirs = np.atleast_1d(self.read(name)), np.atleast_1d(self.read(other))
 
         def part(array: np.ndarray, start: int) -> np.ndarray:
             return np.ascontiguousarray(array[start : start + rows]).view(np.uint8)

@@ -35,7 +35,7 @@ _METADATA = {"format": "pt"}  # what save_pretrained writes, and transformers as
 Encode = Callable[[np.ndarray, str], np.ndarray]
 """Some whole rows of a tensor in their carrier dtype, and that dtype -> the bytes to be stored."""
 _Decode = Callable[[np.ndarray, np.ndarray, str], np.ndarray]
-"""Entry bytes, the rows that they were made of, and their dtype -> the values that they stand for, in fp32."""
+"""Stored bytes, the rows that they were made of, and their dtype -> the values that they stand for, in fp32."""
 _Around = tuple[bytes, Callable[[int], bytes]]
 """A record that a tensor is wrapped in: what stands before its bytes, and what behind bytes of this crc32."""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LATEST, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 _OURS = ("embedding.", "decoder.", "output_layer.")
 _RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
-_NAMES = ("model_optim_rng.pt", "model_rng.pt", "model_states.pt")
+_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d{1,5})\.")
 _HINT = "Take all files of all ranks of one step, and no others."
 
@@ -167,7 +167,7 @@ def _opened(
         raise CheckpointError(f"{folder}: config.json and the arguments in {files[0].name} say other models ({what})")
     leaves, weights = _bound(spec), chunked(tensors)
     notes = [f"{how}; the vocabulary is padded as it was trained: {rows:,} rows"]
-    if spec.tied and HEAD in weights.info:  # the last stage's copy
+    if spec.tied and {HEAD, EMBEDDING} <= weights.info.keys():  # the last stage's copy
         if not weights.same(HEAD, EMBEDDING):
             raise CheckpointError(f"{folder}: {HEAD} is not the embedding, to which the arguments tie it", _HINT)
         del weights.info[HEAD]
@@ -268,8 +268,7 @@ def _joined(
                 same_in(name, files[0], first, file, each)
             yield name, Chunked(first.dtype, first.shape, (Chunk((0,) * len(first.shape), first),))
             continue
-        rest = {(each.dtype, each.shape[:dim], each.shape[dim + 1 :]) for each in parts}
-        if len(rest) > 1 or len(first.shape) <= dim or len({each.shape[dim] for each in parts}) > 1:
+        if len({(each.dtype, each.shape) for each in parts}) > 1 or len(first.shape) <= dim:
             raise CheckpointError(f"{where} has parts of other sizes or types in other ranks", _HINT)
         if gated and "linear_fc1." in name:
             parts = [half for which in (0, 1) for each in parts for half in [_half(where, each, which)]]

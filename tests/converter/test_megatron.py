@@ -275,6 +275,9 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError],
     "a part of another size": (
         "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][1:]}), CheckpointError, "parts of other sizes",
     ),
+    "a part of other dimensions": (
+        "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][0, 0]}), CheckpointError, "parts of other sizes",
+    ),
     "norms that differ": (
         "01_001", lambda c: c["model"]["decoder.final_layernorm.weight"].add_(1), CheckpointError, "hold other values",
     ),
