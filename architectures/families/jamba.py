@@ -115,6 +115,7 @@ _JAMBA = _DECODER.architecture(
             *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in NAMES}),
             *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
             *mixer_leaves(T + "mamba."),
+            *leaves_of({f"{T}mamba.{name}_layernorm": f"{B}recurrence.{name}_norm" for name in ("dt", "b", "c")}),
             *leaves_of({**ATTENTION, **ENDS}),
         ),
         _STACKED,

@@ -60,6 +60,11 @@ _EXPERTS = {
 _ROUTED = {T + "feed_forward.gate": B + "feed_forward.router", **_EXPERTS}
 _E = T + "feed_forward.experts."
 
+_STACKED = (
+    Stacked(_E + "gate_up_proj", tuple(f"{_E}{{expert}}.{name}.weight" for name in ("w1", "w3"))),
+    Stacked(_E + "down_proj", (_E + "{expert}.w2.weight",)),
+)
+
 _LFM2_MOE = _DECODER.architecture(
     "lfm2_moe",
     "Lfm2MoeForCausalLM",
@@ -72,15 +77,13 @@ _LFM2_MOE = _DECODER.architecture(
             Leaf(T + "feed_forward.expert_bias", B + "feed_forward.choice.bias"),
             *lfm2.NORMS,
             *lfm2.ENDS,
-        )
+        ),
+        _STACKED,
     ),
     released="2025-10",
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     kinds=_DECODER.kinds | {ShortConvolution},
     config_aliases={"tie_word_embeddings": ("tie_embedding",)},
-    stacked=(
-        Stacked(_E + "gate_up_proj", tuple(f"{_E}{{expert}}.{name}.weight" for name in ("w1", "w3"))),
-        Stacked(_E + "down_proj", (_E + "{expert}.w2.weight",)),
-    ),
+    stacked=_STACKED,
     irrelevant={"output_router_logits": OF_ROUTERS["output_router_logits"]},
 )

@@ -108,7 +108,6 @@ def mixer_leaves(theirs: str) -> tuple[Leaf, ...]:
         Leaf(theirs + "in_proj.bias", (ours + "x_proj.bias", ours + "gate_proj.bias"), Layout("part", **halves)),
         Leaf(theirs + "x_proj.weight", tuple(f"{ours}{name}_proj.weight" for name in ("dt_in", "b", "c")), chosen),
         *leaves_of({theirs + "dt_proj": ours + "dt_proj", theirs + "out_proj": ours + "o_proj"}),
-        *leaves_of({f"{theirs}{name}_layernorm": f"{ours}{name}_norm" for name in ("dt", "b", "c")}),
     )
 
 

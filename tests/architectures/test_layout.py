@@ -133,7 +133,8 @@ def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
     delta = {"key_heads": kv_heads, "key_dim": head_dim, "group_values": width, "keys": width, "values": head_dim}
     delta |= {"inner": width, "states": group}
     convolution = {"channels": width, "kernel": group}
-    check(layout, {**sizes, **latent, **delta, **convolution, "heads": kv_heads * group, "one": 1, "two": 2})
+    more = {"rank": kv_heads, "state": head_dim, "vocab": width, "heads": kv_heads * group, "one": 1, "two": 2}
+    check(layout, {**sizes, **latent, **delta, **convolution, **more})
 
 
 @pytest.mark.parametrize("layout", [*STACKED, *LATENT], ids=lambda layout: layout.checkpoint)

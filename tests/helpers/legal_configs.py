@@ -430,6 +430,8 @@ def ministral3(chosen: random.Random) -> Config:
 
 def apertus(chosen: random.Random) -> Config:
     found = llama_like(chosen, own_dim=False)
+    if "rope_theta" in found:  # which says nothing without the parameters
+        found.pop("rope_scaling", None), found.pop("rope_theta")
     return {**found, **sometimes(chosen, {"attention_bias": True, "hidden_act": "xielu"})}
 
 

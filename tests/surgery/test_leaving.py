@@ -174,7 +174,7 @@ def test_ids_that_a_config_leaves_to_its_class(folder: Path, tmp_path: Path) -> 
     assert [found[key] for key in IDS] == [1, 2, None]
     for architecture in ARCHITECTURES.values():
         usual = getattr(transformers, architecture.hf_config)()
-        assert {key: getattr(usual, key) for key in ("bos_token_id", "eos_token_id")} == {
+        assert {key: getattr(usual, key, None) for key in ("bos_token_id", "eos_token_id")} == {
             "bos_token_id": architecture.token_ids.get("bos_token_id"),
             "eos_token_id": architecture.token_ids.get("eos_token_id"),
         }
