@@ -309,7 +309,6 @@ def changed(folder: Path, name: str, what: str) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
-@few(5)
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -347,7 +347,6 @@ def edit(kind: str, content: dict[str, Any]) -> Any:
     return content
 
 
-@few(6)
 @pytest.mark.parametrize(
     ("kind", "told"),
     [

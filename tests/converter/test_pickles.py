@@ -453,7 +453,6 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
-@few(10)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pickles(name: str, folder: Path) -> None:
     data, message = BAD[name]
