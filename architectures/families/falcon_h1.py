@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...components import GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ...components import Attention, GatedFeedForward, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ..base import leaves_of
 from ..config import ConfigReader
 from ..decoder import USUAL, Decoder, Field, with_defaults
@@ -70,6 +70,7 @@ def _read(config: ConfigReader) -> ModelSpec:
 def _written(spec: ModelSpec) -> dict[str, Any]:
     first = spec.blocks[0]
     mamba, inner = of_kind(first.mixer("recurrence"), Mamba2), of_kind(first.feed_forward, GatedFeedForward)
+    of_kind(first.mixer("attention"), Attention)
     by_slot = {each.mixer.slot: each for each in first.sublayers}
     found: dict[str, Any] = {}
     for slot, (read, given) in _BRANCHES.items():
