@@ -178,14 +178,19 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
     width = max(few, default=min(spec.hidden_size, _WIDTH))
     copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
-    vocab = min(spec.vocab_size, _TOKENS)
-    table, inputs = copy.positions, copy.layer_inputs
+    return _cut(copy, min(spec.vocab_size, _TOKENS), tokens, len(blocks))
+
+
+def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
+    """The copy with tables of so many rows, and its encoder with them."""
+    table, inputs, encoder = copy.positions, copy.layer_inputs, copy.encoder
     return replace(
         copy,
         embedding=replace(copy.embedding, vocab_size=vocab),
         head=None if copy.head is None else replace(copy.head, vocab_size=vocab),
         positions=None if table is None else replace(table, length=min(table.length, tokens + 1)),
-        layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, len(blocks), vocab),
+        layer_inputs=None if inputs is None else inputs.sized(copy.hidden_size, inputs.width, layers, vocab),
+        encoder=None if encoder is None else _cut(encoder, vocab, tokens, len(encoder.blocks)),
     )
 
 
