@@ -160,6 +160,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                 found.append((place - 0.5, Tap(mixed, layer, (ours, "input"), (theirs, "input"))))
             if len(leaf.shape) > 2:
                 continue  # a convolution's, which transformers computes without its module
+            if short.startswith("recurrence.") and parameter.role == "gain":
+                continue  # whose module gates in transformers too: what comes of both is what the projection reads
             if at.get(f"{ours}.bias", leaf.checkpoint).rpartition(".")[0] != leaf.checkpoint.rpartition(".")[0]:
                 continue  # a bias that another module of transformers' adds: Japanese GPT-NeoX
             # Our embedding applies its norm itself; the table's own rows are what goes into that norm.
