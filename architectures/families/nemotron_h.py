@@ -99,6 +99,8 @@ def _read(config: ConfigReader) -> ModelSpec:
     activation = activation_named(config, "mlp_hidden_act", "relu2")
     inner: dict[str, Any] = {"hidden_size": hidden, "activation": activation, "up_bias": up_bias, "down_bias": up_bias}
     scale = width**-0.5
+    if (least := config.number("time_step_min", 0.001)) > 1e30:
+        raise config.fail("time_step_min", least, "a number up to 1e30")
     for name in _OF_EXPERTS:
         config.raw(name)  # transformers writes them also where no layer has experts, and then nobody reads their values
     made: dict[str, Any] = {
@@ -109,7 +111,7 @@ def _read(config: ConfigReader) -> ModelSpec:
             bias=bias,
             output_bias=bias,
             conv_bias=config.boolean("use_conv_bias", True),
-            least=config.number("time_step_min", 0.001),
+            least=least,
             **sizes,
         ),
         "full_attention": Attention(
