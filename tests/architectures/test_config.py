@@ -339,6 +339,8 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("mixtral", {"sliding_window": 4, "layer_types": ["full_attention"] * 3}, "layer_types"),
         ("mixtral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("lfm2_moe", {"layer_types": None, "full_attn_idxs": [1]}, "layer_types is None"),
+        ("nemotron_h", {"time_step_min": 2e30}, "up to 1e30"),
         ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
         ("falcon", {"head_dim": 12}, "head_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
