@@ -228,17 +228,19 @@ _Recurrent = Callable[[ConfigReader, Mapping[str, Any]], Sequence[Any]]
 """Of a config and the values of roles what stands in attention's place in each layer; None where attention does."""
 
 
-def one_of(config: ConfigReader, layers: int, usual: Sequence[str], other: str) -> Sequence[str]:
-    """The kind of each layer by `layer_types`, full attention or the `other`; `usual` where it is null or absent.
+def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: str) -> Sequence[str]:
+    """The kind of each layer by `layer_types`, full attention or the `other`; `usual` where it is null or absent, None
+    where it may not be.
 
     Raises:
         ConfigError: another kind or number of layers, or no attention at all, with which transformers' cache fails.
     """
     known = ("full_attention", other)
     types = config.kinds_of_layers()
-    types = list(usual) if types is None else types
+    types = usual if types is None else types
     if not isinstance(types, list) or len(types) != layers or any(each not in known for each in types):
-        raise config.fail("layer_types", types, f"{layers} values of {' or '.join(known)}")
+        wanted = f"{layers} values of {' or '.join(known)}, as many as num_hidden_layers"
+        raise config.fail("layer_types", types, wanted)
     if "full_attention" not in types:
         raise config.fail("layer_types", types, "full_attention somewhere: transformers' cache fails without")
     return types

@@ -4,7 +4,7 @@ some layers; its final norm has a name of its own.
 Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...components import ModelSpec, ShortConvolution
@@ -19,7 +19,7 @@ from .llama import ATTENTION, EMBEDDING, B, T
 CONV = "conv"
 
 
-def types_of(config: ConfigReader, layers: int) -> Sequence[str]:
+def _types(config: ConfigReader, layers: int) -> Sequence[str]:
     """Each layer's: by `layer_types`, or attention in those of `full_attn_idxs`, or in all."""
     whole = config.raw("full_attn_idxs")
     if whole is not None and (not isinstance(whole, list) or any(type(each) is not int for each in whole)):
@@ -28,12 +28,14 @@ def types_of(config: ConfigReader, layers: int) -> Sequence[str]:
     return one_of(config, layers, ["full_attention" if layer in full else CONV for layer in range(layers)], CONV)
 
 
-def convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[ShortConvolution | None]:
-    """What stands in the layers without attention."""
+def convolutions(
+    config: ConfigReader, values: Mapping[str, Any], types: Callable[[ConfigReader, int], Sequence[str]] = _types
+) -> list[ShortConvolution | None]:
+    """What stands in the layers without attention; `types` reads each layer's kind, of so many."""
     hidden = values["hidden"]
     kernel, bias = config.integer("conv_L_cache", 3), config.boolean("conv_bias", False)
     mixer = ShortConvolution(hidden_size=hidden, channels=hidden, kernel=kernel, bias=bias)
-    return [mixer if kind == CONV else None for kind in types_of(config, values["layers"])]
+    return [mixer if kind == CONV else None for kind in types(config, values["layers"])]
 
 
 def write_convolutions(spec: ModelSpec) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from ...components import ShortConvolution
 from ..base import Leaf, Stacked, by_name, leaves_of
 from ..config import ConfigReader
-from ..decoder import USUAL, Decoder, Field, Mixtures, none_or_more, with_defaults
+from ..decoder import USUAL, Decoder, Field, Mixtures, none_or_more, one_of, with_defaults
 from . import lfm2
 from .llama import EMBEDDING, B, T
 from .qwen2_moe import OF_ROUTERS
@@ -25,6 +25,11 @@ def _sparse(config: ConfigReader, layers: int) -> Sequence[bool]:
 def _written(sparse: Sequence[bool]) -> Mapping[str, Any]:
     """The config field that `_sparse` reads."""
     return {"num_dense_layers": sparse.index(True) if any(sparse) else len(sparse)}
+
+
+def _convolutions(config: ConfigReader, values: Mapping[str, Any]) -> list[ShortConvolution | None]:
+    """As in lfm2, but that transformers knows `layer_types` alone, and fails without."""
+    return lfm2.convolutions(config, values, lambda config, layers: one_of(config, layers, None, lfm2.CONV))
 
 
 _DECODER = Decoder(
@@ -48,7 +53,7 @@ _DECODER = Decoder(
         "mixture.added": lambda values: 1e-6 if values["mixture.normalise"] else 0.0,
     },
     rotary=lfm2.ROPE,
-    recurrent=lfm2.convolutions,
+    recurrent=_convolutions,
     mixtures=Mixtures(_sparse, _written),
     written=lfm2.write_convolutions,
 )
@@ -85,5 +90,9 @@ _LFM2_MOE = _DECODER.architecture(
     kinds=_DECODER.kinds | {ShortConvolution},
     config_aliases={"tie_word_embeddings": ("tie_embedding",)},
     stacked=_STACKED,
-    irrelevant={"output_router_logits": OF_ROUTERS["output_router_logits"]},
+    stated={"layer_types": ["conv", "full_attention"] * 16},
+    irrelevant={
+        "output_router_logits": OF_ROUTERS["output_router_logits"],
+        "full_attn_idxs": "not read by transformers: layer_types says it",
+    },
 )

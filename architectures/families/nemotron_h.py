@@ -37,6 +37,14 @@ _SIZES = {
     "chunk_size": ("chunk", 128),
 }
 _CHOICE = {"num_experts_per_tok": ("top_k", 2), "n_group": ("groups", 1), "topk_group": ("top_groups", 1)}
+_OF_EXPERTS = (
+    *_CHOICE,
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
 
 
 def _types(config: ConfigReader) -> list[str]:
@@ -91,6 +99,10 @@ def _read(config: ConfigReader) -> ModelSpec:
     activation = activation_named(config, "mlp_hidden_act", "relu2")
     inner: dict[str, Any] = {"hidden_size": hidden, "activation": activation, "up_bias": up_bias, "down_bias": up_bias}
     scale = width**-0.5
+    if (least := config.number("time_step_min", 0.001)) > 1e30:
+        raise config.fail("time_step_min", least, "a number up to 1e30")
+    for name in _OF_EXPERTS:
+        config.raw(name)  # transformers writes them also where no layer has experts, and then nobody reads their values
     made: dict[str, Any] = {
         LINEAR: Mamba2(
             hidden_size=hidden,
@@ -99,7 +111,7 @@ def _read(config: ConfigReader) -> ModelSpec:
             bias=bias,
             output_bias=bias,
             conv_bias=config.boolean("use_conv_bias", True),
-            least=config.number("time_step_min", 0.001),
+            least=least,
             **sizes,
         ),
         "full_attention": Attention(

@@ -154,6 +154,7 @@ BAD = {
 
 
 MAY_BE_ZERO = ("qk_nope_head_dim", "first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers")
+MAY_BE_ZERO_OF = (("granitemoehybrid", "num_local_experts"), ("lfm2_moe", "num_dense_layers"))
 
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())
@@ -171,8 +172,9 @@ def test_every_size_refuses_what_is_no_size(variant, value):
     sizes = [key for key, good in variant.config.items() if type(good) is int and key not in others]
     assert len(sizes) >= 4
     for key in sizes:
-        if key in MAY_BE_ZERO and value == 0 and type(value) is int:
-            continue  # all of a head may turn, no layer be dense, and none have inputs of its own
+        may_be_zero = key in MAY_BE_ZERO or (variant.family, key) in MAY_BE_ZERO_OF
+        if may_be_zero and value == 0 and type(value) is int:
+            continue  # all of a head may turn, no layer be dense or have experts, and none have inputs of its own
         with pytest.raises(ConfigError, match=key):
             spec_of({**variant.config, key: value})
 
@@ -225,14 +227,18 @@ def test_too_many_layers_are_refused_at_once(variant, layers):
 @families
 def test_the_most_layers_allowed_take_seconds_at_most(family):
     config = {key: value for key, value in REPRESENTATIVES[family].config.items() if key != "attention_types"}
-    (key,) = config.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
+    keys = config.keys() & {"n_layer", "n_layers", "num_layers", "num_hidden_layers"}
+    keys |= config.keys() & {"encoder_layers", "decoder_layers", "num_decoder_layers"}
     if family == "gpt_neo":
         config["attention_types"] = [[["global", "local"], 5_000]]
-    if "layer_types" in config:
-        config["layer_types"] = (10_000 * config["layer_types"])[:10_000]
+    lists = config.keys() & {"layer_types", "layers_block_type"}
+    assert keys | lists
+    for key in lists:
+        config[key] = (10_000 * config[key])[:10_000]
     with at_most(5):
-        spec = spec_of({**config, key: 10_000})
+        spec = spec_of({**config, **dict.fromkeys(keys, 10_000)})
     assert len(spec.blocks) == 10_000
+    assert spec.encoder is None or len(spec.encoder.blocks) == 10_000
 
 
 def test_the_largest_sizes_are_only_counted():
@@ -333,6 +339,8 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("mixtral", {"sliding_window": 4, "layer_types": ["full_attention"] * 3}, "layer_types"),
         ("mixtral", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("lfm2_moe", {"layer_types": None, "full_attn_idxs": [1]}, "layer_types is None"),
+        ("nemotron_h", {"time_step_min": 2e30}, "up to 1e30"),
         ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
         ("falcon", {"head_dim": 12}, "head_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),

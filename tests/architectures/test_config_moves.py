@@ -11,7 +11,9 @@ from gptkit.architectures import ARCHITECTURES
 from gptkit.errors import ConfigError
 
 OTHERS: tuple[Any, ...] = (1, 2, 3, 4, 8, 12, 48, 96, 0.5, 1.0, 1e-3, 2.5, True, False, None, "relu", "gelu")
-OTHERS += ("softmax", "sigmoid", "average", "sum", "greedy", "group_limited_greedy")
+OTHERS += ("rope", "softmax", "sigmoid", "average", "sum", "greedy", "group_limited_greedy")
+MIXERS = ("linear_attention", "conv", "full_attention")
+"""What may stand before a last layer of full attention."""
 TYPES = ("sliding_attention", "full_attention")
 SCALED = ({"rope_type": "yarn", "factor": 2.0}, {"rope_type": "proportional"})
 """Rotary positions under which fields beside them say something."""
@@ -35,10 +37,13 @@ COMPARED |= {("dbrx", "tie_word_embeddings"): "transformers' class refuses it"}
 COMPARED |= {("phimoe", "num_experts_per_tok"): "two, whatever is said"}
 COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("expand", "hidden_size")}
 COMPARED |= {("mamba2", name): "heads share out so many times the width" for name in ("num_heads", "head_dim")}
-ALIKE = ("mamba", "falcon_mamba", "mamba2", "jamba", "falcon_h1")
+ALIKE = ("mamba", "falcon_mamba", "mamba2", "jamba", "falcon_h1", "bamba")
 COMPARED |= {(name, "mamba_d_head"): "as wide as others say" for name in ("bamba", "granitemoehybrid", "falcon_h1")}
 COMPARED |= {(name, "layer_types"): "layers are what other fields say, or all alike" for name in ALIKE}
 COMPARED |= {("phimoe", "partial_rotary_factor"): "whole heads turn"}
+COMPARED |= {("bamba", "partial_rotary_factor"): "a half, whatever is said beside the rope parameters"}
+COMPARED |= {("marian", "decoder_vocab_size"): "as many as vocab_size"}
+COMPARED |= {(name, "num_hidden_layers"): "as many as layer_types" for name in ("granitemoehybrid", "lfm2_moe")}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
@@ -63,6 +68,13 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
         yield from ([kind] * layers for kind in ("dense", "sparse"))
     if name == "layer_types":
         yield from ([kind] * layers for kind in TYPES)
+    if name in ("layer_types", "layers_block_type"):
+        length = len(value or range(layers))
+        yield from ([*[kind] * (length - 1), "full_attention"] for kind in MIXERS)
+    if name == "hybrid_override_pattern":
+        yield from ("*", "*-", "M*")
+    if name == "architectures":
+        yield from ([each] for each in (ARCHITECTURES[config["model_type"]].hf_class, "BartModel", "MarianModel"))
     if name == "attention_types":
         yield from ([[[kind], layers]] for kind in ("global", "local"))
     if name.startswith("rope_"):

@@ -810,13 +810,11 @@ def lfm2(chosen: random.Random) -> Config:
 
 def lfm2_moe(chosen: random.Random) -> Config:
     """transformers multiplies all experts at once, in rows of whole 16 bytes."""
-    found = lfm2(chosen)
-    for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
-        found.pop(name, None)
-    experts = chosen.choice((2, 3, 8))
+    found, hidden, experts = lfm2(chosen), chosen.choice((8, 24, 40, 64)), chosen.choice((2, 3, 8))
     return {
-        **found,
-        "hidden_size": chosen.choice((8, 24, 40, 64)),
+        **{name: value for name, value in found.items() if not name.startswith(("block_", "rope_"))},
+        **rope(chosen, hidden // 2),
+        "hidden_size": hidden,
         "num_attention_heads": 2,
         "num_key_value_heads": chosen.choice((1, 2)),
         "moe_intermediate_size": chosen.choice((8, 24)),
