@@ -1669,6 +1669,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2-narrow": {
         **MAMBA2_ALONE,
         "n_groups": 8,
+        "state_size": 10,  # all groups' states are not as many as the channels: another order has other shapes
         "conv_kernel": 3,
         "use_bias": True,
         "use_conv_bias": False,
