@@ -480,14 +480,18 @@ def bind(owner: str, leaves: Sequence[Leaf], spec: ModelSpec) -> list[BoundLeaf]
 
 def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[BoundLeaf]:
     ends = {"hidden": spec.hidden_size, "vocab": spec.vocab_size}
-    per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint]
+    stem = next((leaf.checkpoint.partition("{layer}")[0] for leaf in leaves if "{layer}" in leaf.checkpoint), "")
+    of_first = f"{stem}0."  # how names begin of what the first block alone has
+    per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint or leaf.checkpoint.startswith(of_first)]
     first = leaves.index(per_block[0]) if per_block else len(leaves)
     for leaf in leaves[:first]:
         yield from _bind_one(owner, leaf, {}, shapes, ends)
     for layer, block in enumerate(spec.blocks):
         sizes = _sizes(spec, block)
         for leaf in per_block:
-            if leaf.when is None or leaf.when(block):
+            if "{layer}" not in leaf.checkpoint:
+                yield from () if layer else _bind_one(owner, leaf, {}, shapes, ends)
+            elif leaf.when is None or leaf.when(block):
                 for expert in range(sizes["experts"] if "{expert}" in leaf.checkpoint else 1):
                     yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
     for leaf in leaves[first:]:

@@ -175,8 +175,8 @@ _BAMBA = _DECODER.architecture(
     "bamba",
     "BambaForCausalLM",
     (
-        *leaves_of({**EMBEDDING, **FEED_FORWARD, **NORMS}),
-        *leaves_of({T + "input_layernorm": B + "recurrence_norm"}),
+        *leaves_of({**EMBEDDING, **FEED_FORWARD, T + "input_layernorm": B + "recurrence_norm"}),
+        *leaves_of(NORMS),
         *mixer_leaves(T + "mamba."),
         *leaves_of({**ATTENTION, **ENDS}),
     ),

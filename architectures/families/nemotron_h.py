@@ -179,24 +179,27 @@ _NEMOTRON_H = Architecture(
     kinds=frozenset({Mamba2, RMSNorm, Attention, FeedForward, MixtureOfExperts}),
     read=_read,
     write=_write,
-    leaves=by_name(
-        (
-            *leaves_of({"backbone.embeddings": "embedding"}),
-            *(
-                leaf
-                for slot in ("recurrence", "attention", "feed_forward")
-                for leaf in leaves_of({_T + "norm": f"{B}{slot}_norm"})
+    leaves=(
+        *leaves_of({"lm_head": "head"}),  # first, since transformers' modules call the rest `model`, behind it by name
+        *by_name(
+            (
+                *leaves_of({"backbone.embeddings": "embedding"}),
+                *(
+                    leaf
+                    for slot in ("recurrence", "attention", "feed_forward")
+                    for leaf in leaves_of({_T + "norm": f"{B}{slot}_norm"})
+                ),
+                *mixer_leaves(_M),
+                *leaves_of({f"{_M}{name}_proj": f"{B}attention.{name}_proj" for name in "qkvo"}),
+                *leaves_of({_M + name: f"{B}feed_forward.{name}" for name in _UP_DOWN}),
+                *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in _UP_DOWN}),
+                *leaves_of({f"{_M}shared_experts.{name}": f"{B}feed_forward.shared.{name}" for name in _UP_DOWN}),
+                *leaves_of({_M + "gate": B + "feed_forward.router"}),
+                Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias"),
+                *leaves_of({"backbone.norm_f": "final_norm"}),
             ),
-            *mixer_leaves(_M),
-            *leaves_of({f"{_M}{name}_proj": f"{B}attention.{name}_proj" for name in "qkvo"}),
-            *leaves_of({_M + name: f"{B}feed_forward.{name}" for name in _UP_DOWN}),
-            *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in _UP_DOWN}),
-            *leaves_of({f"{_M}shared_experts.{name}": f"{B}feed_forward.shared.{name}" for name in _UP_DOWN}),
-            *leaves_of({_M + "gate": B + "feed_forward.router"}),
-            Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias"),
-            *leaves_of({"backbone.norm_f": "final_norm", "lm_head": "head"}),
+            _STACKED,
         ),
-        _STACKED,
     ),
     released="2025-03",
     prefix="backbone.",

@@ -118,9 +118,11 @@ def _layers(stack: str, shared: str, parts: tuple[str, ...]) -> tuple[Leaf, ...]
             found += leaves_of({f"{theirs}DenseReluDense.wo": f"{ours}.down_proj"})
         else:
             found += leaves_of({f"{theirs}{names[part]}.{each}": f"{ours}.{each}_proj" for each in "qkvo"})
+            if part == "attention":  # the first layer's alone, from which all take it
+                name = f"{stack}.block.0.layer.{index}.SelfAttention.relative_attention_bias"
+                found += leaves_of({name: f"{shared}relative_bias"})
         found += leaves_of({f"{theirs}layer_norm": f"{ours}_norm"})
-    bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    return (*found, *leaves_of({bias: f"{shared}relative_bias", f"{stack}.final_layer_norm": f"{shared}final_norm"}))
+    return (*found, *leaves_of({f"{stack}.final_layer_norm": f"{shared}final_norm"}))
 
 
 T5 = Architecture(

@@ -1534,6 +1534,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.7,
     },
+    "lfm2_moe-biased": {  # by whose biases alone the two factors of what is convolved can be told apart
+        **{name: value for name, value in LFM2.items() if name != "block_multiple_of"},
+        "model_type": "lfm2_moe",
+        "layer_types": ["full_attention", "conv", "conv"],
+        "num_hidden_layers": 3,
+        "num_dense_layers": 0,
+        "moe_intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "norm_topk_prob": False,
+        "use_expert_bias": False,
+        "tie_word_embeddings": False,
+    },
     "lfm2-biased": {
         **{name: value for name, value in LFM2.items() if name != "intermediate_size"},
         "block_ff_dim": 72,
@@ -1669,6 +1684,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2-narrow": {
         **MAMBA2_ALONE,
         "n_groups": 8,
+        "state_size": 10,  # all groups' states are not as many as the channels: another order has other shapes
         "conv_kernel": 3,
         "use_bias": True,
         "use_conv_bias": False,
