@@ -6,7 +6,7 @@ Source: transformers models/mamba/{configuration,modeling}_mamba.py.
 import math
 from typing import Any
 
-from ...components import Block, Embedding, Head, Mamba, ModelSpec, RMSNorm, SubLayer
+from ...components import Block, Embedding, Head, Mamba, Mamba2, ModelSpec, RMSNorm, SubLayer
 from ...errors import CannotExpress
 from ..base import Architecture, Leaf, leaves_of
 from ..config import ConfigReader
@@ -42,6 +42,19 @@ def norms_of(rank: int, states: int, **fields: Any) -> dict[str, RMSNorm]:
     return {f"{name}_norm": RMSNorm(size=n, **fields) for name, n in {"dt": rank, "b": states, "c": states}.items()}
 
 
+def alone(config: ConfigReader, mixer: Mamba | Mamba2, norm: RMSNorm, vocab: int, count: int, tied: bool) -> ModelSpec:
+    """The tree of so many layers that are a mixer and nothing else; `tied`: whether the head is where nobody says."""
+    config.refuse({"layer_types": ((None, [LINEAR] * count), f"every layer is {type(mixer).__name__}")})
+    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
+    hidden = mixer.hidden_size
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=(block,) * count,
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", tied)),
+    )
+
+
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
     """The tree; `normed`: what each token chooses is normed, without weights."""
     hidden, vocab = config.integer("hidden_size", 768), config.integer("vocab_size", 50280)
@@ -59,15 +72,7 @@ def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
         conv_bias=config.boolean("use_conv_bias", True),
         **(norms_of(rank, states, **own) if normed else {}),
     )
-    norm, count = RMSNorm(size=hidden, eps=eps), config.layers("num_hidden_layers", 32)
-    config.refuse({"layer_types": ((None, [LINEAR] * count), "every layer is Mamba")})
-    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
-    return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
-        blocks=(block,) * count,
-        final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", True)),
-    )
+    return alone(config, mixer, RMSNorm(size=hidden, eps=eps), vocab, config.layers("num_hidden_layers", 32), True)
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:

@@ -5,14 +5,15 @@ Source: transformers models/mamba2/{configuration,modeling}_mamba2.py.
 
 from typing import Any
 
-from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, SubLayer
+from ...components import Mamba2, ModelSpec, RMSNorm
 from ...errors import CannotExpress
 from ..base import Architecture, leaves_of
 from ..config import ConfigReader
 from ..decoder import activation_named, name_of
 from ..obstacles import of_kind
-from .bamba import LINEAR, limits, mixer_leaves, write_limits
+from .bamba import limits, mixer_leaves, write_limits
 from .llama import B
+from .mamba import alone
 
 _SIZES = {"state_size": ("state_size", 128), "conv_kernel": ("kernel", 4), "chunk_size": ("chunk", 256)}
 _STARTS = dict.fromkeys(
@@ -44,15 +45,7 @@ def _read(config: ConfigReader) -> ModelSpec:
         **sizes,
         **limits(config),
     )
-    norm, count = RMSNorm(size=hidden, eps=eps), config.layers("num_hidden_layers", 64)
-    config.refuse({"layer_types": ((None, [LINEAR] * count), "every layer is Mamba-2")})
-    block = Block(sublayers=(SubLayer(mixer=mixer, norm=norm),), wide=config.boolean("residual_in_fp32", True))
-    return ModelSpec(
-        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
-        blocks=(block,) * count,
-        final_norm=norm,
-        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", False)),
-    )
+    return alone(config, mixer, RMSNorm(size=hidden, eps=eps), vocab, config.layers("num_hidden_layers", 64), False)
 
 
 def _write(spec: ModelSpec) -> dict[str, Any]:

@@ -4,7 +4,6 @@ and loader say how tensors are called, shared out by ranks and numbered by stage
 
 import argparse
 import json
-import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from helpers.covering import few
 from helpers.families import CONFIGS, save_hf
+from helpers.mutations import mutated
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -334,29 +334,6 @@ def test_arguments_that_are_not_read(change: dict[str, Any], message: str, origi
     edited(path, lambda content: vars(content["args"]).update(change))
     with pytest.raises((ConfigError, InvalidInput), match=message):
         open_checkpoint(folder, allow_pickle=True)
-
-
-def mutated(folder: Path, out: Path, count: int) -> tuple[int, int]:
-    """How many of so many mutations of a folder's files were opened and read whole, and how many refused."""
-    generator, opened, long = random.Random(0), 0, 0
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    shutil.copytree(folder, out)
-    for _ in range(count):
-        path = generator.choice(files)
-        target, data = out / path.relative_to(folder), bytearray(path.read_bytes())
-        low = 0 if generator.random() < 0.7 else max(len(data) - 3000, 0)
-        for _ in range(generator.choice((1, 1, 2, 4))):
-            data[generator.randrange(low, min(low + 6000, len(data)))] = generator.randrange(256)
-        target.write_bytes(data[: generator.randrange(len(data))] if generator.random() < 0.1 else data)
-        try:
-            for _ in open_checkpoint(out, allow_pickle=True).tensors():
-                pass
-            opened += 1
-        except GptkitError as error:
-            long += len(str(error)) > 4000
-        target.write_bytes(path.read_bytes())
-    assert not long
-    return opened, count - opened
 
 
 def test_mutations(originals: Any, tmp_path: Path) -> None:

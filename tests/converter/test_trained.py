@@ -5,7 +5,6 @@ they are installed (slow; GPTKIT_PRODUCERS_PYTHON names the Python of an environ
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import zipfile
@@ -19,6 +18,7 @@ import torch
 import yaml
 from helpers.covering import examples, few
 from helpers.families import CONFIGS, save_hf
+from helpers.mutations import mutated
 from helpers.processes import HANGS
 from safetensors.torch import load_file
 
@@ -541,33 +541,6 @@ def test_no_code_is_run(folder: Path, state: State, tmp_path: Path) -> None:
     torch.save({"model": state, "y": Bad(np.save, str(made), 1), "z": made}, folder / "x.pt")
     open_checkpoint(folder, allow_pickle=True)
     assert not made.exists() and not made.with_suffix(".npy").exists()
-
-
-def mutated(folder: Path, out: Path, count: int) -> tuple[int, int]:
-    """How many of so many mutations of a folder's files were opened and read whole, and how many refused."""
-    generator = random.Random(0)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    opened = long = 0
-    shutil.copytree(folder, out)
-    for _ in range(count):
-        path = generator.choice(files)
-        target = out / path.relative_to(folder)
-        data = bytearray(path.read_bytes())
-        low = 0 if generator.random() < 0.7 else max(len(data) - 3000, 0)
-        for _ in range(generator.choice((1, 1, 2, 4))):
-            data[generator.randrange(low, min(low + 6000, len(data)))] = generator.randrange(256)
-        if generator.random() < 0.1:
-            del data[generator.randrange(len(data)) :]
-        target.write_bytes(data)
-        try:
-            for _ in open_checkpoint(out, allow_pickle=True).tensors():
-                pass
-            opened += 1
-        except GptkitError as error:
-            long += len(str(error)) > 4000
-        target.write_bytes(path.read_bytes())
-    assert not long
-    return opened, count - opened
 
 
 KINDS = ("litgpt", "meta", "fsdp", "deepspeed")
