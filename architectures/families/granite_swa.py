@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from ...components import Attention, ModelSpec, Rotary
-from ..base import Leaf
+from ..base import Leaf, leaves_of
 from ..config import ConfigReader
 from ..decoder import Decoder, Layers, sliding, with_defaults, write_sliding
 from ..obstacles import of_kind
 from ..rope import read_rotary
 from . import granite
-from .llama import LEAVES, LLAMA_DROPPED, B, T
+from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 _BASES = "layer_rope_theta"
 SINKS = {"attention.sinks": True, "attention.sunk": "behind it"}
@@ -69,7 +69,7 @@ _DECODER = Decoder(
 _GRANITE_SWA = _DECODER.architecture(
     "granite_swa",
     "GraniteSWAForCausalLM",
-    (*LEAVES, *SUNK),
+    (*leaves_of(EMBEDDING), *SUNK, *leaves_of({**ATTENTION, **FEED_FORWARD, **NORMS, **ENDS})),
     released="2026",
     token_ids={"bos_token_id": 100257, "eos_token_id": 100257},
     dropped=LLAMA_DROPPED,

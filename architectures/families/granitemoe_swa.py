@@ -6,8 +6,9 @@ Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_s
 
 from dataclasses import replace
 
+from ..base import leaves_of
 from . import granite_swa, granitemoe, granitemoeshared
-from .llama import LLAMA_DROPPED
+from .llama import ATTENTION, EMBEDDING, ENDS, LLAMA_DROPPED, NORMS
 from .qwen2_moe import OF_ROUTERS
 
 _DECODER = replace(
@@ -19,11 +20,19 @@ _DECODER = replace(
 
 _LEAVES = granitemoeshared.GRANITEMOESHARED.leaves
 _HELD = {each.checkpoint[0]: each.parameter for each in granitemoe.STACKED}
+_MIXTURE = tuple(replace(leaf, checkpoint=_HELD[leaf.checkpoint]) for leaf in _LEAVES if leaf.checkpoint in _HELD)
 
 _GRANITEMOE_SWA = _DECODER.architecture(
     "granitemoe_swa",
     "GraniteMoeSWAForCausalLM",
-    (*(replace(leaf, checkpoint=_HELD.get(leaf.checkpoint, leaf.checkpoint)) for leaf in _LEAVES), *granite_swa.SUNK),
+    (
+        *leaves_of(EMBEDDING),
+        *granite_swa.SUNK,
+        *leaves_of({**ATTENTION, **NORMS}),
+        *reversed(_MIXTURE),  # as modules have them: the router first
+        *(leaf for leaf in _LEAVES if ".shared_mlp." in leaf.checkpoint),
+        *leaves_of(ENDS),
+    ),
     released="2026",
     token_ids=granitemoe.GRANITEMOE.token_ids,
     dropped=LLAMA_DROPPED,
