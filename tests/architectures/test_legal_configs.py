@@ -134,7 +134,8 @@ def filed(family: str, number: int, folder: Path) -> list[str]:
     before.pop("generation_config.json", None), after.pop("generation_config.json", None)
     if before != after:
         wrong.append(f"{number} came back otherwise")
-    result = verify(folder / "hf", folder / "local")
+    # Mistakes take most of the time, and other tests make them in every family.
+    result = verify(folder / "hf", folder / "local", mutations=None if number % 5 == 0 else False)
     if (result.verdict, result.passed) != ("identical", True):
         wrong.append(f"{number} {result.verdict}")
     return wrong
