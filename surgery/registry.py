@@ -360,7 +360,9 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
     """What a swap makes of a model of two stacks."""
     from .stacks import of_both
 
-    return of_both(spec, asked, swap.reshape)
+    if asked.layers is not None:
+        raise UsageError("layers of an encoder and of a decoder have the same numbers", "leave --blocks out")
+    return of_both(spec, asked.weights, lambda tree, weights: swap.reshape(tree, replace(asked, weights=weights)))
 
 
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:

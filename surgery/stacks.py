@@ -10,27 +10,19 @@ import msgspec
 
 from ..components import ModelSpec
 from ..converter.dtypes import Array
-from ..errors import UsageError
 from .base import Computed, Model, Moved, Swapped, Tensor, Wide, weakest
 from .facts import Weights
-from .registry import Asked
 
 _T = TypeVar("_T")
 _INSIDE = "encoder."
 
 
-def of_both(spec: ModelSpec, asked: Asked, change: Callable[[ModelSpec, Asked], Swapped]) -> Swapped:
-    """What `change` makes of the decoder, and of the encoder, whose tensors have names of their own.
-
-    Raises:
-        SwapRefused, MissingComponent: as `change` does, of either.
-        UsageError: it is asked for some layers, of which the two stacks each have their own.
+def of_both(spec: ModelSpec, weights: Weights, change: Callable[[ModelSpec, Weights], Swapped]) -> Swapped:
+    """What `change` makes of the decoder, and of the encoder, whose tensors have names of their own. Raises what it
+    raises of either.
     """
     assert spec.encoder is not None
-    if asked.layers is not None:
-        raise UsageError("layers of an encoder and of a decoder have the same numbers", "leave --blocks out")
-    own = change(spec, asked)
-    inner = change(spec.encoder, replace(asked, weights=_Facts(asked.weights, spec.encoder)))
+    own, inner = change(spec, weights), change(spec.encoder, _Facts(weights, spec.encoder))
     assert own.spec.encoder == spec.encoder and not (own.against or inner.against or own.texts or inner.texts)
     return Swapped(
         spec=msgspec.structs.replace(own.spec, encoder=inner.spec),
