@@ -176,6 +176,7 @@ class Architecture:
     modules: how names in files begin, and those of transformers' modules that hold the same, where they differ.
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
+    unwritten: of a tree how many numbers are parameters of transformers' modules and in no file.
     repeated: parameters of transformers' modules that are one with another, whose name checkpoints have.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
@@ -213,6 +214,7 @@ class Architecture:
     modules: tuple[str, str] = ("", "")
     aliases: tuple[tuple[str, str], ...] = ()
     dropped: tuple[str, ...] = ()
+    unwritten: Callable[[ModelSpec], int] = lambda spec: 0
     repeated: Mapping[str, str] = field(default_factory=dict)
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

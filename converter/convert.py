@@ -128,7 +128,9 @@ def plan_output(
         settings = {"quantization_config": fp8.settings(leaves, few, architecture.head)}
         small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
         otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in few}
-    return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, otherwise=otherwise)
+    size = max_shard_bytes or DEFAULT_SHARD_BYTES
+    unwritten = architecture.unwritten(spec)
+    return plan(leaves, dtypes, small, beside, size, otherwise=otherwise, unwritten=unwritten)
 
 
 def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:

@@ -135,10 +135,12 @@ def plan(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     homes: Mapping[str, Path] | None = None,
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
+    unwritten: int = 0,
 ) -> Plan:
     """A plan of safetensors files for leaves, `dtypes` by shared name: as many as their tensors come from (`homes`),
     else as transformers deals them out (split_state_dict_into_shards_factory). Several tensors in one get the widest
-    dtype. otherwise: the tensors that a leaf is stored as, by its name, where it is not cast.
+    dtype. otherwise: the tensors that a leaf is stored as, by its name, where it is not cast. unwritten: how many
+    parameters the index counts and no file has.
     """
     tensors = [
         each
@@ -170,7 +172,7 @@ def plan(
     shards = tuple(_lay_out(f"model-{i:05}-of-{count:05}.safetensors", group) for i, group in enumerate(groups, 1))
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(leaf.shape) for leaf in leaves if not leaf.buffer),
+            "total_parameters": unwritten + sum(math.prod(leaf.shape) for leaf in leaves if not leaf.buffer),
             "total_size": sum(shard.nbytes for shard in shards),
         },
         "weight_map": {output.leaf.checkpoint: shard.name for shard in shards for output in shard.outputs},

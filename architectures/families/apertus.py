@@ -54,7 +54,7 @@ _APERTUS = _DECODER.architecture(
     (
         *leaves_of({**EMBEDDING, **ATTENTION, **_FEED_FORWARD}),
         *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}") for name in ("alpha_p", "alpha_n")),
-        *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}", NUMBER) for name in ("beta", "eps")),
+        *(Leaf(f"{_MLP}act_fn.{name}", f"{_OURS}activation.{name}", NUMBER, buffer=True) for name in ("beta", "eps")),
         *leaves_of({**_NORMS, **ENDS}),
     ),
     released="2025-09",

@@ -30,6 +30,12 @@ def _read(config: ConfigReader) -> ModelSpec:
     return spec
 
 
+def _unwritten(spec: ModelSpec) -> int:
+    """The sines and cosines of both stacks."""
+    stacks = [each for each in (spec, spec.encoder) if each is not None]
+    return sum(each.positions.length * each.hidden_size for each in stacks if each.positions is not None)
+
+
 MARIAN = _STACKS.architecture(
     "marian",
     "MarianMTModel",
@@ -46,6 +52,7 @@ MARIAN = _STACKS.architecture(
     **{
         **OF_BART,
         "carried": {"unused": (*OF_BART["carried"]["unused"], *TABLES)},
+        "unwritten": _unwritten,
         "irrelevant": {**OF_BART["irrelevant"], "static_position_embeddings": "what this family always has"},
     },
 )

@@ -103,6 +103,7 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     hint = "--mlp gated is the way to gated ones."
     found = asked.those(spec, _is_gated, "the feed-forwards asked for are plain already", hint)
     zero = asked.weights.zero
+    plain = {layer: recast(dense_of(spec.blocks[layer]), FeedForward) for layer in found}
     # Where its weight is zero, up(x) is the same for every x.
     varying = [i for i in found if not zero(*(f"{path}.up_proj.weight" for path in paths(spec, i)))]
     refit = None if asked.approximate or not varying else _refitted(spec, varying, asked)
@@ -117,7 +118,7 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
                 tensors |= _folded_tensors(asked, path, old)
             elif refit is not None:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
-        blocks[layer] = with_dense(spec.blocks[layer], recast(old, FeedForward, up_bias=bias))
+        blocks[layer] = with_dense(spec.blocks[layer], replace(plain[layer], up_bias=bias))
     summary = {"from": "gated", "to": "plain", "layers": found, "refitted": varying if refit is not None else []}
     note = f"in {in_words(varying)} the factor without an activation was left out: it depends on the input"
     guarantee = guarantee_of(len(varying), len(spec.blocks))

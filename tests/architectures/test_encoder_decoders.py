@@ -14,7 +14,7 @@ import transformers
 from helpers.covering import covered, few
 from helpers.families import (
     REPRESENTATIVES,
-    VARIANTS,
+    TWO_STACKS,
     VOCAB,
     Variant,
     decoder_from,
@@ -35,14 +35,14 @@ from gptkit.modules.context import Encoded
 from gptkit.modules.generate import Beams, generate
 from gptkit.testing import largest_difference, probes
 from gptkit.training.evaluate import evaluate
+from gptkit.training.train import require_trainable
 
-PAIRS = [variant for variant in VARIANTS if spec_of(variant.config).encoder is not None]
-FIRST = [variant for variant in PAIRS if variant.representative]
+FIRST = [variant for variant in TWO_STACKS if variant.representative]
 DTYPES = (torch.float32, torch.bfloat16)
 
 CASES = [
     pytest.param(variant, dtype, attention, id=f"{variant}-{dtype}-{attention}")
-    for variant in PAIRS
+    for variant in TWO_STACKS
     for dtype in DTYPES
     for attention in architecture_of(variant.config).reference(spec_of(variant.config))
 ]
@@ -120,7 +120,7 @@ def test_an_encoder_costs_nothing_a_token() -> None:
 
 
 def test_trees_go_through_json() -> None:
-    for variant in PAIRS:
+    for variant in TWO_STACKS:
         spec = spec_of(variant.config)
         assert from_json(json.loads(json.dumps(to_json(spec)))) == spec
 
@@ -190,7 +190,7 @@ def test_files_of_the_class_without_a_head_have_no_bias_of_logits(tmp_path: Path
 
 def test_a_head_of_its_own_that_transformers_calls_tied_is_read(tmp_path: Path) -> None:
     """Whatever files hold, transformers writes that T5's head is tied."""
-    config = {**next(each.config for each in PAIRS if each.name == "t5-gated"), "tie_word_embeddings": False}
+    config = {**next(each.config for each in TWO_STACKS if each.name == "t5-gated"), "tie_word_embeddings": False}
     model = randomised_reference(config)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
     model.all_tied_weights_keys.pop("lm_head.weight", None)
@@ -228,7 +228,7 @@ def test_tables_of_sines_in_files_are_carried_along(tmp_path: Path) -> None:
 @few(1)
 @pytest.mark.parametrize("name", ["t5-gated", "bart", "marian"])
 def test_a_layer_at_a_time_it_is_the_same(name: str, tmp_path: Path) -> None:
-    save_hf(next(each.config for each in PAIRS if each.name == name), tmp_path)
+    save_hf(next(each.config for each in TWO_STACKS if each.name == name), tmp_path)
     assert gptkit.verify(tmp_path, stream=True, mutations=False, bisected=False).verdict == "identical"
 
 
@@ -278,6 +278,8 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
         gptkit.convert(tmp_path, tmp_path / "out.gguf", to="gguf")
     with pytest.raises(MissingComponent, match="eval is known of one stack"):
         evaluate(tmp_path, tmp_path)
+    with pytest.raises(MissingComponent, match="training on texts is known of one stack"):
+        require_trainable(spec, True, False)
     blocks = spec_of(REPRESENTATIVES["llama"].config).blocks
     with pytest.raises(ConfigError, match="layer 0 has no cross-attention, and the model an encoder"):
         spec.__class__(embedding=spec.embedding, encoder=spec.encoder, blocks=(blocks[0],), head=spec.head)

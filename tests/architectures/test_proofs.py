@@ -20,6 +20,7 @@ from helpers.covering import covered, examples, few, kinds, spread
 from helpers.families import (
     CONFIGS,
     REPRESENTATIVES,
+    TWO_STACKS,
     VARIANTS,
     VOCAB,
     Variant,
@@ -209,11 +210,7 @@ NO_CACHE = {
         for variant in VARIANTS
         if not spec_of(variant.config).causal
     },
-    **{
-        variant.family: "of two texts: tests/architectures/test_encoder_decoders.py"
-        for variant in VARIANTS
-        if spec_of(variant.config).encoder is not None
-    },
+    **{variant.family: "of two texts: tests/architectures/test_encoder_decoders.py" for variant in TWO_STACKS},
 }
 
 LOGIT_CASES = [

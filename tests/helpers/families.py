@@ -1961,13 +1961,10 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     return _SPECS[key]
 
 
-def continues(variant: Variant) -> bool:
-    """Whether a model continues a text."""
-    spec = spec_of(variant.config)
-    return spec.causal and spec.encoder is None
-
-
-DECODERS = [variant for variant in VARIANTS if continues(variant)]
+ONE_STACK = [variant for variant in VARIANTS if spec_of(variant.config).encoder is None]
+"""Those of one stack of layers, of which alone swaps, fits and training on texts know."""
+TWO_STACKS = [variant for variant in VARIANTS if variant not in ONE_STACK]
+DECODERS = [variant for variant in ONE_STACK if spec_of(variant.config).causal]
 """Those that continue a text."""
 REPRESENTATIVES = {variant.family: variant for variant in VARIANTS if variant.representative}
 

@@ -31,9 +31,19 @@ def smaller(option: str, numbers: Callable[[ModelSpec], Iterable[int | None]]) -
 
     def undo(before: ModelSpec, asked: Asked) -> Step | None:
         old, number = {each or 0 for each in numbers(before)}, int(asked.value.rpartition(":")[2])
-        return Step(option, str(max(old))) if len(old) == 1 and number > max(old) else None
+        return again(asked, option, str(max(old))) if len(old) == 1 and number > max(old) else None
 
     return undo
+
+
+def _of_attention(field: str) -> Callable[[ModelSpec], Iterable[int | None]]:
+    """A field of attention, of the layers that have one."""
+
+    def numbers(before: ModelSpec) -> Iterable[int | None]:
+        found = (block.mixer("attention") for block in before.blocks)
+        return (getattr(each, field, None) for each in found if each is not None)
+
+    return numbers
 
 
 def _activation(before: ModelSpec, asked: Asked) -> Step | None:
@@ -145,10 +155,8 @@ INVERSES: dict[tuple[str, str], Inverse] = {
     ("block", "serial"): _block,
     ("context", "N"): _context,
     ("fold", "scale"): _scale,
-    ("head_dim", "N"): smaller(
-        "head_dim", lambda before: {getattr(block.attention, "head_dim", None) for block in before.blocks}
-    ),
-    ("heads", "N"): smaller("heads", lambda before: (block.attention.heads for block in before.blocks)),
+    ("head_dim", "N"): smaller("head_dim", _of_attention("head_dim")),
+    ("heads", "N"): smaller("heads", _of_attention("heads")),
     ("hidden", "N"): smaller("hidden", lambda before: [before.hidden_size]),
     ("intermediate", "N"): smaller(
         "intermediate", lambda before: [block.feed_forward.intermediate_size for block in before.blocks]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.covering import exhaustive, few
-from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
+from helpers.families import CONFIGS, ONE_STACK, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
 from torch import Tensor
@@ -21,6 +21,7 @@ from gptkit.errors import GptkitError
 from gptkit.modules.load import as_array, tensor_of
 from gptkit.parity import compare, rows
 from gptkit.parity.compare import kl_divergence, perplexity
+from gptkit.parity.outputs import outputs_of
 from gptkit.parity.probe import Batch, Scope, probe
 from gptkit.parity.rows import states
 from gptkit.surgery import measure as module
@@ -35,7 +36,7 @@ def plainly(before: Held, after: Held, dtype: torch.dtype) -> tuple[float, float
     with torch.inference_mode():
         for found, tree in ((a, before), (b, after)):
             model = tree.decoder(dtype)
-            found += [batch.valid(model(batch.input_ids, batch.attention_mask)) for batch in batches]
+            found += [batch.valid(outputs_of(model, batch)) for batch in batches]
     x, y = torch.cat(a), torch.cat(b)
     gap = (x - y).abs().max().item()
     same = (x.argmax(-1) == y.argmax(-1)).double().mean().item()
@@ -51,7 +52,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "_ROWS", 100)
 
 
-QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
+QUICK = [variant.name for variant in ONE_STACK if variant.name != "mistral-default-window"]
 
 
 @few(2)
@@ -67,7 +68,7 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
         assert len(found) == len(batches)
         for batch, x in zip(batches, found, strict=True):
             with torch.inference_mode():
-                whole = model(batch.input_ids, batch.attention_mask)
+                whole = model(batch.input_ids, batch.attention_mask, token_types=batch.token_types)
             assert x.dtype == dtype
             assert x.shape == whole.shape
             assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound

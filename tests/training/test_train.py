@@ -20,7 +20,7 @@ import torch
 from helpers import covering
 from helpers.command import call
 from helpers.covering import exhaustive, few
-from helpers.families import CONFIGS, spec_of
+from helpers.families import ONE_STACK, Variant, spec_of
 from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
@@ -110,12 +110,12 @@ def test_kinds_of_computing_agree(tmp_path: Path) -> None:
 
 @few(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_family_takes_a_step(tmp_path: Path, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("variant", ONE_STACK, ids=str)
+def test_every_family_takes_a_step(tmp_path: Path, variant: Variant, dtype: str) -> None:
     """On documents that lie in one row, where no state is carried from one into the next; and what it leaves is read
     again into another's memory.
     """
-    spec = spec_of(CONFIGS[name])
+    spec = spec_of(variant.config)
     if not spec.causal:
         with pytest.raises(MissingComponent, match="both directions"):
             require_trainable(spec, True, False)
