@@ -361,7 +361,7 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
     from .stacks import of_both
 
     if asked.layers is not None:
-        raise UsageError("layers of an encoder and of a decoder have the same numbers", "leave --blocks out")
+        raise SwapRefused("layers of an encoder and of a decoder have the same numbers", "Leave --blocks out.")
     return of_both(spec, asked.weights, lambda tree, weights: swap.reshape(tree, replace(asked, weights=weights)))
 
 
