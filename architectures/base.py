@@ -177,7 +177,10 @@ class Architecture:
     aliases: (old name template, name template) pairs of older files.
     dropped: name templates of buffers that hold no weights.
     unwritten: of a tree how many numbers are parameters of transformers' modules and in no file.
-    repeated: parameters of transformers' modules that are one with another, whose name checkpoints have.
+    repeated: parameters of transformers' modules that are one with another, whose name checkpoints have. Where files
+        hold them too they hold the same: transformers would take them apart else.
+    made: tensors that transformers makes of the config, and takes from files that hold them: their values, of a tree, a
+        numpy array.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
     texts: model types of language models within composite ones that are this family where all tokens are text, each
@@ -216,6 +219,7 @@ class Architecture:
     dropped: tuple[str, ...] = ()
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
     repeated: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
 from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
-from .dtypes import F8, FLOATS, HF_NAMES, INTEGERS, widest
+from .dtypes import F8, FLOATS, HF_NAMES, INTEGERS, to_float64, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
 from .names import INDEX
@@ -276,6 +278,9 @@ def _match(
         problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
         if len(problems) == 1:
             hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
+    altered = _altered(checkpoint, family, carried.get("unused", {})) if checkpoint.fetched else []
+    if altered:
+        problems.append(f"other values than the family computes with, which transformers would take: {_some(altered)}")
     if twice:
         problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
     if extra and not allow_extra and not partial:
@@ -329,6 +334,26 @@ def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
     if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
         return weights.info[stored] == (dtype, shape)
     return weights.same(stored, name)
+
+
+def _altered(checkpoint: Checkpoint, family: Architecture | None, unused: Mapping[str, str]) -> list[str]:
+    """The tensors among those that no layer reads which are no copies of what they are one with, or not what the config
+    makes of them: transformers would compute with them. By their names there, and in the files.
+    """
+    weights, found = checkpoint._weights, checkpoint._found
+    wrong: list[str] = []
+    if family is None:
+        return wrong
+    for known, name in unused.items():
+        first, make = family.repeated.get(known), family.made.get(known)
+        if first in found and not weights.same(name, found[first]):
+            wrong.append(name)
+        if make is not None:
+            values, theirs = make(checkpoint.spec), to_float64(weights.read(name), weights.info[name][0])
+            near = 1e-6 if weights.info[name][0] in ("F32", "F64") else 1e-2  # numpy's sine may differ in the last bit
+            if theirs.shape != values.shape or not np.allclose(theirs, values, rtol=0, atol=near):
+                wrong.append(name)
+    return wrong
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:

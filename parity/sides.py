@@ -151,7 +151,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     family = BY_MODEL_TYPE.get(str(config.get("model_type")))
     if family is not None and family.two_stacks:  # buffers that files lack are as the class makes them
         own = {leaf.checkpoint for leaf in family.bind(family.spec(config))}
-        made = {leaf.checkpoint for leaf in family.leaves if leaf.buffer} - own
+        made = {*family.made, *(leaf.checkpoint for leaf in family.leaves if leaf.buffer)} - own
         info["missing_keys"] = [each for each in info["missing_keys"] if each not in made]
     if family is not None and family.base_class:
         layers = len(family.spec(config).blocks)

@@ -16,8 +16,19 @@ BASE = "MarianModel"
 SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
 """Of `stack` where positions are sines and cosines that numpy makes."""
 
-TABLES = tuple(f"model.{each}.embed_positions.weight" for each in ("encoder", "decoder"))
-"""Of them in files."""
+
+def _sines(spec: ModelSpec) -> Any:
+    """The sines and cosines of a stack, (positions, hidden): sines in the first half of the columns."""
+    import numpy as np
+
+    rows = spec.context_length if spec.positions is None else spec.positions.length
+    even = 2 * (np.arange(spec.hidden_size) // 2)
+    angles = np.arange(rows)[:, None] / np.power(10000, even / spec.hidden_size)
+    return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
+
+
+MADE = {f"model.{each}.embed_positions.weight": _sines for each in ("encoder", "decoder")}
+"""Of them in files; both stacks have as many."""
 
 _STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder", tokens=58101, **SINES))
 
@@ -51,7 +62,8 @@ MARIAN = _STACKS.architecture(
     },
     **{
         **OF_BART,
-        "carried": {"unused": (*OF_BART["carried"]["unused"], *TABLES)},
+        "carried": {"unused": (*OF_BART["carried"]["unused"], *MADE)},
+        "made": MADE,
         "unwritten": _unwritten,
         "irrelevant": {**OF_BART["irrelevant"], "static_position_embeddings": "what this family always has"},
     },

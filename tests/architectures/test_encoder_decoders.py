@@ -146,6 +146,13 @@ MISTAKES = {
         "positions off by one",
         "tables of positions exchanged between encoder and decoder",
     },
+    "mbart": {
+        "a causal mask, which hides what comes later",
+        "embedding not scaled",
+        "norm of what is embedded left out",
+        "norm of the last output left out",
+        "positions off by one",
+    },
     "marian": {"a causal mask, which hides what comes later", "embedding not scaled", "head bias dropped"},
 }
 

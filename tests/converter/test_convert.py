@@ -1,9 +1,11 @@
 """Conversion there and back: the bytes that transformers wrote, and checkpoints that transformers reads."""
 
 import json
+import re
 import shutil
 import struct
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from helpers.unknown import composite
 from safetensors.torch import load_file, save_file, save_model
 
 from gptkit import params, verify
-from gptkit.architectures import ARCHITECTURES, architecture_of
+from gptkit.architectures import ARCHITECTURES, Architecture, architecture_of
 from gptkit.architectures.base import CARRIED, OUTSIDE
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert, default_output
@@ -699,6 +701,41 @@ COMPOSITES = {
 }
 
 
+def computed_all_the_same(
+    architecture: Architecture, config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Of what no layer reads the tensors that transformers computes with where files hold them, as they must be."""
+    own = {name: stored[first].clone() for name, first in architecture.repeated.items() if first in stored}
+    own |= {name: torch.tensor(make(architecture.spec(config))).float() for name, make in architecture.made.items()}
+    return {name: each for name, each in own.items() if name in names}
+
+
+ALTERED = [
+    (family.name, name)
+    for family in ARCHITECTURES.values()
+    for name in (*family.repeated, *family.made)
+    if name in family.carried.get("unused", ())
+]
+
+
+@few(3)
+@pytest.mark.parametrize(("family", "name"), ALTERED)
+def test_a_copy_with_other_values_is_refused(family: str, name: str, tmp_path: Path) -> None:
+    """transformers takes it apart from what it is tied to, or in place of what it makes of the config."""
+    architecture, config = ARCHITECTURES[family], CONFIGS[family]
+    reference = save_hf(config, tmp_path)
+    right = computed_all_the_same(architecture, config, load_file(tmp_path / "model.safetensors"), [name])
+    edited(tmp_path, lambda weights: weights.update(right))
+    assert verify(tmp_path, mutations=False).verdict == "identical"
+    edited(tmp_path, lambda weights: weights.update({name: weights[name].flip(0).clone()}))
+    again = type(reference).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    batch = Batch("", torch.arange(1, 9)[None])
+    with torch.inference_mode():
+        assert (outputs_of(again, batch) - outputs_of(reference, batch)).abs().max() > 1e-3
+    with pytest.raises(CheckpointError, match=f"which transformers would take: {re.escape(name)}"):
+        convert(tmp_path, tmp_path / "out")
+
+
 @few(2)
 @pytest.mark.parametrize(("family", "group"), BESIDE)
 def test_what_no_layer_reads_is_carried_there_and_back_unless_dropped(family: str, group: str, tmp_path: Path) -> None:
@@ -714,6 +751,9 @@ def test_what_no_layer_reads_is_carried_there_and_back_unless_dropped(family: st
     assert not {*names} & {*text}
     more = {name: torch.full((2, 3), number, dtype=torch.int64) for number, name in enumerate(names)}
     more |= {f"{names[0]}_scale": torch.rand(3)}
+    kinds = dict.fromkeys(names, "I64") | {f"{names[0]}_scale": "BF16"}
+    read = computed_all_the_same(architecture, config, load_file(tmp_path / "hf" / "model.safetensors"), names)
+    more, kinds = more | read, kinds | dict.fromkeys(read, "BF16")
     edited(tmp_path / "hf", lambda weights: weights.update(more))
     done = convert(tmp_path / "hf", tmp_path / "local")
     assert any(f"({group}): " in note and CARRIED[group] in note for note in done.source.notes)
@@ -724,8 +764,7 @@ def test_what_no_layer_reads_is_carried_there_and_back_unless_dropped(family: st
     with pytest.raises(UsageError, match="nothing of 'sight' to leave out"):
         convert(tmp_path / "hf", tmp_path / "never", drop=["sight"])
     half = convert(tmp_path / "hf", tmp_path / "half", "hf", dtype="bfloat16")
-    kinds = {name: raw_tensors(tmp_path / "half")[name][0] for name in more}
-    assert kinds == dict.fromkeys(names, "I64") | {f"{names[0]}_scale": "BF16"}
+    assert {name: raw_tensors(tmp_path / "half")[name][0] for name in more} == kinds
     assert half.source.carried.keys() == {group}
 
 

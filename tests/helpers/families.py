@@ -1883,6 +1883,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bart": BART,
     "marian": {**BART, "model_type": "marian", "pad_token_id": 0, "activation_function": "swish", "decoder_layers": 3},
+    "mbart": {**BART, "model_type": "mbart", "encoder_layers": 2, "pad_token_id": 0},
     "modernbert": {**MODERNBERT, "num_hidden_layers": 4},
     "modernbert-biases": {
         **MODERNBERT,

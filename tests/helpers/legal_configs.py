@@ -1179,6 +1179,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "t5": t5,
     "bart": bart,
     "marian": lambda chosen: {**bart(chosen), "decoder_start_token_id": 0},
+    "mbart": bart,
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "falcon_h1": falcon_h1,
