@@ -65,7 +65,6 @@ PUBLISHED = {
     "bart-base": 139_420_416,
     "bart-large": 406_291_456,
     "flan-t5-base": 247_577_856,
-    "mbart-large-50": 610_879_488,
 }
 
 every_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())
