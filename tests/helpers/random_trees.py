@@ -325,6 +325,15 @@ def steps_for(spec: ModelSpec, folder: Path | None = None, blocks: str | None = 
                     yield Step(swap.option, value, blocks)
 
 
+def least_done(spec: ModelSpec) -> int:
+    """How many of `steps_for`, for all layers and for one, in their best form and plainly, are carried out at least:
+    most are of attention, which some layers may lack, and hardly one is of two stacks.
+    """
+    if spec.encoder is not None:
+        return 0
+    return 31 if all(block.mixer("attention") is not None for block in spec.blocks) else 25
+
+
 def possible(
     model: Model, steps: Iterator[Step] | Sequence[Step], wanted: Callable[[Swapped], bool], **given: Any
 ) -> Iterator[tuple[Step, Swapped]]:
