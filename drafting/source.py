@@ -18,7 +18,7 @@ from ..architectures.base import Stacked
 from ..architectures.decoder import Decoder, Field
 from ..architectures.layout import Layout
 from ..architectures.rope import RotaryKind
-from .guess import Draft
+from .record import Draft
 
 _PLACED = "gptkit.architectures"
 _HOMES = {

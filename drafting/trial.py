@@ -42,7 +42,9 @@ from ..testing import (
     probes,
     stored,
 )
-from .guess import BY_LAYER, Draft, Known, Patch, accounted, guess, undecided
+from .doubts import BY_LAYER, undecided
+from .guess import accounted, guess
+from .record import Draft, Known, Patch
 from .source import source_of
 from .vocabulary import Vocabulary, vocabulary
 

@@ -21,6 +21,7 @@ from ..modules.registry import module_of
 
 EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
 """The tensors of which an input reads some rows alone. A head's rows are all in every logit."""
+ENCODER = "encoder."  # what the names of an encoder's tensors begin with
 AFFORDABLE = 1024
 """Tokens: a window or context beyond it is only probed when asked for, since attention grows with the square."""
 LONG = 200  # tokens of the longest batch at least, where the tree takes as many: far pairs of positions, many keys

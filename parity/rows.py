@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..converter.weights import Tree
-from ..modules.decoder import Decoder, HeadModule, HeadTransformModule
+from ..modules.decoder import Decoder, EmbeddingModule, HeadModule, HeadTransformModule
 from ..modules.layers import Linear, multiply
 from ..modules.load import filled, tensor_of
 from ..modules.registry import build_module
+from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
-from .probe import TABLES, Batch
+from .probe import EMBEDDING, ENCODER, TABLES, Batch
 
 _CHUNK_BYTES = 8 * 2**20  # widened rows of a weight that are there at once
 _MAPPED_BYTES = 32 * 2**20  # bytes read from a mapped file after which its pages are let go
@@ -61,10 +62,11 @@ def states(
 
     hooks = [modules[path].register_forward_hook(partial(tell, path)) for path in seen]
     hooks += [block.register_forward_pre_hook(partial(fed, n)) for n, block in enumerate(model.blocks)]
-    for table in TABLES:
-        module = modules.get(table.removesuffix(".weight"))
-        if module is not None and getattr(module, "weight", None) is not None:  # positions may have no table
-            hooks += _gathered(module, tree, table, dtype)
+    for path in (f"{stack}{table}" for stack in ("", ENCODER) for table in TABLES):
+        module = modules.get(path.removesuffix(".weight"))
+        shared = isinstance(module, EmbeddingModule) and module.spec.shared
+        if module is not None and (shared or getattr(module, "weight", None) is not None):  # positions may have none
+            hooks += _gathered(module, tree, EMBEDDING if shared else path, dtype)
     linears = [module for module in model.modules() if isinstance(module, _Rows)]
 
     def serve(place: int, brought: list[Tensor]) -> Generator[Tensor]:
@@ -76,9 +78,7 @@ def states(
             yield parts.pop(0)
 
     with hooked(hooks):
-        found = run_together(
-            lambda batch: model(batch.input_ids, batch.attention_mask, token_types=batch.token_types), batches, serve
-        )
+        found = run_together(partial(outputs_of, model), batches, serve)
     if sum(each.nbytes for each in found) > _LARGE_BYTES:
         trim_heaps()
     return found
@@ -176,7 +176,7 @@ def _model(tree: Tree, dtype: torch.dtype) -> Decoder:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, _Rows(linear, name, order, tree, dtype))
     for name, parameter in list(model.named_parameters()):
-        if name not in TABLES:
+        if name.removeprefix(ENCODER) not in TABLES:
             path, _, own = name.rpartition(".")
             value = tensor_of(tree, name).to(dtype, copy=True)
             assert value.shape == parameter.shape, f"{name} is {tuple(value.shape)}, expected {tuple(parameter.shape)}"
@@ -194,12 +194,17 @@ class _Ends(nn.Module):
 
 def _gathered(module: nn.Module, tree: Tree, name: str, dtype: torch.dtype) -> list[Any]:
     """Hooks: while it is called a table has the rows that are asked for, and the ids are numbers of these."""
-    whole, first = module.weight, getattr(module.spec, "offset", 0)
+    whole: Any = module.weight
+    first = getattr(module.spec, "offset", 0)
 
     def before(_: nn.Module, inputs: Any) -> Any:
         used, ids = inputs[0].unique(return_inverse=True)
-        module.weight = nn.Parameter(tensor_of(tree, name)[used + first].to(dtype), requires_grad=False)
-        return (ids.reshape(inputs[0].shape) - first, *inputs[1:])
+        rows = tensor_of(tree, name)[used + first].to(dtype)
+        ids = ids.reshape(inputs[0].shape) - first
+        if whole is None:  # the table of another, which is given beside the ids
+            return ids, rows
+        module.weight = nn.Parameter(rows, requires_grad=False)
+        return (ids, *inputs[1:])
 
     def after(*_: Any) -> None:
         module.weight = whole

@@ -96,14 +96,18 @@ def listing(source: Checkpoint) -> Listing:
     from .fits.calibration import Calibration, read_text
 
     model, before, entries = Stored(source), costs(source.spec), []
+    text: Calibration | None = None
+    unfit: GptkitError | None = None  # why no text could be fitted on
     try:  # the text that comes along with a sample; elsewhere a person has to give one
-        text: Calibration | None = Calibration(read_text(source, None, _FITTED_ON), source.spec)
+        text = Calibration(read_text(source, None, _FITTED_ON), source.spec)
     except UsageError:
-        text = None
+        pass
+    except MissingComponent as error:
+        unfit = error
     for swap in all_swaps():
         for value in values_of(swap, source.spec):
             try:
-                entries.append(_tried(model, swap, value, text, before))
+                entries.append(_tried(model, swap, value, text, before, unfit))
             except InvalidInput:
                 raise
             except GptkitError as error:
@@ -112,8 +116,12 @@ def listing(source: Checkpoint) -> Listing:
     return Listing(source.reference, before, tuple(entries))
 
 
-def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs) -> Listed:
-    """What a swap says of the model; without a text that it would be fitted on, its costs alone, as far as known."""
+def _tried(
+    model: Stored, swap: Swap, value: str, text: Calibration | None, before: Costs, unfit: GptkitError | None
+) -> Listed:
+    """What a swap says of the model; without a text that it would be fitted on, its costs alone, as far as known.
+    Raises `unfit` where it would be fitted.
+    """
     from .shapes import without_text
 
     source, step = model.checkpoint, Step(swap.option, value)
@@ -123,6 +131,8 @@ def _tried(model: Stored, swap: Swap, value: str, text: Calibration | None, befo
         found, fitted, chosen = apply(model, step, calibration=lambda: text, **given), False, False
     else:
         found, fitted, chosen = without_text(partial(apply, model, **given), step)
+        if fitted and unfit is not None:
+            raise unfit
     after = None if chosen and len(set(source.spec.blocks)) > 1 else costs(found.spec, before.context)
     said: tuple[_Verdict, str] = (found.guarantee, " ".join(found.notes))
     said = ("needs a text", "fitted on a text: --calibrate FILE") if fitted else said

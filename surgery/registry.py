@@ -171,7 +171,8 @@ class Swap:
     weights (but for what it asks of `Asked.weights`); or SwapRefused with the reason. examples: values worth trying on
     a tree. by_layer: whether it may be asked for some layers alone. calibrated: whether it draws on a text. apart:
     whether it changes nothing but feed-forwards, the head, or how weights are stored, and so may meet layers that share
-    keys or have inputs of their own. exact_where: the weights that it is exact on, where only some are so, in words
+    keys or have inputs of their own. each_stack: whether the encoder and the decoder of a model may have it, each by
+    itself. exact_where: the weights that it is exact on, where only some are so, in words
     that end "exact only where …". clears: what it is a remedy of, where a family has something else.
     """
 
@@ -188,6 +189,7 @@ class Swap:
     calibrated: bool = False
     exact_where: str = ""
     apart: bool = False
+    each_stack: bool = False
     clears: tuple[Clears, ...] = ()
 
     def gives_for(self, value: str) -> str:
@@ -354,6 +356,15 @@ def _refuse_shared(spec: ModelSpec) -> None:
                 raise SwapRefused(f"blocks.{layer}.attention has {name}, unknown to this swap")
 
 
+def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
+    """What a swap makes of a model of two stacks."""
+    from .stacks import of_both
+
+    if asked.layers is not None:
+        raise SwapRefused("layers of an encoder and of a decoder have the same numbers", "Leave --blocks out.")
+    return of_both(spec, asked.weights, lambda tree, weights: swap.reshape(tree, replace(asked, weights=weights)))
+
+
 def apply(model: Model, step: Step, *, files: Path | None = None, **given: Any) -> Swapped:
     """The tree after one step; its tensors are not computed yet. See `reshape`."""
     from .base import Read, origin_of
@@ -374,11 +385,12 @@ def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swap
     argument = step.value.partition(":")[2] if ":" in step.value else None
     layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
     try:
-        spec.one_stack(f"--{step.option.replace('_', '-')}")
+        if not swap.each_stack:
+            spec.one_stack(f"--{step.option.replace('_', '-')}")
         if not swap.apart:
             _refuse_shared(spec)
         asked = Asked(step.value, argument, layers, step.approximate, step.settings, weights, **given)
-        found = swap.reshape(spec, asked)
+        found = swap.reshape(spec, asked) if spec.encoder is None else _of_both(spec, asked, swap)
     except (ConfigError, MissingComponent) as error:  # there is no such tree, or the swap does not know this one
         raise SwapRefused(error.message, error.hint) from error
     assert step.option not in found.summary, f"{step.option}: what was asked for and what was done have one name"

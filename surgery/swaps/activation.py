@@ -226,6 +226,7 @@ def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: s
     return Swap(
         option="activation",
         apart=True,
+        each_stack=True,
         form=form,
         takes="feed-forward's activation",
         gives=new + {"2": ", two units for one", "fit": ", slope fitted"}.get(form.partition(":")[2], ""),

@@ -146,6 +146,7 @@ SWAPS = (
         by_layer=True,
         calibrated=True,
         apart=True,
+        each_stack=True,
         exact_where="experts are alike, or their bias keeps them from being chosen",
         clears=(Clears("*.experts", "experts={theirs}"),),
     ),

@@ -286,6 +286,7 @@ SWAPS = (
     _entry(
         form="value-bias",
         takes="the bias of values",
+        each_stack=True,
         gives="one of outputs",
         needs="a bias that is not zero",
         reshape=_fold_value_bias,
@@ -293,6 +294,7 @@ SWAPS = (
     _entry(
         form="scale",
         takes="the scale of scores",
+        each_stack=True,
         gives="queries, and a scale of 1",
         needs=_UNSCALED,
         reshape=_fold_scale,
@@ -301,6 +303,7 @@ SWAPS = (
     _entry(
         form="scale:WHERE",
         takes="the scale of scores",
+        each_stack=True,
         gives="queries, and a scale of 1/√head_dim",
         needs=_UNSCALED,
         reshape=_fold_scale,

@@ -355,7 +355,7 @@ def _parts_worth_trying(spec: ModelSpec) -> tuple[str, ...]:
     return ("moe:2x2:split",) if widths and not any(width % 2 for width in widths) else ()
 
 
-_entry = partial(Swap, option="mlp", by_layer=True, apart=True)
+_entry = partial(Swap, option="mlp", by_layer=True, apart=True, each_stack=True)
 
 ORDER = 120
 OPTIONS = (

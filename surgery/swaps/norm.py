@@ -313,7 +313,7 @@ def _stream_is_centred(model: Model) -> bool:
     return all(bool(np.abs(each.mean(axis=axis)).max() <= CENTRED * np.abs(each).max()) for each, axis in every)
 
 
-_entry = partial(Swap, option="norm", by_layer=True)
+_entry = partial(Swap, option="norm", by_layer=True, each_stack=True)
 
 ORDER = 50
 OPTIONS = (

@@ -63,6 +63,7 @@ _entry = partial(
     reshape=_quantise,
     by_layer=True,
     apart=True,
+    each_stack=True,
 )
 
 ORDER = 200

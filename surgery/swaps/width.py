@@ -145,7 +145,13 @@ OPTIONS = (
     ),
 )
 _entry = partial(
-    Swap, option="intermediate", apart=True, takes="a feed-forward of m units", by_layer=True, calibrated=True
+    Swap,
+    option="intermediate",
+    apart=True,
+    each_stack=True,
+    takes="a feed-forward of m units",
+    by_layer=True,
+    calibrated=True,
 )
 SWAPS = (
     _entry(

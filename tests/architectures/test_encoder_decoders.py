@@ -272,8 +272,8 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
         llama(ids, encoded=decoder.encode(ids))
     with pytest.raises(UsageError, match="the model has no encoder"):
         llama.encode(ids)
-    with pytest.raises(SwapRefused, match="--norm is known of one stack"):
-        gptkit.swap(tmp_path, tmp_path / "out", norm="layernorm")
+    with pytest.raises(SwapRefused, match="--attention is known of one stack"):
+        gptkit.swap(tmp_path, tmp_path / "out", attention="mqa")
     with pytest.raises(CannotExpress, match="cross_attention"):
         gptkit.convert(tmp_path, tmp_path / "out.gguf", to="gguf")
     with pytest.raises(MissingComponent, match="eval is known of one stack"):
