@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.covering import exhaustive, few
-from helpers.families import CONFIGS, ONE_STACK, save_hf, spec_of
+from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
 from torch import Tensor
@@ -52,7 +52,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "_ROWS", 100)
 
 
-QUICK = [variant.name for variant in ONE_STACK if variant.name != "mistral-default-window"]
+QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
 @few(2)
@@ -72,9 +72,7 @@ def test_states_by_rows_are_those_of_the_module(name: str) -> None:
         assert len(found) == len(batches)
         for batch, x in zip(batches, found, strict=True):
             with torch.inference_mode():
-                whole, other = (
-                    model(batch.input_ids, batch.attention_mask, token_types=batch.token_types) for model in models
-                )
+                whole, other = (outputs_of(model, batch) for model in models)
             assert x.dtype == dtype
             assert x.shape == whole.shape
             gap, noise = ((batch.valid(each) - batch.valid(whole)).abs().max().item() for each in (x, other))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import covering
 from helpers.covering import examples, few
-from helpers.families import CONFIGS, ONE_STACK, spec_of
+from helpers.families import CONFIGS, spec_of
 from helpers.held import Held
 from helpers.inverses import INVERSES, inverse
 from helpers.processes import at_most
@@ -30,7 +30,7 @@ from gptkit.surgery.listing import values_of
 from gptkit.surgery.recipe import parse
 from gptkit.surgery.registry import Step, Swap, all_options, all_swaps, apply, options, swap_for
 
-SPECS: dict[str, ModelSpec] = {**{variant.name: spec_of(variant.config) for variant in ONE_STACK}, **TREES}
+SPECS: dict[str, ModelSpec] = {**{name: spec_of(config) for name, config in CONFIGS.items()}, **TREES}
 GUARANTEES = ("exact", "approximate", "retrained")
 
 
