@@ -1963,7 +1963,7 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 ONE_STACK = [variant for variant in VARIANTS if spec_of(variant.config).encoder is None]
-"""Those of one stack of layers, of which alone swaps, fits and training on texts know."""
+"""Those of one stack of layers, which alone can be trained on texts."""
 TWO_STACKS = [variant for variant in VARIANTS if variant not in ONE_STACK]
 DECODERS = [variant for variant in ONE_STACK if spec_of(variant.config).causal]
 """Those that continue a text."""

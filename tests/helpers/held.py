@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptkit.analysis.activations import Kernel
 from gptkit.architectures import architecture_of
 from gptkit.components import ModelSpec
 from gptkit.modules import Decoder
@@ -27,8 +28,8 @@ class Held:
     def release(self) -> None:
         self.releases += 1
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
-        model = Decoder(self.spec).to(dtype).eval()
+    def decoder(self, dtype: torch.dtype, attention: Kernel = "sdpa") -> Decoder:
+        model = Decoder(self.spec, attention).to(dtype).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.weights[name])

@@ -30,7 +30,9 @@ def smaller(option: str, numbers: Callable[[ModelSpec], Iterable[int | None]]) -
     """The step that undoes growth: the number as it was, where it was one number and there are more now."""
 
     def undo(before: ModelSpec, asked: Asked) -> Step | None:
-        old, number = {each or 0 for each in numbers(before)}, int(asked.value.rpartition(":")[2])
+        stacks = [before] if before.encoder is None else [before, before.encoder]
+        old = {each or 0 for stack in stacks for each in numbers(stack)}
+        number = int(asked.value.rpartition(":")[2])
         return again(asked, option, str(max(old))) if len(old) == 1 and number > max(old) else None
 
     return undo

@@ -287,6 +287,13 @@ def write(spec: ModelSpec, weights: Arrays, dtype: str, folder: Path, texts: Map
 
 # --- chains -----------------------------------------------------------------------------------------------------------
 
+
+def first(spec: ModelSpec, slot: str, field: str) -> list[int]:
+    """A field of the first layer that has a mixer in this slot, where any has."""
+    found = (getattr(block.mixer(slot), field, None) for block in spec.blocks)
+    return [each for each in found if each is not None][:1]
+
+
 MORE: dict[tuple[str, str], Callable[[ModelSpec, Path], Sequence[str]]] = {
     ("vocab", "prune:FILE"): lambda spec, folder: (f"prune:{folder / 'tokens.txt'}",),
     ("vocab", "prune-text:FILE"): lambda spec, folder: (f"prune-text:{folder / 'text.txt'}",),
@@ -298,8 +305,10 @@ MORE: dict[tuple[str, str], Callable[[ModelSpec, Path], Sequence[str]]] = {
     ("rotary_dim", "N"): lambda spec, folder: tuple(f"{n}:slowest" for n in (2, 4, 6, 8)),
     ("drop", "BIASES"): lambda spec, folder: ("biases",),
     ("activation", "gelu_bloom"): lambda spec, folder: ("gelu_bloom",),
-    ("heads", "N"): lambda spec, folder: (str(2 * spec.blocks[0].attention.heads),),
-    ("intermediate", "N"): lambda spec, folder: (str(spec.blocks[0].feed_forward.intermediate_size * 2 // 3),),
+    ("heads", "N"): lambda spec, folder: [str(2 * each) for each in first(spec, "attention", "heads")],
+    ("intermediate", "N"): lambda spec, folder: [
+        str(each * 2 // 3) for each in first(spec, "feed_forward", "intermediate_size")
+    ],
 }
 """Values that are worth trying on these trees beside a swap's own examples."""
 
@@ -314,6 +323,15 @@ def steps_for(spec: ModelSpec, folder: Path | None = None, blocks: str | None = 
                 yield Step(swap.option, value)
                 if blocks is not None and swap.by_layer:
                     yield Step(swap.option, value, blocks)
+
+
+def least_done(spec: ModelSpec) -> int:
+    """How many of `steps_for`, for all layers and for one, in their best form and plainly, are carried out at least:
+    most are of attention, which some layers may lack, and few are of two stacks.
+    """
+    if spec.encoder is not None:
+        return 10
+    return 31 if all(block.mixer("attention") is not None for block in spec.blocks) else 25
 
 
 def possible(

@@ -139,7 +139,8 @@ def unseen(spec: ModelSpec, name: str) -> bool:
 
 def idle(model: nn.Module) -> set[str]:
     """The parameters that no derivative reaches: of experts to which no token is led but the last, of which the loss
-    knows nothing, and what is added to scores where experts are chosen, which is no smooth function of it.
+    knows nothing, what is added to scores where experts are chosen, which is no smooth function of it, and the numbers
+    of xIELU that are not learnt.
     """
     taken: dict[str, set[int]] = {}
     mixtures: dict[str, Any] = {path: each for path, each in model.named_modules() if hasattr(each, "route")}
@@ -153,7 +154,7 @@ def idle(model: nn.Module) -> set[str]:
         mixture.route = noting
     with torch.inference_mode():
         outputs(model, IDS[:, :-1])
-    found = set()
+    found = {name for name, _ in model.named_parameters() if name.endswith((".activation.beta", ".activation.eps"))}
     for path, mixture in mixtures.items():
         del mixture.route
         rest = [f"{path}.experts.{number}." for number in set(range(mixture.spec.experts)) - taken[path]]

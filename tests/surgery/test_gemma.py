@@ -28,7 +28,7 @@ def steps(spec: ModelSpec) -> Iterator[Step]:
 
 def fields(spec: ModelSpec) -> dict[str, object]:
     """What a swap of something else leaves as it is."""
-    attention = spec.blocks[-1].attention
+    attention = spec.blocks[-1].mixer("attention")
     return {
         "embedding.multiplier": spec.embedding.multiplier,
         "head.cap": spec.head.cap,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.covering import exhaustive, few
-from helpers.families import CONFIGS, ONE_STACK, save_hf, spec_of
+from helpers.families import CONFIGS, VARIANTS, save_hf, spec_of
 from helpers.held import Held, fewer_tokens, held
 from helpers.trees import TREES, random_weights
 from torch import Tensor
@@ -52,26 +52,31 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "_ROWS", 100)
 
 
-QUICK = [variant.name for variant in ONE_STACK if variant.name != "mistral-default-window"]
+QUICK = [variant.name for variant in VARIANTS if variant.name != "mistral-default-window"]
 
 
 @few(2)
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("name", QUICK)
 def test_states_by_rows_are_those_of_the_module(name: str) -> None:
+    """Or as near as its own two kernels are to one another: norms of activations that are nearly all cut off, as Gemma
+    3n's are, make much of every rounding.
+    """
     tree = held(name, dtype=torch.bfloat16)
     batches = probe(tree.spec)
     for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-5)):
-        model = tree.decoder(dtype)
-        model.head = rows._Ends()  # type: ignore[assignment]
+        models = [tree.decoder(dtype, "sdpa"), tree.decoder(dtype, "eager")]
+        for model in models:
+            model.head = rows._Ends()  # type: ignore[assignment]
         found = states(tree, batches, dtype)
         assert len(found) == len(batches)
         for batch, x in zip(batches, found, strict=True):
             with torch.inference_mode():
-                whole = model(batch.input_ids, batch.attention_mask, token_types=batch.token_types)
+                whole, other = (outputs_of(model, batch) for model in models)
             assert x.dtype == dtype
             assert x.shape == whole.shape
-            assert ((batch.valid(x) - batch.valid(whole)).abs().max() / whole.abs().max()).item() <= bound
+            gap, noise = ((batch.valid(each) - batch.valid(whole)).abs().max().item() for each in (x, other))
+            assert gap <= max(bound * whole.abs().max().item(), 4 * noise)
 
 
 @few(2)
