@@ -33,6 +33,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Following(program, run) for block, program in programs.items()}
     worst, held = 0, run.size * sum(_given(programs[block], run) for block in spec.blocks)
+    held += run.rows * spec.hidden_size * run.size if spec.shares else 0  # what the first layer reads, kept for others
     for block in spec.blocks:
         worst = max(worst, held + layers[block].most)
         held += layers[block].left

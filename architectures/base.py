@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from msgspec import structs
@@ -27,7 +28,9 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 class Leaf:
     """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index, `{expert}`
     an expert's. Where the tensor holds those of all experts, only the shared names have `{expert}`, and its layout
-    says along which axis they lie (`Layout.each`).
+    says along which axis they lie (`Layout.each`). With a `{use}` it is of one of the layers that run a shared block:
+    the checkpoint's `{layer}` is the one that stores the block's weights, the shared names' the one that runs it, and
+    `{use}` how many layers before that run any.
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants. `buffer`:
     transformers does not count it among the parameters.
@@ -68,7 +71,9 @@ def qkv(suffix: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class BoundLeaf:
-    """A leaf for one tree: names without templates, shapes, and the sizes its layout runs with."""
+    """A leaf for one tree: names without templates, shapes, and the sizes its layout runs with. `module` is the name of
+    the parameter of transformers' modules that computes with it, where that is another layer's.
+    """
 
     checkpoint: str
     shape: Shape
@@ -77,6 +82,7 @@ class BoundLeaf:
     layout: Layout
     sizes: Mapping[str, int]
     buffer: bool = False
+    module: str = ""
 
     def to_shared(self, tensor: Any) -> list[Any]:
         """The checkpoint's tensor -> the shared tensors, in the order of `shared`."""
@@ -181,6 +187,8 @@ class Architecture:
         hold them too they hold the same: transformers would take them apart else.
     made: tensors that transformers makes of the config, and takes from files that hold them: their values, of a tree, a
         numpy array.
+    lent: how names begin of shared blocks, of which transformers has a module in each layer that runs one, and
+        checkpoints the parameters of the first of them.
     carried: how names begin of tensors that have no place in a tree and that conversions carry along, by their group of
         `CARRIED`: `{layer}` a layer's number, `{behind}` that of the layer behind the last.
     texts: model types of language models within composite ones that are this family where all tokens are text, each
@@ -220,6 +228,7 @@ class Architecture:
     unwritten: Callable[[ModelSpec], int] = lambda spec: 0
     repeated: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, Callable[[ModelSpec], Any]] = field(default_factory=dict)
+    lent: str = ""
     carried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stacked: tuple[Stacked, ...] = ()
@@ -367,6 +376,16 @@ class Architecture:
         """The parameters of transformers' modules that are no tensors of their own in a checkpoint: see `Stacked`."""
         return {name: (each, parts) for each in self.stacked for name, parts in each.bound(spec)}
 
+    def repeats(self, spec: ModelSpec) -> dict[str, str]:
+        """All parameters of transformers' modules that are one with another: `repeated`, and those `lent` in a tree."""
+        found = dict(self.repeated)
+        for layer, places in _uses(spec).items() if self.lent else ():
+            own = self.lent.format(layer=layer)
+            names = [leaf.checkpoint for leaf in self.bind(spec) if leaf.checkpoint.startswith(own)]
+            others = [self.lent.format(layer=each["runs"]) for each in places[1:]]
+            found |= {name.replace(own, other, 1): name for name in names for other in others}
+        return found
+
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map of a tree, in the order of its leaves.
 
@@ -489,20 +508,35 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
     stem = next((leaf.checkpoint.partition("{layer}")[0] for leaf in leaves if "{layer}" in leaf.checkpoint), "")
     of_first = f"{stem}0."  # how names begin of what the first block alone has
     per_block = [leaf for leaf in leaves if "{layer}" in leaf.checkpoint or leaf.checkpoint.startswith(of_first)]
+    runs = [[*run] for _, run in groupby(per_block, lambda leaf: leaf.checkpoint.partition("{use}")[0])]
+    uses = _uses(spec)
     first = leaves.index(per_block[0]) if per_block else len(leaves)
     for leaf in leaves[:first]:
         yield from _bind_one(owner, leaf, {}, shapes, ends)
     for layer, block in enumerate(spec.blocks):
         sizes = _sizes(spec, block)
-        for leaf in per_block:
+        for leaf, place in ((leaf, place) for run in runs for place in _places(run, layer, uses) for leaf in run):
             if "{layer}" not in leaf.checkpoint:
                 yield from () if layer else _bind_one(owner, leaf, {}, shapes, ends)
             elif leaf.when is None or leaf.when(block):
                 for expert in range(sizes["experts"] if "{expert}" in leaf.checkpoint else 1):
-                    yield from _bind_one(owner, leaf, {"layer": layer, "expert": expert}, shapes, sizes)
+                    yield from _bind_one(owner, leaf, {**place, "expert": expert}, shapes, sizes)
     for leaf in leaves[first:]:
         if leaf not in per_block:
             yield from _bind_one(owner, leaf, {}, shapes, ends)
+
+
+def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:
+    """Of each layer that stores the weights of a shared block the places of the layers that run it (see `Leaf`)."""
+    found: dict[int, list[dict[str, int]]] = {}
+    for use, (layer, stored) in enumerate(spec.lenders.items()):
+        found.setdefault(stored, []).append({"layer": stored, "runs": layer, "use": use})
+    return found
+
+
+def _places(run: Sequence[Leaf], layer: int, uses: Mapping[int, list[dict[str, int]]]) -> list[dict[str, int]]:
+    """The places of a layer that leaves one behind the other are for."""
+    return uses.get(layer, []) if "{use}" in run[0].checkpoint else [{"layer": layer}]
 
 
 def _sizes(spec: ModelSpec, block: Block) -> dict[str, int]:
@@ -524,7 +558,8 @@ def _bind_one(
 ) -> Iterator[BoundLeaf]:
     several = range(leaf.layout.repeats(sizes)) if leaf.layout.each else ()
     places = [{**place, "expert": index} for index in several] if leaf.layout.each else [place]
-    names = tuple(name.format(**each) for each in places for name in leaf.names)
+    runs = {"layer": place["runs"]} if "runs" in place else {}
+    names = tuple(name.format(**{**each, **runs}) for each in places for name in leaf.names)
     if not names or not all(name in shapes for name in names):
         return
     own, name = tuple(shapes[name] for name in names), leaf.checkpoint.format(**place)
@@ -534,7 +569,11 @@ def _bind_one(
         fits = False
     if not fits:
         raise CannotExpress(f"{owner}: {name} cannot hold tensors of shapes {own}", OWN_FORMAT)
-    yield BoundLeaf(name, leaf.layout.checkpoint_shape(sizes, own), names, own, leaf.layout, sizes, leaf.buffer)
+    shape, module = (
+        leaf.layout.checkpoint_shape(sizes, own),
+        leaf.checkpoint.format(**{**place, **runs}) if runs else "",
+    )
+    yield BoundLeaf(name, shape, names, own, leaf.layout, sizes, leaf.buffer, module)
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:

@@ -336,9 +336,9 @@ class ConfigReader:
         own = [self.place + key for key in self.data if self.place + key not in self.used and key not in irrelevant]
         return own + [name for each in self.objects.values() for name in each.unknown(irrelevant)]
 
-    def kinds_of_layers(self) -> Any:
+    def kinds_of_layers(self, name: str = "layer_types") -> Any:
         """`layer_types` as they stand, but for the names that transformers takes for others in every family."""
-        said = self.raw("layer_types")
+        said = self.raw(name)
         return [_KINDS_OF_LAYERS.get(each, each) for each in said] if _are_names(said) else said
 
     def layer_types(self, usual: Sequence[str], near: str = "sliding_attention") -> tuple[str, ...]:

@@ -56,4 +56,6 @@ def _patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
 
 
 def _pattern(templates: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.sub(r"\\\{(layer|expert)\\\}", r"[0-9]{1,5}", re.escape(each)) for each in templates))
+    return re.compile(
+        "|".join(re.sub(r"\\\{(layer|expert|use)\\\}", r"[0-9]{1,5}", re.escape(each)) for each in templates)
+    )

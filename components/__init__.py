@@ -30,5 +30,6 @@ from .model import *
 from .norms import *
 from .positions import *
 from .serialise import *
+from .shared_transformer import *
 from .short_convolution import *
 from .streams import *

@@ -34,7 +34,8 @@ class SubLayer(Component, frozen=True):
     Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
     `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite). With
     `low_rank` r x becomes (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n). In a layer with `altup` what goes `onto`
-    "others" is added to all streams but the first, and is of the active one of the corrected streams.
+    "others" is added to all streams but the first, and is of the active one of the corrected streams. What goes onto
+    the "next" sub-layer is added to the stream for that one's norm alone, and leaves the stream as it is (Zamba).
 
     `input_multiplier` scales what the mixer alone reads. With `beside` it reads what the sub-layer before it read, and
     the results of both are added to the stream together (Falcon-H1).
@@ -47,7 +48,7 @@ class SubLayer(Component, frozen=True):
         "sum_norm": "norms of sums left out",
         "multiplier": "branches not scaled",
         "low_rank": "residual of low rank left out",
-        "onto": "inputs of layers added to the computed stream",
+        "onto": "what goes elsewhere added to the stream",
         "input_multiplier": "inputs of branches not scaled",
         "beside": "mixers side by side run in series",
     }
@@ -58,7 +59,7 @@ class SubLayer(Component, frozen=True):
     output_norm: Norm | None = None
     sum_norm: Norm | None = None
     multiplier: Positive = 1.0
-    onto: Literal["stream", "others"] = "stream"
+    onto: Literal["stream", "others", "next"] = "stream"
     input_multiplier: Positive = 1.0
     beside: bool = False
 
@@ -161,6 +162,12 @@ class Block(Component, frozen=True):
                 raise ConfigError(
                     "what runs beside another mixer is of a plain block, behind one with a norm before it"
                 )
+        nexts = [each for each in self.sublayers if each.onto == "next"]
+        if nexts:
+            last, beside = self.sublayers[-1], any(each.beside for each in self.sublayers)
+            summed = any(each.sum_norm is not None or each.low_rank is not None for each in nexts)
+            if told or self.wide or beside or summed or last.onto == "next":
+                raise ConfigError("what is added for the next sub-layer alone is of a plain block, and not its last")
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
             raise ConfigError("sub-layers onto other streams come last, in a block with altup")
@@ -344,7 +351,7 @@ class Block(Component, frozen=True):
             found.append(Add(name, inputs, shape, "norms", held=end, residual=residual, kept_wide=wide))
             return name
 
-        branches, total, shared, waiting = [], source, source, ""
+        branches, total, shared, waiting, for_next = [], source, source, "", ""
         for index, sublayer in enumerate(self.sublayers):
             slot, last = sublayer.mixer.slot, index == len(self.sublayers) - 1 and self.altup is None
             behind = self.sublayers[index + 1 :]
@@ -356,9 +363,10 @@ class Block(Component, frozen=True):
                 found += self.altup.corrected(f"{path}altup", total, shape)
                 found += self.altup.scaled(f"{path}altup", shape)
                 total = found[-1].id
-            read = shared if self.parallel or sublayer.beside else total
+            taken = for_next or (source if self.parallel else total)
+            read, for_next = shared if self.parallel or sublayer.beside else taken, ""
             if sublayer.norm is not None:
-                read = run(f"{slot}_norm", sublayer.norm, source if self.parallel else total, following or end)
+                read = run(f"{slot}_norm", sublayer.norm, taken, following or end)
                 if self.wide:
                     found[-1] = msgspec.structs.replace(found[-1], narrowed=True)
             shared = shared if sublayer.beside or (self.parallel and index) else read
@@ -367,7 +375,8 @@ class Block(Component, frozen=True):
                 found.append(Add(f"{slot}_augmented", inputs, shape, "norms", residual=total))
                 total = found[-1].id
             # Of a branch the last result has the name.
-            scaled, kept = sublayer.multiplier != 1, "" if last or waits or sublayer.beside else end
+            passing = last or waits or sublayer.beside or sublayer.onto == "next"
+            scaled, kept = sublayer.multiplier != 1, "" if passing else end
             normed, mixed = sublayer.output_norm is not None, read
             if sublayer.input_multiplier != 1:
                 mixed, factor = f"{slot}_input_scaled", sublayer.input_multiplier
@@ -389,6 +398,10 @@ class Block(Component, frozen=True):
                 continue
             if self.parallel:
                 branches.append(branch)
+                continue
+            if sublayer.onto == "next":
+                for_next = f"{slot}_added"
+                found.append(Add(for_next, (total, branch), shape, "norms", residual=total))
                 continue
             if sublayer.onto == "others":
                 found.append(AltUp(end, (f"{path}altup.corrected", branch), streams, "streams", step="spread"))
@@ -427,7 +440,7 @@ class Block(Component, frozen=True):
             MissingComponent: a norm of an output or of a sum, no norm before one, or such a multiplier.
         """
         more = ("multiplier",) if self.residual == "normed" else ()
-        looked = (*_NORMS[1:], "low_rank", "input_multiplier", "beside", *more)
+        looked = (*_NORMS[1:], "low_rank", "onto", "input_multiplier", "beside", *more)
         for index, sublayer in enumerate(self.sublayers):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:

@@ -17,6 +17,7 @@ from .ends import Embedding, Head, LayerEmbedding
 from .norms import Norm
 from .operations import Add, AnyOperation, Positions, Program, Sizes, Stream, Tokens
 from .positions import Buckets, LearnedPositions, RelativeBias, SinusoidalPositions
+from .shared_transformer import FIRST, SharedTransformer
 from .streams import Streams
 from .words import Words
 
@@ -128,8 +129,13 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
 
     def _given(self) -> None:
         """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
-        inputs, made = self.layer_inputs, set[Any]()
+        inputs, made, lent = self.layer_inputs, set[Any](), dict[int, Any]()
         for layer, block in enumerate(self.blocks):
+            shared: Any = block.mixer(SharedTransformer.slot)
+            if getattr(shared, "weights_from", "") == "own":
+                lent[shared.number] = shared.lent
+            elif shared is not None and lent.get(shared.number) != shared.lent:
+                raise ConfigError(f"layer {layer} runs the shared block {shared.number}, and none before it is such")
             own: Any = block.mixer("layer_input")
             if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
                 raise ConfigError(f"layer {layer} reads an input of its own, and layer_inputs makes none of its width")
@@ -182,8 +188,25 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """What layers read beside the stream, by the fields that say so; empty where each runs on the stream alone."""
         there = {"layer_inputs": self.layer_inputs is not None, "kv_from": bool(self.shared)}
         there |= {"streams": self.streams is not None, "encoder": self.encoder is not None}
-        there["relative_bias"] = self.relative_bias is not None
+        there |= {"relative_bias": self.relative_bias is not None, SharedTransformer.slot: self.shares}
         return " and ".join(name for name, is_there in there.items() if is_there)
+
+    @property
+    def shares(self) -> bool:
+        """Whether layers run shared blocks, which read again what the first layer did."""
+        return any(block.mixer(SharedTransformer.slot) is not None for block in self.blocks)
+
+    @property
+    def lenders(self) -> dict[int, int]:
+        """Of each layer that runs a shared block the one that stores its weights."""
+        found: dict[int, int] = {}
+        stored: dict[int, int] = {}
+        for layer, block in enumerate(self.blocks):
+            shared: Any = block.mixer(SharedTransformer.slot)
+            if shared is not None:
+                stored |= {shared.number: layer} if shared.weights_from == "own" else {}
+                found[layer] = stored[shared.number]
+        return found
 
     @property
     def shared(self) -> frozenset[Any]:
@@ -292,6 +315,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             found += self.first_norm.operations("first_norm", found[-1].id, found[-1].shape)
         if self.streams is not None:
             found += self.streams.operations("streams", found[-1].id, found[-1].shape)
+        if self.shares:
+            found.append(Stream(FIRST, (found[-1].id,), found[-1].shape, "norms"))
         return tuple(found)
 
     def block_operations(self, block: Block) -> Program:

@@ -192,7 +192,7 @@ class Cache(Operation, frozen=True, kw_only=True):
 
 
 class Concat(Operation, frozen=True, kw_only=True):
-    """Parts of a key, one behind the other; what has fewer heads than the result is shared by all of them."""
+    """Parts of a token's numbers side by side, or of a key; what has fewer heads than the result is shared by all."""
 
 
 class Scores(Operation, frozen=True, kw_only=True):

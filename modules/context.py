@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..components import Biasing, Buckets, Temperature, Turning
+from ..components import Biasing, Buckets, SharedTransformer, Temperature, Turning
 from ..errors import MissingComponent
 from .registry import module_of
 
@@ -75,6 +75,8 @@ class Context:
         self.shared: dict[Any, tuple[Tensor, Tensor] | None] = {}  # keys and values that later blocks are to have
         self.table: Tensor | None = None  # (buckets, heads): of biases of distances
         self.encoded: Encoded | None = None  # the source, for cross-attention
+        self.first: Tensor | None = None  # what the first block reads, for shared blocks
+        self._lenders: dict[int, Any] = {}  # of shared blocks, by number: the module that has the weights
         self.sight: Any = None
         self._tables: dict[int, tuple[Turning, Any]] = {}
         self._biases: dict[tuple[int, int, int], tuple[Biasing, Tensor]] = {}
@@ -111,6 +113,20 @@ class Context:
         if found is None:
             raise MissingComponent("attention takes keys of an earlier layer (kv_from), which has not run in this pass")
         return found
+
+    def first_stream(self) -> Tensor:
+        """What the first block reads, (B, T, hidden); raises MissingComponent: nothing left it."""
+        if self.first is None:
+            raise MissingComponent("a shared block reads what the first layer does, and nothing left that in this pass")
+        return self.first
+
+    def lender(self, spec: SharedTransformer, module: Any) -> Any:
+        """The module that has the weights of a shared block; raises MissingComponent: it has not run in this pass."""
+        if spec.weights_from == "own":
+            self._lenders[spec.number] = module
+        if spec.number not in self._lenders:
+            raise MissingComponent(f"the layer that has the weights of shared block {spec.number} has not run")
+        return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
         """Let cross-attention look at a source, whose states may be gone where its keys are in a cache."""

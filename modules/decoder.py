@@ -218,17 +218,25 @@ class BlockModule(nn.Module):
         return x if self.scale is None else self.scale(x)
 
     def _in_turn(self, x: Tensor, context: Context, cache: Mapping[str, Any] | None) -> Tensor:
+        for_next: Tensor | None = None
         for sublayer, *others in self.spec.groups():
             if sublayer.onto == "others":
                 continue
             taken = x.to(context.dtype) if self.spec.wide else x
+            if for_next is not None:
+                taken, for_next = taken + for_next, None
             read = taken if sublayer.norm is None else self._part(sublayer, "norm")(taken)
+            del taken
             x = x.to(torch.promote_types(x.dtype, torch.float32)) if self.spec.wide else x
             past = x if self.spec.residual == "stream" else read
             beside = None if sublayer.low_rank is None else self._part(sublayer, "low_rank")(read)
             branch = self._branch(sublayer, read, context, cache)
             for other in others:
                 branch = branch + self._branch(other, read, context, cache)
+            if sublayer.onto == "next":
+                for_next = branch
+                del branch
+                continue
             x = past + branch
             if beside is not None:
                 x = (x + beside) / 2**0.5
@@ -419,6 +427,7 @@ class Decoder(nn.Module):
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         context.table = None if self.relative_bias is None else self.relative_bias()
+        context.first = x if self.spec.shares else None
         if encoded is not None:
             context.see(encoded)
         for layer, block in enumerate(self.blocks):

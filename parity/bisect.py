@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..analysis.activations import Kernel
 from ..architectures import Architecture, BoundLeaf
-from ..components import ModelSpec
+from ..components import ModelSpec, SharedTransformer
 from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides
@@ -38,7 +38,7 @@ class Tap:
     """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
     layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
     output's features are ours, where they fuse several; factor: what the rows of a plain table are multiplied by
-    behind it, as our module multiplies them itself.
+    behind it, as our module multiplies them itself. first: of several calls the first counts, which is the layer's own.
     """
 
     label: str
@@ -47,6 +47,7 @@ class Tap:
     theirs: tuple[str, _Side]
     rows: Tensor | None = None
     factor: float = 1.0
+    first: bool = False
 
     def part(self, relative: float, noise: float) -> Part:
         """What was found here."""
@@ -137,7 +138,9 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
         if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # whose logits are looked at
             continue
         stacked = moved.get(leaf.checkpoint)
-        theirs = leaf.checkpoint.rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
+        theirs = (
+            (leaf.module or leaf.checkpoint).rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
+        )
         theirs = theirs.replace(*architecture.modules, 1) if theirs.startswith(architecture.modules[0]) else theirs
         for part, name in enumerate(leaf.shared):
             place, parameter = known[name]
@@ -169,7 +172,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             here: tuple[str, _Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else 1.0
-            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor)))
+            lent = short.startswith(f"{SharedTransformer.slot}.")
+            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -233,9 +237,15 @@ def bisect(both: Sides, batches: Sequence[Batch], path: Kernel) -> list[Part]:
     """The key of the logits, behind all that a head multiplies, limits or adds."""
 
     def run(dtype: torch.dtype, ours: bool, see: _See, inputs: Sequence[Batch]) -> list[Tensor]:
+        seen: set[_Key] = set()
+
         def told(index: int, value: Tensor) -> None:
             batch = RUNNING.get()
-            see((id(batch), index), valid_rows(value, batch))
+            key = (id(batch), index)
+            if watched[index].first and key in seen:
+                return
+            seen.add(key)
+            see(key, valid_rows(value, batch))
 
         watch = partial(watching, watched=watched, ours=ours, see=told)
         logits = (both.candidate if ours else both.reference)(inputs, dtype, path, watch)

@@ -244,7 +244,9 @@ class _Absent(Tensor):
 
 
 class Stream:
-    """A model whose units are filled by `read` (a parameter's name -> its values) while they compute, or is whole."""
+    """A model whose units are filled by `read` (a parameter's name -> its values) while they compute, or is whole.
+    `lent` names the module with whose parameters a layer computes beside its own.
+    """
 
     def __init__(
         self,
@@ -252,10 +254,11 @@ class Stream:
         read: Callable[[str], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         release: Callable[[], None] = lambda: None,
+        lent: Mapping[nn.Module, str] | None = None,
     ) -> None:
         self.model, self.read, self.dtype, self.release = model, read, dtype, release
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
-        self._units = units_of(model) if read is not None else []
+        self._units = units_of(model, lent or {}) if read is not None else []
         for _, owners in self._units:
             self._drop(owners)
 
@@ -306,8 +309,16 @@ class Stream:
 _Owner = tuple[nn.Module, str, str]  # a module, the name in it of a parameter, and that one's full name
 
 
-def units_of(model: nn.Module) -> list[tuple[nn.Module, list[_Owner]]]:
-    """What is filled at once: each layer of a module list, and each module outside of them with own parameters."""
+def _owners(module: nn.Module, path: str) -> list[_Owner]:
+    """Of all parameters in a module, which has that name in the model."""
+    names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
+    return [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
+
+
+def units_of(model: nn.Module, lent: Mapping[nn.Module, str] | None = None) -> list[tuple[nn.Module, list[_Owner]]]:
+    """What is filled at once: each layer of a module list, with what it is `lent`, and each module outside of them with
+    own parameters.
+    """
     found: list[tuple[nn.Module, list[_Owner]]] = []
 
     def walk(module: nn.Module, path: str, in_list: bool) -> None:
@@ -315,8 +326,9 @@ def units_of(model: nn.Module) -> list[tuple[nn.Module, list[_Owner]]]:
             for name, child in module.named_children():
                 walk(child, f"{path}{name}.", isinstance(module, nn.ModuleList))
             return
-        names = [name.rpartition(".") for name, _ in module.named_parameters(remove_duplicate=False)]
-        owners = [(module.get_submodule(at), name, f"{path}{at}{dot}{name}") for at, dot, name in names]
+        owners = _owners(module, path)
+        if lent and module in lent:
+            owners += _owners(model.get_submodule(lent[module]), f"{lent[module]}.")
         found.append((module, owners))
 
     walk(model, "", False)
@@ -339,7 +351,9 @@ def stream_candidate(tree: Tree, dtype: torch.dtype, attention: Kernel) -> Strea
     def read(name: str) -> Tensor:
         return tensor_of(tree, "embedding.weight" if name in shared else name)
 
-    return Stream(model, read, dtype, tree.release)
+    lenders = tree.spec.lenders.items()
+    lent = {model.blocks[layer]: f"blocks.{lender}.shared" for layer, lender in lenders if layer != lender}
+    return Stream(model, read, dtype, tree.release, lent)
 
 
 def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str) -> Stream:
@@ -364,7 +378,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
     forget_lengths(model)
-    stacked = architecture.parameters(checkpoint.spec)
+    stacked, repeats = architecture.parameters(checkpoint.spec), architecture.repeats(checkpoint.spec)
 
     def in_files(name: str) -> str:
         begins, built = architecture.modules
@@ -384,7 +398,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.
-        module_name = architecture.repeated.get(module_name, module_name)
+        module_name = repeats.get(module_name, module_name)
         name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
         leaf = table if name == architecture.head and checkpoint.spec.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]

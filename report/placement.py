@@ -210,9 +210,31 @@ class _Lanes:
         for name, sources in beside.items():
             if not sources:
                 span(name)
+
+        def wide(name: str) -> int:
+            return sum(map(wide, children[name])) or 1
+
+        def spread(name: str, first: int, last: int) -> None:
+            """Share out lanes over a node and the ways that begin in it."""
+            self.spans[name] = first, last
+            forks = children[name]
+            more, left = divmod(last - first + 1 - sum(map(wide, forks)), len(forks) or 1)
+            for index, fork in enumerate(forks):
+                end = first + wide(fork) + more + (index < left) - 1
+                spread(fork, first, end)
+                first = end + 1
+
         for name, sources in beside.items():  # what joins lanes, and what follows it
             if name not in self.spans:
-                self.spans[name] = self.hull(sources)
+                first, last = self.hull(sources)
+                stage, lacking = self.stage[name], wide(name) - (last - first + 1)
+                if len(children[name]) > 1 and lacking > 0 and last == self.lanes[stage] - 1:
+                    self.lanes[stage] += lacking
+                    last += lacking
+                if wide(name) <= last - first + 1:
+                    spread(name, first, last)
+                else:
+                    self.spans[name] = first, last
 
     def hull(self, names: Sequence[str]) -> _Span:
         spans = [self.spans[name] for name in names]

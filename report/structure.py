@@ -230,6 +230,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             bias, with_bias = (" + b", " + bias") if operation.bias else ("", "")
             if tied in others:
                 return _Caption(last, f"the {tied}'s", "x·Wᵀ")
+            if tied is None and not operation.weights:
+                return _Caption(last, "an earlier layer's", "x·Wᵀ")
             if tied is None:
                 return _Caption(last, f"{matrix}{with_bias}", f"x·Wᵀ{bias}")
             theirs = sizes((operation.shape[-1], operation.inputs_wide))
@@ -246,6 +248,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
         case ops.Cache(window=window, shape=shape):
             cached = "all tokens so far" if window is None else f"the last {window:,} tokens"
             return _Caption("cache", "" if window is None else f"last {window:,}", f"{cached}, {sizes(shape[2:])} each")
+        case ops.Concat(shape=(_, _, width)):
+            return _Caption("side by side", f"{width:,} wide", "x, and behind it what the first layer reads")
         case ops.Concat():
             formula = "the head's own part, then the rotated part that all heads share"
             return _Caption("key of each head", "rotated part shared by all heads", formula)
@@ -299,6 +303,8 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption(f"+ {number:.4g}", formula=f"x + {number:.4g}")
         case ops.Add():
             past, branch = operation.inputs
+            if branch.endswith("_adapter_up"):
+                return _Caption("+", "its adapter", f"{past} + {branch}")
             if operation.residual is None:
                 return _Caption("+", "both branches", "attention + feed-forward")
             if isinstance(others.get(branch), ops.Positions):

@@ -101,6 +101,7 @@ ASK_FOR_MORE = {
     ("ModelSpec", "encoder"),
     ("ModelSpec", "relative_bias"),
     ("Embedding", "shared"),
+    ("SharedTransformer", "weights_from"),
 }
 """Fields without which a tree asks for tensors that are not there, or is none: a bias, or keys of positions that no
 other field names. Who forgets them finds no place for a tensor, and needs no verifier.

@@ -117,6 +117,7 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "short convolution": blocks(lambda block: block.mixer("convolution") is not None),
     "delta": blocks(lambda block: isinstance(block.mixer("recurrence"), GatedDeltaNet)),
     "mamba": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba)),
+    "shared": lambda spec: spec.shares,
     "mamba2": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba2)),
     "experts": blocks(lambda block: hasattr(block.mixer("feed_forward"), "experts")),
     "parallel": blocks(lambda block: block.parallel),

@@ -341,6 +341,21 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("mistral", {"sliding_window": 0}, "sliding_window"),
         ("lfm2_moe", {"layer_types": None, "full_attn_idxs": [1]}, "layer_types is None"),
         ("nemotron_h", {"time_step_min": 2e30}, "up to 1e30"),
+        ("zamba2", {"time_step_min": 2e30}, "up to 1e30"),
+        ("zamba2", {"layers_block_type": ["mamba"] * 5}, "hybrid somewhere"),
+        ("zamba2", {"layers_block_type": ["hybrid"] * 4}, "5 values"),
+        ("zamba2", {"layers_block_type": None}, "5 values"),
+        ("zamba2", {"layer_types": ["hybrid"] * 5}, "what layers_block_type says"),
+        ("zamba2", {"hybrid_layer_ids": [1, 2]}, "hybrid_layer_ids"),
+        ("zamba2", {"num_attention_heads": 5}, "twice hidden_size"),
+        ("zamba2", {"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
+        ("zamba2", {"num_key_value_heads": 3, "use_shared_attention_adapter": True}, "adapters of keys and values"),
+        ("zamba2", {"attention_head_dim": 8}, "attention_head_dim"),
+        ("zamba2", {"head_dim": 8}, "head_dim"),
+        ("zamba2", {"mamba_headdim": 24}, "mamba_headdim"),
+        ("zamba2", {"n_mamba_heads": 7}, "a divisor of all heads' width"),
+        ("zamba2", {"mamba_ngroups": 3}, "a divisor of n_mamba_heads"),
+        ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings"),
         ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
         ("falcon", {"head_dim": 12}, "head_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
@@ -409,7 +424,7 @@ def test_an_architecture_of_its_own_is_no_typo():
         with pytest.raises(UnknownFamily) as caught:
             architecture_of({"model_type": kind})
         assert "did you mean" not in str(caught.value), kind
-        told += kind == "zamba2"
+        told += kind == "xlstm"
     assert told == 1
 
 

@@ -74,7 +74,9 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     if name == "hybrid_override_pattern":
         yield from ("*", "*-", "M*")
     if name == "architectures":
-        yield from ([each] for each in (ARCHITECTURES[config["model_type"]].hf_class, "BartModel", "MBartModel", "MarianModel"))
+        yield from (
+            [each] for each in (ARCHITECTURES[config["model_type"]].hf_class, "BartModel", "MBartModel", "MarianModel")
+        )
     if name == "attention_types":
         yield from ([[[kind], layers]] for kind in ("global", "local"))
     if name.startswith("rope_"):

@@ -175,6 +175,8 @@ def test_a_window_that_a_family_has_not_changes_transformers_decoding_and_is_ref
 
 
 def layer_type(block: Block) -> str:
+    if block.mixer("shared") is not None:
+        return "hybrid"
     if block.mixer("attention") is None:
         return "conv" if block.mixer("convolution") is not None else "linear_attention"
     chunked = getattr(block.attention, "chunked", False)

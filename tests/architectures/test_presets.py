@@ -102,7 +102,7 @@ def test_parameters_are_those_of_the_transformers_model(preset: Preset, tmp_path
     # A tied head is the embedding's parameter under a second name, and in neither count.
     twice = sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False))
     tied = spec.vocab_size * (spec.embedding.width or spec.hidden_size) if spec.tied else 0
-    tied += sum(every[name].numel() for name in architecture.repeated if name in every)
+    tied += sum(every[name].numel() for name in architecture.repeats(spec) if name in every)
     assert twice + biased == count(spec).total + tied
     if spec.head is not None:
         assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == spec.tied

@@ -1169,6 +1169,49 @@ def nemotron_h(chosen: random.Random) -> Config:
     }
 
 
+def zamba2(chosen: random.Random) -> Config:
+    """Twice the stream's width is shared out over heads, and some times the width over those of Mamba-2."""
+    kinds = [chosen.choice(("mamba", "hybrid")) for _ in range(chosen.choice((0, 1, 3)))]
+    kinds.insert(chosen.randrange(len(kinds) + 1), "hybrid")
+    heads, turned = chosen.choice((1, 2, 3, 6)), chosen.random() < 0.5
+    dim = chosen.choice(EVEN if turned else SMALL)
+    dim += dim * heads % 2
+    hidden, expand = heads * dim // 2, chosen.choice((1, 2, 3))
+    recurring = chosen.choice([each for each in range(1, 13) if hidden * expand % each == 0])
+    kv_heads = chosen.choice([each for each in range(1, heads + 1) if heads % each == 0])
+    adapted = chosen.random() < 0.4
+    own = {
+        "num_key_value_heads": heads if adapted else kv_heads,
+        "mamba_headdim": hidden * expand // recurring,
+        "attention_head_dim": dim,
+        "use_long_context": True,
+        "add_bias_linear": True,
+        "intermediate_size": chosen.choice((1, 7, 33, 64)),
+        "hidden_act": activation(chosen),
+        "time_step_min": 0.3,
+        "rms_norm_eps": 1e-3,
+    }
+    return {
+        "num_hidden_layers": len(kinds),
+        "layers_block_type": kinds,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "n_mamba_heads": recurring,
+        "mamba_expand": expand,
+        "mamba_ngroups": chosen.choice([each for each in range(1, recurring + 1) if recurring % each == 0]),
+        "mamba_d_state": chosen.choice(ODD),
+        "mamba_d_conv": chosen.choice((1, 2, 4, 5)),
+        "chunk_size": chosen.choice((1, 3, 8, 64)),
+        "num_mem_blocks": chosen.choice((1, 2, 3)),
+        "adapter_rank": chosen.choice(ODD),
+        "use_shared_attention_adapter": adapted,
+        "use_mem_rope": turned,
+        "max_position_embeddings": chosen.choice(CONTEXT),
+        **rope(chosen, dim),
+        **sometimes(chosen, own),
+    }
+
+
 DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "bert": bert,
     "roberta": roberta,
@@ -1188,6 +1231,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "jamba": jamba,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
+    "zamba2": zamba2,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "qwen3_next": qwen3_next,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from gptkit.analysis.parameters import count
-from gptkit.components import Buckets, LatentAttention, ModelSpec
+from gptkit.components import FIRST, Buckets, LatentAttention, ModelSpec
 from gptkit.modules import Decoder
 from gptkit.modules.context import Context
 from gptkit.modules.layers import ACTIVATIONS
@@ -90,6 +90,9 @@ class Following:
         return values
 
     def module(self, node: Node, path: str) -> Any:
+        layer = int(path.split(".")[1]) if path else 0
+        if node.id.startswith("shared.") and not node.weights:
+            path = f"blocks.{self.graph.spec.lenders[layer]}."  # which has the weights
         return self.decoder.get_submodule(path + node.id)
 
     def tokens(self, node: Node, path: str) -> Tensor:
@@ -110,7 +113,7 @@ class Following:
             return self.source
         layer = int(path.split(".")[1])
         if made:
-            return made[0][:, :, layer]
+            return made[0] if node.inputs == (FIRST,) else made[0][:, :, layer]
         mixers: Any = [block.attention for block in self.graph.spec.blocks]
         alike = [i for i in range(layer) if mixers[i].remembered == mixers[layer].remembered]
         made = max(i for i in alike if mixers[i].kv_from != "earlier")
@@ -141,8 +144,8 @@ class Following:
         shapes = dict(node.weights)
         if node.choice is None:
             module = self.module(node, path)
-            own = module.named_parameters(recurse=False)
-            assert {name: tuple(p.shape) for name, p in own} == shapes
+            own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+            assert own == shapes or (not shapes and node.id.startswith("shared."))
             y = F.linear(x.flatten(2), module.weight, module.bias)  # heads side by side
             return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
         stem, last = (path + node.id).rsplit(".", 1)
@@ -172,6 +175,8 @@ class Following:
         return self.cached[path + node.id]
 
     def concat(self, node: Node, path: str, *parts: Tensor) -> Tensor:
+        if len(node.shape) == 3:
+            return torch.cat(parts, dim=-1)
         heads = node.shape[2]
         whole = [
             part if part.shape[2] == heads else part.flatten(2)[:, :, None].expand(-1, -1, heads, -1) for part in parts

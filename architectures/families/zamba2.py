@@ -1,0 +1,254 @@
+"""Zamba2 (Zyphra 2411.15242): Mamba-2 in every layer, and before it in some a transformer block that reads the stream
+beside the embeddings. There are few such blocks, which layers run in turn, each with adapters of its own.
+
+Source: transformers models/zamba2/{configuration,modeling}_zamba2.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from ...components import Block, Embedding, Head, Mamba2, ModelSpec, RMSNorm, Rotary, SharedTransformer, SubLayer
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of
+from ..config import MAX_LAYERS, ConfigReader
+from ..decoder import activation_named, name_of
+from ..layout import Layout
+from ..obstacles import of_kind
+from ..rope import ORIGINAL, PART, ROTARY, read_rotary, write_rotary
+from .bamba import ENDS, LINEAR, mixer_leaves
+from .llama import EMBEDDING, B, T
+
+_HYBRID = "hybrid"
+_USUAL = [LINEAR] * 6 + [_HYBRID] + ([LINEAR] * 5 + [_HYBRID]) * 6 + [LINEAR] * 4 + [_HYBRID]
+_USUAL += [LINEAR] * 3 + [_HYBRID] + [LINEAR] * 2
+
+
+def _types(config: ConfigReader) -> list[str]:
+    """Each layer's kind."""
+    count, types = config.layers("num_hidden_layers", 54), config.kinds_of_layers("layers_block_type")
+    types = _USUAL if types is None else types
+    if isinstance(types, list) and len(types) > MAX_LAYERS:
+        raise config.fail("layers_block_type", types, f"up to {MAX_LAYERS:,} layers")
+    if not isinstance(types, list) or len(types) != count or any(each not in (LINEAR, _HYBRID) for each in types):
+        raise config.fail("layers_block_type", types, f"{count} values of {LINEAR} or {_HYBRID}")
+    if _HYBRID not in types:
+        raise config.fail("layers_block_type", types, f"{_HYBRID} somewhere: transformers' cache fails without")
+    return types
+
+
+def _made_of_others(config: ConfigReader, made: dict[str, Any]) -> None:
+    """Refuse fields that transformers' class makes of others, and takes as they stand where a file has them."""
+    config.refuse({name: ((None, value), f"of the other fields it is {value}") for name, value in made.items()})
+
+
+def _mamba(config: ConfigReader, hidden: int, bias: bool) -> Mamba2:
+    heads, expand = config.integer("n_mamba_heads", 8), config.integer("mamba_expand", 2)
+    groups, inner = config.integer("mamba_ngroups", 1), hidden * expand
+    if inner % heads or inner // heads > 2**31 - 1:
+        raise config.fail("n_mamba_heads", heads, f"a divisor of all heads' width ({inner})")
+    if heads % groups:
+        raise config.fail("mamba_ngroups", groups, f"a divisor of n_mamba_heads ({heads})")
+    if (least := config.number("time_step_min", 0.001)) > 1e30:
+        raise config.fail("time_step_min", least, "a number up to 1e30")
+    _made_of_others(config, {"mamba_headdim": inner // heads})
+    return Mamba2(
+        hidden_size=hidden,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_size=config.integer("mamba_d_state", 64),
+        kernel=config.integer("mamba_d_conv", 4),
+        activation="silu",
+        norm=RMSNorm(size=inner, eps=1e-5, groups=groups),
+        bias=bias,
+        output_bias=bias,
+        conv_bias=True,
+        least=least,
+        chunk=config.integer("chunk_size", 256),
+    )
+
+
+def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: bool) -> SharedTransformer:
+    """The block, as of no layer yet."""
+    heads, width = config.integer("num_attention_heads", 32), 2 * hidden
+    kv_heads = config.optional_integer("num_key_value_heads") or heads
+    if width % heads:
+        raise config.fail("num_attention_heads", heads, f"a divisor of twice hidden_size ({width})")
+    if heads % kv_heads:
+        raise config.fail("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    dim, rank = width // heads, config.integer("adapter_rank", 128)
+    adapted = config.boolean("use_shared_attention_adapter", False)
+    if adapted and kv_heads != heads:
+        wanted = f"num_attention_heads ({heads}): adapters of keys and values are as wide as those of queries"
+        raise config.fail("num_key_value_heads", kv_heads, wanted)
+    own = {"attention_hidden_size": width, "attention_head_dim": dim, "head_dim": dim}
+    _made_of_others(config, {**own, "kv_channels": hidden // heads, "num_query_groups": heads})
+    turned = config.boolean("use_mem_rope", False)
+    for name in ("rope_theta", "rope_scaling", "rope_parameters", PART, ORIGINAL):
+        config.raw(name)  # which nobody reads where heads do not turn
+    return SharedTransformer(
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        scale=(dim / 2) ** -0.5,
+        intermediate_size=config.optional_integer("intermediate_size") or 4 * hidden,
+        activation=activation_named(config, "hidden_act", "gelu"),
+        norm=RMSNorm(size=width, eps=eps),
+        inner_norm=RMSNorm(size=hidden, eps=eps),
+        position=read_rotary(config, dim, context) if turned else None,
+        bias=bias,
+        rank=rank,
+        attention_rank=rank if adapted else None,
+        fused=True,
+    )
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    types, hidden, vocab = _types(config), config.integer("hidden_size", 2560), config.integer("vocab_size", 32000)
+    if config.kinds_of_layers() not in (None, types):
+        wanted = "what layers_block_type says, of which transformers makes hybrid_layer_ids"
+        raise config.fail("layer_types", config.raw("layer_types"), wanted)
+    _made_of_others(config, {"hybrid_layer_ids": [layer for layer, each in enumerate(types) if each == _HYBRID]})
+    eps, bias = config.number("rms_norm_eps", 1e-5), config.boolean("add_bias_linear", False)
+    context = config.integer("max_position_embeddings", 4096)
+    context = 16384 if config.boolean("use_long_context", False) else context
+    norm, several = RMSNorm(size=hidden, eps=eps), config.integer("num_mem_blocks", 1)
+    mamba = SubLayer(mixer=_mamba(config, hidden, bias), norm=norm)
+    shared = _shared(config, hidden, context, eps, bias)
+    plain, blocks = Block(sublayers=(mamba,)), list[Block]()
+    there = 0
+    for each in types:
+        if each == LINEAR:
+            blocks.append(plain)
+            continue
+        own = {"number": there % several, "weights_from": "own" if there < several else "earlier"}
+        given = SubLayer(mixer=structs.replace(shared, **own), onto="next")
+        blocks.append(Block(sublayers=(given, mamba)))
+        there += 1
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden),
+        blocks=tuple(blocks),
+        final_norm=norm,
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=True),
+        context_length=context,
+    )
+
+
+def _several(shared: Sequence[Any]) -> int:
+    """After how many blocks the first comes again."""
+    return sum(of_kind(each, SharedTransformer).weights_from == "own" for each in shared)
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    norm, mamba = of_kind(spec.final_norm, RMSNorm), of_kind(spec.blocks[0].mixer("recurrence"), Mamba2)
+    found = [block.mixer("shared") for block in spec.blocks]
+    there = [each for each in found if each is not None]
+    shared = of_kind(there[0] if there else None, SharedTransformer)
+    if mamba.inner % mamba.hidden_size:
+        raise CannotExpress(f"transformers' heads are a multiple of {mamba.hidden_size} wide, not {mamba.inner}")
+    if shared.rank is None:
+        raise CannotExpress("there are no adapters of shared feed-forwards where this family always has them")
+    rotary = shared.position
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": len(spec.blocks),
+        "layers_block_type": [LINEAR if each is None else _HYBRID for each in found],
+        "mamba_d_state": mamba.state_size,
+        "mamba_d_conv": mamba.kernel,
+        "mamba_expand": mamba.inner // mamba.hidden_size,
+        "mamba_ngroups": mamba.groups,
+        "n_mamba_heads": mamba.heads,
+        "time_step_min": mamba.least,
+        "chunk_size": mamba.chunk,
+        "add_bias_linear": mamba.bias,
+        "intermediate_size": shared.intermediate_size,
+        "hidden_act": name_of(shared.activation),
+        "num_attention_heads": shared.heads,
+        "num_key_value_heads": shared.kv_heads,
+        "num_mem_blocks": _several(there),
+        "use_shared_attention_adapter": shared.attention_rank is not None,
+        "adapter_rank": shared.rank,
+        "use_mem_rope": rotary is not None,
+        "rms_norm_eps": norm.eps,
+        "tie_word_embeddings": True,
+        **({} if spec.context_length is None else {"max_position_embeddings": spec.context_length}),
+        **({} if rotary is None else write_rotary(of_kind(rotary, Rotary), shared.head_dim)),
+    }
+
+
+_S, _BLOCK = B + "shared.", T + "shared_transformer."
+_ATTENTION, _INNER = _BLOCK + "self_attn.", _BLOCK + "feed_forward."
+
+
+def _gate_up(*columns: str) -> Layout:
+    """Gate above up, of so many columns, or of none."""
+    return Layout(" ".join(("(part intermediate)", *columns)), split="part", parts=("1", "1"))
+
+
+def _both(suffix: str, last: str) -> tuple[str, str]:
+    """The shared names of gate and up."""
+    return f"{_S}gate_{suffix}.{last}", f"{_S}up_{suffix}.{last}"
+
+
+def _is_plain(block: Block) -> bool:
+    return block.mixer(SharedTransformer.slot) is None
+
+
+def _is_hybrid(block: Block) -> bool:
+    return not _is_plain(block)
+
+
+def _recurrent(theirs: str, when: Any) -> tuple[Leaf, ...]:
+    """Mamba-2 and its norm, of layers that name them so."""
+    norm = leaves_of({theirs + "input_layernorm": B + "recurrence_norm"})
+    return tuple(replace(leaf, when=when) for leaf in (*mixer_leaves(theirs + "mamba."), *norm))
+
+
+_ADAPTERS = tuple(
+    Leaf(f"{_ATTENTION}linear_{name}_adapter_list.{{use}}.{at}.weight", f"{_S}{name}_adapter_{part}.weight")
+    for name in "qkv"
+    for at, part in enumerate(("down", "up"))
+)
+
+_ZAMBA2 = Architecture(
+    name="zamba2",
+    model_types=("zamba2",),
+    hf_class="Zamba2ForCausalLM",
+    hf_config="Zamba2Config",
+    kinds=frozenset({Mamba2, RMSNorm, SharedTransformer, *ROTARY}),
+    read=_read,
+    write=_write,
+    leaves=(
+        *leaves_of(EMBEDDING),
+        *_recurrent(T, _is_plain),
+        *leaves_of({T + "linear": _S + "stream_proj"}),
+        *_recurrent(T + "mamba_decoder.", _is_hybrid),
+        *leaves_of({f"{_ATTENTION}{name}_proj": f"{_S}{name}_proj" for name in "qkvo"}),
+        *_ADAPTERS,
+        Leaf(_INNER + "gate_up_proj.weight", _both("proj", "weight"), _gate_up("hidden")),
+        Leaf(_INNER + "gate_up_proj.bias", _both("proj", "bias"), _gate_up()),
+        *leaves_of({_INNER + "down_proj": _S + "down_proj"}),
+        Leaf(_INNER + "gate_up_proj_adapter_list.{use}.0.weight", _S + "adapter_down.weight"),
+        Leaf(_INNER + "gate_up_proj_adapter_list.{use}.1.weight", _both("adapter_up", "weight"), _gate_up("rank")),
+        *leaves_of({_BLOCK + "input_layernorm": _S + "norm", _BLOCK + "pre_ff_layernorm": _S + "inner_norm"}),
+        *leaves_of(ENDS),
+    ),
+    lent=_BLOCK,
+    released="2024-07",
+    prefix="model.",
+    token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    irrelevant={
+        **dict.fromkeys(("time_step_max", "time_step_floor"), "how training starts"),
+        **dict.fromkeys(("use_mamba_kernels", "use_mem_eff_path"), "which kernels compute it"),
+        "use_conv_bias": "not read by transformers' model: convolutions have one",
+        "num_logits_to_keep": "which logits are made of a prompt",
+    },
+    refused={
+        "tie_word_embeddings": ((True,), "where it is not true transformers has no layers share their blocks either")
+    },
+)

@@ -1,0 +1,275 @@
+"""A transformer block that several layers run, each with adapters of its own. No torch."""
+
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+
+from ..errors import ConfigError
+from .activations import FACTS, Activation, function_of
+from .attention import plain_scale, scale_words, shared_words
+from .base import Component, Mixer, Scale, Size, Weight, bias, divided
+from .norms import Norm, inside
+from .operations import Activation as ActivationOperation
+from .operations import Add, AnyOperation, Cache, Concat, Given, Product, Program, Rotate, Sizes, attend, linear, out_of
+from .positions import ALL_OF_IT, Position, Rotary, Turning
+from .words import Words
+
+__all__ = ["FIRST", "SharedTransformer"]
+
+FIRST = "first_stream"
+"""The result before all layers that the first of them reads, and every `SharedTransformer` again."""
+
+_FEW = 4  # the rank of adapters in a small copy
+
+
+class SharedTransformer(Mixer, Component, frozen=True):
+    """Attention and a gated feed-forward that several layers run with the same weights (Zamba 2405.16712, Zamba2
+    2411.15242):
+
+        y = stream_proj(down(activation(gate(a)) · up(a))),  a = inner_norm(attention(norm([x, e])))
+
+    e is what the first layer of the model reads, put beside x, so that queries, keys and values are made of twice the
+    stream's width; nothing is added to the stream in between. Of the blocks with one `number` the first stores the
+    weights, its `weights_from` being "own"; in those behind it they are those of the nearest "earlier" layer that does.
+
+    What belongs to each layer: stream_proj, and low-rank adapters, whose products are added to what the shared
+    projections give: with `rank` to gate(a) and up(a), which share the first matrix of theirs, with `attention_rank` to
+    queries, keys and values. `bias` is on the feed-forward. Keys and values are each layer's own, and so is its cache.
+
+    `fused` makes gate and up in one matrix product.
+    """
+
+    label = "shared block"
+    slot = "shared"
+    computed_in = "gptkit.modules.shared_transformer"
+    rounds = ("fused",)
+    tells = ("head_dim", "scale", "position", "norm", "inner_norm", "bias")
+    forgotten: ClassVar[dict[str, str]] = {
+        "position": "no positions in attention",
+        "bias": "biases of shared blocks dropped",
+        "rank": "adapters of shared feed-forwards left out",
+        "attention_rank": "adapters of shared attention left out",
+        "number": "one shared block taken for all",
+        "weights_from": "weights of shared blocks stored in every layer",
+    }
+
+    hidden_size: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    scale: Scale
+    intermediate_size: Size
+    activation: Activation
+    norm: Norm
+    inner_norm: Norm
+    position: Position | None = None
+    bias: bool = False
+    rank: Size | None = None
+    attention_rank: Size | None = None
+    number: int = 0
+    weights_from: Literal["own", "earlier"] = "own"
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+        if self.position is not None and not isinstance(self.position, Turning):
+            raise ConfigError(f"positions of shared blocks turn, and {type(self.position).__name__} does not")
+        if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
+            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+        for name, norm, size in (("norm", self.norm, self.read), ("inner_norm", self.inner_norm, self.hidden_size)):
+            if norm.size != size:
+                raise ConfigError(f"{name} of size {norm.size} on {size} numbers")
+
+    @property
+    def read(self) -> int:
+        """How wide that is of which queries, keys and values are made."""
+        return 2 * self.hidden_size
+
+    @property
+    def lent(self) -> Self:
+        """The block that stores the weights of this one."""
+        return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
+
+    def _rows(self) -> dict[str, int]:
+        """Of queries, keys and values."""
+        kv = self.kv_heads * self.head_dim
+        return {"q": self.heads * self.head_dim, "k": kv, "v": kv}
+
+    def weights(self) -> dict[str, Weight]:
+        hidden, units, rows, low = self.hidden_size, self.intermediate_size, self._rows(), self.attention_rank
+        own = self.weights_from == "own"
+        found: dict[str, Weight] = {}
+
+        def add(name: str, *shape: int, there: bool = True) -> None:
+            found.update({f"{name}.weight": Weight(shape, "inner")} if there else {})
+
+        for name, size in rows.items():
+            add(f"{name}_proj", size, self.read, there=own)
+            add(f"{name}_adapter_down", low or 0, self.read, there=low is not None)
+            add(f"{name}_adapter_up", size, low or 0, there=low is not None)
+        add("o_proj", hidden, rows["q"], there=own)
+        add("adapter_down", self.rank or 0, hidden, there=self.rank is not None)
+        for name in _UNITS:
+            add(f"{name}_proj", units, hidden, there=own)
+            add(f"{name}_adapter_up", units, self.rank or 0, there=self.rank is not None)
+        add("down_proj", hidden, units, there=own)
+        if own and self.bias:
+            found |= {"gate_proj.bias": bias(units), "up_proj.bias": bias(units), "down_proj.bias": bias(hidden)}
+        return found | {"stream_proj.weight": Weight((hidden, hidden), "writes")}
+
+    def children(self) -> Any:
+        """The positions, and the norms where their weights are stored here."""
+        own = self.weights_from == "own"
+        return ((name, each) for name, each in super().children() if own or not isinstance(each, Norm))
+
+    def words(self) -> dict[str, Words]:
+        kind = "MHA" if self.heads == self.kv_heads else "MQA" if self.kv_heads == 1 else "GQA"
+        heads = f"{self.heads}" if kind == "MHA" else f"{self.heads}/{self.kv_heads}"
+        scale, function = scale_words(self.scale, self.head_dim), function_of(self.activation)
+        sizes = (
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "rank",
+            "attention_rank",
+            "number",
+            "weights_from",
+        )
+        data = {name: getattr(self, name) for name in sizes} | {"activation": function}
+        adapted = [f"{n} of {what}" for n, what in ((self.rank, "gate and up"), (self.attention_rank, "q, k, v")) if n]
+        again = ", again" if self.weights_from == "earlier" else ""
+        told = f"{self.number}{again}: {kind} {heads}, {FACTS[function].gated} {self.intermediate_size:,}"
+        low = f", adapters of rank {' and '.join(adapted)}" if adapted else ""
+        on = ALL_OF_IT
+        if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
+            on = Words(
+                f" on {self.position.dim} dims", self.position.dim, f", on {self.position.dim} of {self.head_dim}"
+            )
+        return {
+            "shared block": Words(told, data, f"number {told}, head dim {self.head_dim}{scale.whole}{low}"),
+            "scale": scale,
+            "norm of shared block": inside(
+                {"input": self.norm, "inner": self.inner_norm}, "", "the joined stream and between attention and units"
+            ),
+            **shared_words(None, self.position, on),
+        }
+
+    def biases(self) -> dict[str, Words]:
+        return {"shared block": Words("shared block", self.bias, "gate, up and down of shared blocks")}
+
+    def alike(self) -> Self:
+        activation = function_of(self.activation)
+        return msgspec.structs.replace(super().alike(), scale=plain_scale(self.scale), activation=activation)
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        if part:
+            return {}
+        sizes = {"h": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim, "f": self.intermediate_size}
+        rank = self.attention_rank if self.rank is None else self.rank
+        return sizes if rank is None else {**sizes, "r": rank}
+
+    def share(self, devices: int) -> Self:
+        heads, kv_heads = (
+            divided(self.heads, devices, "query heads"),
+            divided(self.kv_heads, devices, "key-value heads"),
+        )
+        units = divided(self.intermediate_size, devices, "units of the feed-forward")
+        return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, intermediate_size=units)
+
+    def small(self, hidden: int) -> Self:
+        kv_heads = min(self.kv_heads, 2)
+        sizes = {"heads": kv_heads * min(self.heads // self.kv_heads, 2), "kv_heads": kv_heads}
+        ranks = {name: None if n is None else min(n, _FEW) for name, n in self._ranks().items()}
+        norms = {"norm": self.norm.small(2 * hidden), "inner_norm": self.inner_norm.small(hidden)}
+        return msgspec.structs.replace(
+            self, hidden_size=hidden, intermediate_size=2 * hidden, **sizes, **ranks, **norms
+        )
+
+    def _ranks(self) -> dict[str, int | None]:
+        return {"rank": self.rank, "attention_rank": self.attention_rank}
+
+    def slips(self) -> dict[str, Self]:
+        other: Activation = "gelu_tanh" if function_of(self.activation) == "gelu" else "gelu"
+        found = {"scores not scaled": msgspec.structs.replace(self, scale=1.0)}
+        found["scores scaled by their width alone"] = msgspec.structs.replace(self, scale=self.head_dim**-0.5)
+        found["another activation"] = msgspec.structs.replace(self, activation=other)
+        if isinstance(self.position, Rotary):
+            found["no RoPE"] = msgspec.structs.replace(self, position=None)
+        return found
+
+    def disorder(self) -> dict[str, dict[str, list[int]]]:
+        halves = [*range(self.hidden_size, self.read), *range(self.hidden_size)]
+        return {"embedding before the stream in shared blocks": {"norm": halves}} if self.weights_from == "own" else {}
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end, lent = self.label, f"{path}.o_proj", self.lent
+        found: list[AnyOperation] = []
+
+        def stored(operation: AnyOperation) -> str:
+            """An operation of the shared weights, which are where they are stored."""
+            elsewhere = self.weights_from == "earlier"
+            found.append(msgspec.structs.replace(operation, weights=()) if elsewhere else operation)
+            return operation.id
+
+        def adapter(name: str, down: str, inner: Sizes, **fields: Any) -> AnyOperation:
+            return linear(self, f"{name}_adapter_up", path, down, inner, row, **fields)
+
+        def added(name: str, past: str, inner: Sizes, held: str = "") -> str:
+            """What a projection gives and what its adapter does."""
+            inputs = (past, f"{path}.{name}_adapter_up")
+            found.append(Add(f"{path}.{name}_adapted", inputs, inner, row, held=held))
+            return found[-1].id
+
+        def norm(name: str, read: str, width: Sizes) -> str:
+            for each in out_of(row, getattr(self, name).operations(f"{path}.{name}", read, width)):
+                stored(each)
+            return found[-1].id
+
+        tokens = shape[:-1]
+        found.append(Given(f"{path}.embedded", (FIRST,), shape, row, words="what the first layer reads", again=True))
+        found.append(Concat(f"{path}.joined", (source, found[-1].id), (*tokens, self.read), row))
+        read = norm("norm", found[-1].id, (*tokens, self.read))
+        inputs: dict[str, str] = {}
+        for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+            inner: Sizes = (*tokens, heads, self.head_dim)
+            last = stored(linear(lent, f"{name}_proj", path, read, inner, row, "" if self.attention_rank else end))
+            if self.attention_rank is not None:
+                down = linear(self, f"{name}_adapter_down", path, read, (*tokens, self.attention_rank), row)
+                found += (down, adapter(name, down.id, inner))
+                last = added(name, last, inner, end)
+            inputs[name] = last
+        for name, heads in (("q", self.heads), ("k", self.kv_heads)):
+            if isinstance(self.position, Turning):
+                turned: Sizes = (*tokens, heads, self.head_dim)
+                held = end if name == "q" else ""
+                found.append(
+                    Rotate(f"{path}.{name}_rotated", (inputs[name],), turned, row, rotary=self.position, held=held)
+                )
+                inputs[name] = found[-1].id
+        for name in "kv":
+            seen: Sizes = ("B", "S", self.kv_heads, self.head_dim)
+            found.append(Cache(f"{path}.{name}_cached", (inputs[name],), seen, row, held=end))
+            inputs[name] = found[-1].id
+        scores = {"scale": self.scale, "query_dim": self.head_dim, "kv_heads": self.kv_heads}
+        found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim)
+        mixed = stored(linear(lent, "o_proj", path, found[-1].id, shape, row))
+        read, units = norm("inner_norm", mixed, shape), (*tokens, self.intermediate_size)
+        both: dict[str, Any] = {"fused": self.fused, "joined": self.fused}
+        gate, up = (linear(lent, f"{n}_proj", path, read, units, row, together=f"{path}.both", **both) for n in _UNITS)
+        made = {"gate": stored(gate)}
+        if self.rank is not None:
+            down = linear(self, "adapter_down", path, read, (*tokens, self.rank), row)
+            adapters: dict[str, Any] = {"together": f"{path}.both_adapters", **both}
+            found += (down, *(adapter(name, down.id, units, **adapters) for name in _UNITS))
+        made["up"] = stored(up)
+        if self.rank is not None:
+            made = {name: added(name, past, units) for name, past in made.items()}
+        active = ActivationOperation(f"{path}.activated", (made["gate"],), units, row, function=self.activation)
+        found += (active, Product(f"{path}.gated", (active.id, made["up"]), units, row))
+        given = stored(linear(lent, "down_proj", path, found[-1].id, shape, row))
+        return (*found, linear(self, "stream_proj", path, given, shape, row))
+
+
+_UNITS = ("gate", "up")

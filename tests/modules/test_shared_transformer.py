@@ -1,0 +1,118 @@
+"""Blocks that several layers run: stored once, computed as often as they stand, with what is each layer's own."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from helpers.families import CONFIGS, VOCAB, randomised_reference, spec_of
+from helpers.trees import filled, random_weights
+
+from gptkit.analysis.costs import costs
+from gptkit.analysis.parameters import count
+from gptkit.components import SharedTransformer, from_json, to_json
+from gptkit.errors import ConfigError, MissingComponent, SwapRefused
+from gptkit.modules.context import Context
+from gptkit.modules.decoder import BlockModule
+from gptkit.surgery.facts import Assumed
+from gptkit.surgery.registry import Step, reshape
+
+replace = msgspec.structs.replace
+SPEC, ADAPTED = spec_of(CONFIGS["zamba2"]), spec_of(CONFIGS["zamba2-adapted"])
+IDS = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def shared(layer: int) -> Any:
+    return SPEC.blocks[layer].mixer("shared")
+
+
+def with_shared(layer: int, **fields: Any) -> Any:
+    """The tree with another shared block in a layer."""
+    blocks = list(SPEC.blocks)
+    blocks[layer] = blocks[layer].replaced(shared=replace(shared(layer), **fields))
+    return replace(SPEC, blocks=tuple(blocks))
+
+
+def test_blocks_come_in_turn_and_are_stored_where_they_stand_first() -> None:
+    assert [(shared(n).number, shared(n).weights_from) for n in (1, 2, 4)] == [(0, "own"), (1, "own"), (0, "earlier")]
+    assert SPEC.lenders == {1: 1, 2: 2, 4: 1}
+    own = {each.name.removeprefix("blocks.4.shared.") for each in SPEC.parameters() if ".4.shared." in each.name}
+    adapters = {"adapter_down.weight", "gate_adapter_up.weight", "up_adapter_up.weight"}
+    assert own == {*adapters, "stream_proj.weight"}
+    assert from_json(to_json(SPEC)) == SPEC
+
+
+@pytest.mark.parametrize("spec", [SPEC, ADAPTED], ids=["zamba2", "zamba2-adapted"])
+def test_weights_count_once_and_work_as_often_as_the_block_stands(spec: Any) -> None:
+    name = "zamba2" if spec is SPEC else "zamba2-adapted"
+    assert count(spec).total == randomised_reference(CONFIGS[name]).num_parameters()
+    there = [block.mixer("shared") for block in spec.blocks if block.mixer("shared") is not None]
+    stored = [replace(each, weights_from="own") for each in there]
+    linears = sum(shape[0] * shape[1] for each in stored for shape in each.shapes().values() if len(shape) == 2)
+    assert costs(spec, 1).flops["shared block"] == 2 * linears
+
+
+def test_a_weight_that_is_shared_acts_in_all_layers_that_run_its_block() -> None:
+    decoder = filled(SPEC, random_weights(SPEC))
+    weight = decoder.get_submodule("blocks.1.shared.v_proj").weight
+    largest = []
+    for layer in (1, 4):  # which then passes nothing on
+        decoder.get_submodule(f"blocks.{layer}.shared.stream_proj").weight.data.zero_()  # type: ignore[operator, union-attr]
+        (found,) = torch.autograd.grad(decoder(IDS).square().sum(), weight)  # type: ignore[arg-type]
+        largest.append(float(found.abs().max()))
+    assert largest[0] > 0 == largest[1]
+
+
+def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
+    for layer, fields in ((1, {"weights_from": "earlier"}), (4, {"number": 2}), (4, {"kv_heads": 3})):
+        with pytest.raises(ConfigError, match="none before it is such"):
+            with_shared(layer, **fields)
+    assert with_shared(4, rank=5).lenders == SPEC.lenders  # adapters are each layer's own
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_heads": 4}, "cannot be shared out"),
+        ({"norm": replace(SPEC.blocks[1].mixer("shared").norm, size=48)}, "norm of size 48 on 96"),  # type: ignore[union-attr]
+        ({"inner_norm": replace(SPEC.blocks[1].mixer("shared").norm, size=50)}, "inner_norm of size 50 on 48"),  # type: ignore[union-attr]
+        (
+            {"position": CONFIGS and spec_of(CONFIGS["bloom"]).blocks[0].attention.position},
+            "positions of shared blocks",
+        ),
+    ],
+)
+def test_records_that_fit_nothing_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(shared(1), **fields)
+
+
+def test_what_goes_to_the_next_sub_layer_has_one() -> None:
+    first, mamba = SPEC.blocks[1].sublayers
+    with pytest.raises(ConfigError, match="next sub-layer alone"):
+        replace(SPEC.blocks[1], sublayers=(mamba, first))
+
+
+def test_a_layer_by_itself_says_what_it_lacks() -> None:
+    context = Context(1, 3, 0, False, torch.arange(3)[None], None, torch.float32)
+    x = torch.randn(1, 3, 48)
+    with pytest.raises(MissingComponent, match="weights of shared block 0 has not run"):
+        BlockModule(SPEC.blocks[4])(x, context)
+    with pytest.raises(MissingComponent, match="what the first layer does"):
+        BlockModule(SPEC.blocks[1])(x, context)
+    assert SPEC.beside == SharedTransformer.slot
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("norm", "layernorm", "SharedTransformer"),
+        ("layers", "0-3", "SharedTransformer"),
+        ("attention", "gqa:2", "SharedTransformer"),
+        ("intermediate", "64", "made of recurrence"),
+        ("activation", "silu", "made of recurrence"),
+    ],
+)
+def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None:
+    with pytest.raises(SwapRefused, match=said):
+        reshape(SPEC, Step(option, value, approximate=True), Assumed(SPEC))
