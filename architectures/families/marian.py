@@ -9,6 +9,7 @@ from typing import Any
 from ...components import ModelSpec, SinusoidalPositions
 from ..config import ConfigReader
 from ..encoder_decoder import OF_BOTH, EncoderDecoder
+from ..obstacles import of_kind
 from .bart import OF_BART, leaves, stack, with_bias, without_bias
 
 BASE = "MarianModel"
@@ -21,7 +22,7 @@ def _sines(spec: ModelSpec) -> Any:
     """The sines and cosines of a stack, (positions, hidden): sines in the first half of the columns."""
     import numpy as np
 
-    rows = spec.context_length if spec.positions is None else spec.positions.length
+    rows = of_kind(spec.positions, SinusoidalPositions).length
     even = 2 * (np.arange(spec.hidden_size) // 2)
     angles = np.arange(rows)[:, None] / np.power(10000, even / spec.hidden_size)
     return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
