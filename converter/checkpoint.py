@@ -281,6 +281,8 @@ def _match(
     altered = _altered(checkpoint, family, carried.get("unused", {})) if checkpoint.fetched else []
     if altered:
         problems.append(f"other values than the family computes with, which transformers would take: {_some(altered)}")
+        if len(problems) == 1:
+            hint = "No tree has both. Take these tensors out of the files if they are left over."
     if twice:
         problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
     if extra and not allow_extra and not partial:
