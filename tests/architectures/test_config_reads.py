@@ -63,8 +63,7 @@ def names_read(path: Path) -> Iterator[str]:
 
 def read_by_transformers(family: str) -> list[str]:
     config_class = getattr(transformers, ARCHITECTURES[family].hf_config)
-    encoder = ARCHITECTURES[family].base_class
-    reference = getattr(transformers, encoder) if encoder else transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    reference = getattr(transformers, ARCHITECTURES[family].base_class or ARCHITECTURES[family].hf_class)
     modeling = SOURCE.joinpath(*reference.__module__.split(".")[1:]).with_suffix(".py")
     shared = (*SHARED, ROPE) if "ROPE_INIT_FUNCTIONS" in modeling.read_text() else SHARED
     found = {name for path in shared for name in names_read(SOURCE / path)}

@@ -43,6 +43,11 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "text_config.vocab_size_per_layer_input": 97,
         "vision_config": small(CONFIG_MAPPING["gemma4_vision"]().to_dict()),
     },
+    "gemma4_unified": {
+        "text_config.per_layer_config": {"1": {"head_dim": 16}},
+        "vision_config": small(CONFIG_MAPPING["gemma4_unified_vision"]().to_dict())
+        | {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32},
+    },
     "llama4": {"vision_config.vision_output_dim": 32, "vision_config.projector_output_dim": 32},
     "llava": {},
     "mistral3": {},
