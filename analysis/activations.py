@@ -361,7 +361,7 @@ class Keeping:
             case ops.Linear():
                 if operation.by_channel and run.batch > 1 and run.tokens > 1:
                     first = operation is operation.made_together(self.program)[0]
-                    found[operation.row] += run.rows * operation.inputs_wide * run.size if first else 0
+                    found[operation.row] += self._given(operation).size if first else 0
                 else:
                     self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.

@@ -99,9 +99,10 @@ def work_of(operation: ops.AnyOperation) -> Work:
             sizes["between"] = operation.between
             again = operation.again or chunk > 0
             return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, again=again, **sizes)
-        case ops.Convolve(width=width):
+        case ops.Convolve(width=width, carried=carried):
             channels = operation.numbers(B=1, T=1)
-            return Work(channels * width, state=channels * width, beyond=width - 1)
+            kept = width if carried is None else carried
+            return Work(channels * width, state=channels * kept, beyond=width - 1)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
         case ops.AltUp(step="predict", shape=(streams, *_, width)):

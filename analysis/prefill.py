@@ -168,9 +168,8 @@ class Following:
             case ops.Scan(state=state, chunk=chunk):
                 itemsize = run.wide if operation.wide else run.size
                 padded = run.batch * chunk * -(-run.tokens // chunk)
-                chunks = max(
-                    (padded * operation.alive + run.batch * operation.within[run.tokens > chunk]) * itemsize - size, 0
-                )
+                alive = padded * operation.alive + run.batch * operation.within[run.tokens > chunk]
+                chunks = max(alive * (run.size if operation.narrow else itemsize) - size, 0)
                 return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
             case ops.Convolve(width=width):
                 channels = operation.numbers(B=run.batch, T=1)

@@ -29,6 +29,7 @@ from .mixture import *
 from .model import *
 from .norms import *
 from .positions import *
+from .rg_lru import *
 from .serialise import *
 from .short_convolution import *
 from .streams import *

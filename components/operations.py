@@ -269,7 +269,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
     first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
     takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
-    their steps; so are steps of single tokens with `again`.
+    their steps; so are steps of single tokens with `again`. narrow: what is `alive` is in the model's dtype.
     """
 
     state: Shape
@@ -279,6 +279,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     products: int = 0
     wide: bool = False
     theirs: int | None = None
+    narrow: bool = False
     chunk: int = 1
     chunk_products: int = 0
     spared: int = 0
@@ -291,11 +292,13 @@ class Scan(Operation, frozen=True, kw_only=True):
 class Convolve(Operation, frozen=True, kw_only=True):
     """A causal convolution over `width` tokens, a kernel a channel; the last `width` of them are carried. It is made of
     a tensor with tokens and channels exchanged, of `width` tokens at least, with zeros before and behind them. joined:
-    its kernels are put together with others in a tensor of their own.
+    its kernels are put together with others in a tensor of their own. carried: of how many tokens behind it something
+    is left, where not of `width`; one token is then a sum of products, and no convolution.
     """
 
     width: int
     joined: bool = False
+    carried: int | None = None
 
 
 class Activation(Operation, frozen=True, kw_only=True):

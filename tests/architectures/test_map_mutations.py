@@ -392,7 +392,7 @@ def is_the_same_map(mutant: Mutant, family: str) -> bool:
                 }
                 sizes |= {"key_heads": kv_heads, "key_dim": head_dim, "group_values": 5, "channels": 7, "kernel": 4}
                 sizes |= {"keys": kv_heads * head_dim, "values": 5 * kv_heads}
-                sizes |= {"inner": 9, "states": 8, "rank": 3, "state": 2}
+                sizes |= {"inner": 9, "units": 11, "states": 8, "rank": 3, "state": 2}
                 sizes |= {"kv_rank": 5, "rope_dim": 2 * kv_heads, "nope_dim": group, "value_dim": head_dim}
                 shapes = [*own.layout.shared_shapes(sizes)] if not own.layout.is_identity else [(6, 10)]
                 shape = own.layout.checkpoint_shape(sizes, shapes)

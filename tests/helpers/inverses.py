@@ -146,9 +146,11 @@ INVERSES: dict[tuple[str, str], Inverse] = {
     ("context", "N"): _context,
     ("fold", "scale"): _scale,
     ("head_dim", "N"): smaller(
-        "head_dim", lambda before: {getattr(block.attention, "head_dim", None) for block in before.blocks}
+        "head_dim", lambda before: {getattr(block.mixer("attention"), "head_dim", None) for block in before.blocks}
     ),
-    ("heads", "N"): smaller("heads", lambda before: (block.attention.heads for block in before.blocks)),
+    ("heads", "N"): smaller(
+        "heads", lambda before: (getattr(block.mixer("attention"), "heads", None) for block in before.blocks)
+    ),
     ("hidden", "N"): smaller("hidden", lambda before: [before.hidden_size]),
     ("intermediate", "N"): smaller(
         "intermediate", lambda before: [block.feed_forward.intermediate_size for block in before.blocks]

@@ -16,7 +16,7 @@ from helpers.trees import TREES
 from typer.testing import Result
 
 import gptkit
-from gptkit.components import LinearAttention, Mamba, ModelSpec, Norm
+from gptkit.components import RGLRU, LinearAttention, Mamba, ModelSpec, Norm
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import write_spec
@@ -46,6 +46,7 @@ def test_as_is_said(name: str) -> None:
     gates = {f"{path}.gate_proj.{name}": each for path in linear for name, each in (("weight", 0), ("bias", -3))}
     mamba = [path for path, node in spec.nodes() if isinstance(node, Mamba)]
     gates |= {f"{path}.dt_proj.bias": math.log(math.expm1(0.01)) for path in mamba}  # the mean of Mamba's steps
+    lru = {f"{path}.decay" for path, node in spec.nodes() if isinstance(node, RGLRU)}
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name.endswith(("A_log", "dt_bias")):  # half-lives of all lengths
@@ -53,6 +54,9 @@ def test_as_is_said(name: str) -> None:
             least, most = (1, size) if name[: -len("A_log")] + "D" in found else (0.01, 16)
             logs = np.log(np.linspace(least, most, size))
             assert np.allclose(array, logs if name.endswith("A_log") else 1), name
+            continue
+        if name in lru:
+            assert np.allclose(np.exp(array), np.linspace(0.001, 0.1, array.size)), name
             continue
         if name not in drawn:
             zero = name.endswith(("bias", "altup.scale.weight"))

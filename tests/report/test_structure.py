@@ -143,6 +143,9 @@ class Following:
             module = self.module(node, path)
             own = module.named_parameters(recurse=False)
             assert {name: tuple(p.shape) for name, p in own} == shapes
+            if module.weight.dim() == 3:  # a matrix for each head
+                x = torch.einsum("bthi,hoi->btho", x.unflatten(-1, (len(module.weight), -1)), module.weight).flatten(2)
+                return x + module.bias
             y = F.linear(x.flatten(2), module.weight, module.bias)  # heads side by side
             return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
         stem, last = (path + node.id).rsplit(".", 1)
@@ -232,6 +235,7 @@ class Following:
             "state space": self.state_space,
             "selective state space": self.selective_state_space,
             "linear attention": self.linear_attention,
+            "real-gated linear recurrence": self.gated_recurrence,
         }[node.title]
         return made(node, path, *given)
 
@@ -260,6 +264,19 @@ class Following:
         for t in range(x.shape[1]):
             state = state * torch.exp(-own.A_log.exp() * step[:, t]) + step[:, t] * b[:, t, None] * x[:, t, :, None]
             found.append(torch.einsum("bin,bn->bi", state, c[:, t]) + own.D * x[:, t])
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1)
+
+    def gated_recurrence(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        x, let_in, let_go = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        a = torch.exp(-8 * torch.sigmoid(let_go) * F.softplus(own.decay))
+        state, found = self.cached.get(path + node.id), []
+        for t in range(x.shape[1]):
+            first = state is None
+            taken = torch.sigmoid(let_in[:, t]) * x[:, t] * (1 if first else (1 - a[:, t] ** 2).sqrt())
+            state = taken if first else a[:, t] * state + taken
+            found.append(state)
         self.cached[path + node.id] = state
         return torch.stack(found, dim=1)
 
