@@ -122,6 +122,10 @@ class Following:
                 return _Step(whole, whole)  # before they are put side by side
             case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
+            case ops.Pairs():  # of which each token's own is there
+                return _Step(size // 2, left=size // 2 // run.tokens)
+            case ops.Blend():  # beside it both products
+                return _Step(size, 2 * size)
             case ops.Sparse():
                 return _Step(size)
             case ops.AltUp(step="pick"):

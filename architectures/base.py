@@ -185,8 +185,10 @@ class Architecture:
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
-    apart: what they compute wrongly of several texts at once: "padding" before some, which they read as tokens; "steps"
-        of one token of each. Texts are then compared without.
+    apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
+        which is read as tokens; "steps" of one token of each.
+    streamed: of transformers' model, whose parameters come one layer at a time, those that its class multiplies before
+        it computes, and by what. It then leaves that to who brings them.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
@@ -226,6 +228,7 @@ class Architecture:
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
     apart: tuple[Literal["padding", "steps"], ...] = ()
+    streamed: Callable[[Any], Mapping[str, float]] = lambda model: {}
     model: str = ""
 
     # --- config.json <-> tree ---

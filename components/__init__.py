@@ -30,6 +30,7 @@ from .model import *
 from .norms import *
 from .positions import *
 from .rg_lru import *
+from .rwkv import *
 from .serialise import *
 from .short_convolution import *
 from .streams import *

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve",
-    "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate",
-    "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens", "attend", "linear",
-    "out_of", "unknown",
+    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "Cache", "Cap", "Choose", "Combine", "Concat",
+    "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Pairs", "Positions", "Product",
+    "Program", "Rotate", "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens",
+    "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -301,6 +301,16 @@ class Convolve(Operation, frozen=True, kw_only=True):
     carried: int | None = None
 
 
+class Pairs(Operation, frozen=True, kw_only=True):
+    """Each token's input beside that of the token before, (B, T, 2, hidden), which is zeros for the first. The last one
+    is carried.
+    """
+
+
+class Blend(Operation, frozen=True, kw_only=True):
+    """w · x + (1 − w) · y of pairs of x and y, w its weight, a number a column."""
+
+
 class Activation(Operation, frozen=True, kw_only=True):
     """A function of each element. wide: in fp32 at least, and "rounded" behind it, or "kept" so."""
 
@@ -409,7 +419,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
 AnyOperation = (
     Tokens | Stream | Given | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap
     | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
-    | Sparse | AltUp
+    | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""

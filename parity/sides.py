@@ -370,7 +370,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
     begin_anew(model)
-    stacked = architecture.parameters(checkpoint.spec)
+    stacked, factors = architecture.parameters(checkpoint.spec), architecture.streamed(model)
 
     def in_files(name: str) -> str:
         begins, built = architecture.modules
@@ -383,10 +383,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     def read(name: str) -> Tensor:
         if name in fixed:
             return fixed[name]
-        name = in_files(name)
+        factor, name = factors.get(name), in_files(name)
         how, parts = stacked.get(name, (None, ()))
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
-        return given
+        return given if factor is None else given * factor
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.

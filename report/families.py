@@ -16,7 +16,7 @@ _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its li
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
         bailing_hybrid kimi_linear lfm3
-        minimax olmo_hybrid rwkv xlstm zamba zamba2
+        minimax olmo_hybrid xlstm zamba zamba2
     """,
     "an encoder, or a decoder beside one": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra

@@ -163,13 +163,24 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
                     yield _Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
 
 
+def _known_by_linears(block: Block, path: str) -> None:
+    """Refuse mixers that multiply the stream's columns themselves, of which whoever asks for linears knows nothing."""
+    for sublayer in block.sublayers:
+        for name, weight in sublayer.mixer.weights().items():
+            if weight.role == "columns":
+                where = f"{path}.{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})"
+                raise SwapRefused(f"{where} multiplies columns of the stream by {name}, and this swap knows linears")
+
+
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
+    _known_by_linears(block, path)
     return tuple(linears(block, path, "reads", "router"))
 
 
 def writers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
+    _known_by_linears(block, path)
     return tuple(linears(block, path, "writes"))
 
 

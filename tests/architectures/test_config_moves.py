@@ -47,6 +47,7 @@ COMPARED |= {("recurrent_gemma", "layer_types"): "what block_types says"}
 COMPARED |= {
     ("recurrent_gemma", name): "nothing is scaled" for name in ("rope_scaling", "original_max_position_embeddings")
 }
+COMPARED |= {("rwkv", "attention_hidden_size"): "as wide as the stream", ("rwkv", "layer_types"): "recurrences"}
 COMPARED |= {("marian", "decoder_vocab_size"): "as many as vocab_size"}
 COMPARED |= {(name, "num_hidden_layers"): "as many as layer_types" for name in ("granitemoehybrid", "lfm2_moe")}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")

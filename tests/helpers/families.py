@@ -179,6 +179,7 @@ RECURRENT_GEMMA = {
     "logits_soft_cap": 3.0,
 }
 del RECURRENT_GEMMA["max_position_embeddings"]
+RWKV = {"model_type": "rwkv", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "rescale_every": 0}
 MAMBA2_ALONE = {
     "model_type": "mamba2",
     "vocab_size": VOCAB,
@@ -1699,6 +1700,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.75},
         "tie_word_embeddings": False,
+    },
+    "rwkv": RWKV,
+    "rwkv-rescaled": {
+        **RWKV,
+        "num_hidden_layers": 4,
+        "rescale_every": 2,
+        "intermediate_size": 70,
+        "layer_norm_epsilon": 1e-3,
+        "tie_word_embeddings": True,
     },
     "mamba2": MAMBA2_ALONE,
     "mamba2-narrow": {

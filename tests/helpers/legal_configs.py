@@ -1128,6 +1128,18 @@ def recurrent_gemma(chosen: random.Random) -> Config:
     }
 
 
+def rwkv(chosen: random.Random) -> Config:
+    more = {
+        "intermediate_size": chosen.choice(ODD),
+        "layer_norm_epsilon": 1e-3,
+        "rescale_every": chosen.choice((-1, 0, 1, 2, 3)),
+        "tie_word_embeddings": True,
+        "context_length": chosen.choice(CONTEXT),
+    }
+    sizes = {"hidden_size": chosen.choice(ODD[1:]), "num_hidden_layers": chosen.choice((2, 3, 4))}
+    return sizes | sometimes(chosen, more)
+
+
 def mamba2(chosen: random.Random) -> Config:
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     while heads * width % expand:
@@ -1213,6 +1225,7 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "falcon_mamba": falcon_mamba,
     "jamba": jamba,
     "recurrent_gemma": recurrent_gemma,
+    "rwkv": rwkv,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
     "lfm2": lfm2,

@@ -4,6 +4,7 @@ transformers rounds to fp32 in many places whatever the model's dtype, and says 
 for both sides, so that gradients agree to what fp64 rounds.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,7 @@ CASES = [
     pytest.param(variant, attention, padding, id=f"{variant}-{attention}-{padding or 'whole'}")
     for variant in VARIANTS
     if variant.family != "marian"  # whose sines transformers rounds to fp32 in a model of any dtype
+    if variant.name != "rwkv-rescaled"  # of which transformers trains another function than it computes
     for attention in architecture_of(variant.config).reference(spec_of(variant.config))
     for padding in ((), ("left",))
     if not (padding and "padding" in architecture_of(variant.config).apart)
@@ -70,6 +72,8 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     reference = randomised_reference(variant.config, torch.float64, attention)
     reference.set_experts_implementation("eager")  # its grouped product has no fp64
     decoder = decoder_from(reference, variant.config, attention)
+    if "state" in inspect.signature(reference.forward).parameters:  # which RWKV's class writes in place
+        reference.config.use_cache = False
     *_, probe = probes(LENGTH, 2, padding, VOCAB)
     avoid = reference.get_input_embeddings().padding_idx  # transformers lets a padding token's row learn nothing
     ids = (

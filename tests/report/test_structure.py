@@ -228,6 +228,16 @@ class Following:
         y = y if module.bias is None else y + module.bias
         return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
 
+    def pairs(self, node: Node, path: str, x: Tensor) -> Tensor:
+        earlier = self.cached.get(path + node.id, torch.zeros_like(x[:, 0]))
+        self.cached[path + node.id] = x[:, -1]
+        return torch.stack((x, torch.cat((earlier[:, None], x[:, :-1]), dim=1)), dim=2)
+
+    def blend(self, node: Node, path: str, pairs: Tensor) -> Tensor:
+        name, (x, before) = node.weights[0][0], pairs.unbind(2)
+        w = self.decoder.get_submodule(path + node.id.rpartition(".")[0]).get_parameter(name)
+        return before + w * (x - before)
+
     def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
         """A recurrence, token by token."""
         made = {
@@ -236,6 +246,7 @@ class Following:
             "selective state space": self.selective_state_space,
             "linear attention": self.linear_attention,
             "real-gated linear recurrence": self.gated_recurrence,
+            "weighted mean": self.weighted_mean,
         }[node.title]
         return made(node, path, *given)
 
@@ -265,6 +276,19 @@ class Following:
             state = state * torch.exp(-own.A_log.exp() * step[:, t]) + step[:, t] * b[:, t, None] * x[:, t, :, None]
             found.append(torch.einsum("bin,bn->bi", state, c[:, t]) + own.D * x[:, t])
         self.cached[path + node.id] = state
+        return torch.stack(found, dim=1)
+
+    def weighted_mean(self, node: Node, path: str, k: Tensor, v: Tensor) -> Tensor:
+        """Over all tokens so far, of which none was forgotten."""
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        keys, values = self.cached.get(path + node.id, (k[:, :0], v[:, :0]))
+        first, k, v = keys.shape[1], torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
+        self.cached[path + node.id] = (k, v)  # type: ignore[assignment]
+        found = []
+        for t in range(first, k.shape[1]):
+            behind = torch.arange(t - 1, -1, -1)[:, None] * own.decay.exp()
+            weights = torch.cat((k[:, :t] - behind, (k[:, t] + own.bonus)[:, None]), dim=1).softmax(dim=1)
+            found.append((weights * v[:, : t + 1]).sum(dim=1))
         return torch.stack(found, dim=1)
 
     def gated_recurrence(self, node: Node, path: str, *given: Tensor) -> Tensor:
