@@ -53,8 +53,9 @@ OUTRO = """
 Not in the table, and why: transformers has no sdpa path for bloom; gptkit uses its eager arithmetic under either name,
 since a float bias through a fused kernel rounds otherwise (2.7 logits in bf16). transformers' eager path of falcon with
 ALiBi adds the bias twice (transformers issues 29067 and 29946), so that falcon-rw is compared on sdpa alone.
-transformers' RecurrentGemma reads padding before a text as tokens, so that its padded rows are not those of the text
-alone; these cases are left out. In gptkit a row with padding is the text alone.
+transformers' RecurrentGemma and RWKV read padding before a text as tokens, so that their padded rows are not those of
+the text alone, and RWKV mixes texts with one another where it reads one token of each; these cases are left out. In
+gptkit a row of a batch is the text alone.
 
 transformers itself differs in the last bits between its attention paths, with and without its cache (eager gpt2), and
 with the place of a tensor in its file: from_pretrained leaves parameters in the mapped file at multiples of 8 bytes,

@@ -152,5 +152,8 @@ _RECURRENT_GEMMA = _DECODER.architecture(
         **dict.fromkeys(("w_init_variance_scale", "final_w_init_variance_scale"), "how training starts"),
         "layers_block_type": "made of block_types",
     },
-    refused={"embeddings_scale_by_sqrt_dim": ((True, None), "transformers scales the table whatever this says")},
+    refused={
+        "embeddings_scale_by_sqrt_dim": ((True, None), "transformers scales the table whatever this says"),
+        "_block_types": (([_RECURRENT, _RECURRENT, _WHOLE], None), "transformers goes by block_types"),
+    },
 )
