@@ -187,8 +187,7 @@ class Architecture:
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
         which is read as tokens; "steps" of one token of each.
-    streamed: of transformers' model, whose parameters come one layer at a time, those that its class multiplies before
-        it computes, and by what. It then leaves that to who brings them.
+    rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
@@ -228,7 +227,7 @@ class Architecture:
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
     apart: tuple[Literal["padding", "steps"], ...] = ()
-    streamed: Callable[[Any], Mapping[str, float]] = lambda model: {}
+    rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     model: str = ""
 
     # --- config.json <-> tree ---

@@ -370,7 +370,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
     begin_anew(model)
-    stacked, factors = architecture.parameters(checkpoint.spec), architecture.streamed(model)
+    stacked, factors = architecture.parameters(checkpoint.spec), architecture.rescaled(checkpoint.spec)
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled"):  # where they come
+            module.layers_are_rescaled = True
 
     def in_files(name: str) -> str:
         begins, built = architecture.modules

@@ -84,13 +84,14 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _streamed(model: Any) -> dict[str, float]:
-    """Have the class take its parameters as rescaled; by what each of them is to be multiplied."""
-    every = model.config.rescale_every
-    model.rwkv.layers_are_rescaled = True
-    names = ("attention.output", "feed_forward.value")
-    layers = range(len(model.rwkv.blocks)) if every > 0 else ()
-    return {f"rwkv.blocks.{n}.{name}.weight": 0.5 ** (n // every) for n in layers for name in names}
+def _rescaled(spec: ModelSpec) -> dict[str, float]:
+    """What writes into the stream, by how much smaller that is."""
+    first, found = of_kind(spec.embedding.norm, LayerNorm), {}
+    for layer, block in enumerate(spec.blocks):
+        times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5
+        names = ("attention.output", "feed_forward.value") if times != 1 else ()
+        found |= {f"rwkv.blocks.{layer}.{name}.weight": times for name in names}
+    return found
 
 
 _T = "rwkv.blocks.{layer}."
@@ -133,5 +134,5 @@ _RWKV = Architecture(
     reference=lambda _: ("eager",),
     reference_quirk="transformers' class has no attention, and knows no other path",
     apart=("padding", "steps"),
-    streamed=_streamed,
+    rescaled=_rescaled,
 )
