@@ -56,7 +56,7 @@ class RGLRU(Mixer, Component, frozen=True):
         return self.units
 
     def weights(self) -> dict[str, Weight]:
-        found = {}
+        found: dict[str, Weight] = {}
         for name in ("x_proj", "gate_proj"):
             found |= {f"{name}.weight": Weight((self.inner, self.hidden_size), "reads")}
             found |= {f"{name}.bias": bias(self.inner)}

@@ -71,6 +71,7 @@ class _RGLRUModule(nn.Module):
     def _convolved(self, x: Tensor, cache: State | None) -> Tensor:  # (B, inner, T)
         kernel, steps = self.spec.kernel, x.shape[-1]
         weight, shift = self.x_conv.weight, self.x_conv.bias
+        assert shift is not None
         kept = None if cache is None else cache.inputs
         if steps == 1:  # a sum of products, since transformers takes it for a token behind others
             whole = torch.cat((x.new_zeros(*x.shape[:2], kernel - 1) if kept is None else kept, x), dim=-1)

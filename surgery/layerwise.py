@@ -180,7 +180,6 @@ def readers(block: Block, path: str) -> tuple[_Linear, ...]:
 
 def writers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block whose outputs are added to the stream. (Those of experts are weighted before.)"""
-    _known_by_linears(block, path)
     return tuple(linears(block, path, "writes"))
 
 
@@ -267,6 +266,7 @@ def written(spec: ModelSpec) -> list[tuple[str, int]]:
     """What writes into the stream: (tensor, the axis that is the stream's)."""
     found = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
+        _known_by_linears(block, f"blocks.{layer}")
         found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
     return found
 

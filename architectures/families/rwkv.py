@@ -86,7 +86,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
 
 def _rescaled(spec: ModelSpec) -> dict[str, float]:
     """What writes into the stream, by how much smaller that is."""
-    first, found = of_kind(spec.embedding.norm, LayerNorm), {}
+    first, found = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
     for layer, block in enumerate(spec.blocks):
         times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5
         names = ("attention.output", "feed_forward.value") if times != 1 else ()

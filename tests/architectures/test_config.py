@@ -168,6 +168,7 @@ def test_every_size_refuses_what_is_no_size(variant, value):
         "pad_token_id",
         "rotary_emb_base",
         "attn_layer_offset",
+        "rescale_every",
     )
     sizes = [key for key, good in variant.config.items() if type(good) is int and key not in others]
     assert len(sizes) >= 4

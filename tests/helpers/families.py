@@ -180,6 +180,7 @@ RECURRENT_GEMMA = {
 }
 del RECURRENT_GEMMA["max_position_embeddings"]
 RWKV = {"model_type": "rwkv", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "rescale_every": 0}
+RWKV |= {"intermediate_size": 160, "context_length": 256}
 MAMBA2_ALONE = {
     "model_type": "mamba2",
     "vocab_size": VOCAB,
