@@ -175,9 +175,9 @@ class Following:
                 alive = padded * operation.alive + run.batch * operation.within[run.tokens > chunk]
                 chunks = max(alive * (run.size if operation.narrow else itemsize) - size, 0)
                 return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
-            case ops.Convolve(width=width):
-                channels = operation.numbers(B=run.batch, T=1)
-                return _Step(size + channels * (width - 1) * run.size, size, left=channels * width * run.size)
+            case ops.Convolve(width=width, carried=carried):
+                channels, kept = operation.numbers(B=run.batch, T=1), width if carried is None else carried
+                return _Step(size + channels * (width - 1) * run.size, size, left=channels * kept * run.size)
             case ops.Activation(function=function):
                 return _Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
             case ops.Product():

@@ -346,9 +346,12 @@ def _batches(
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
-    every = probe(*specs, long=long, up_to=up_to)
-    batches = [each for each in every if computed_rightly(source.architecture, each)]
-    notes += [f"left out, since transformers' class is wrong about it: {x.name}" for x in every if x not in batches]
+    batches = []
+    for each in probe(*specs, long=long, up_to=up_to):
+        if computed_rightly(source.architecture, each):
+            batches.append(each)
+        else:
+            notes.append(f"left out, since transformers' class is wrong about it: {each.name}")
     length = whole_context(specs[0], specs[-1]) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
