@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -197,6 +197,9 @@ class Architecture:
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
+    apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
+        which is read as tokens; "steps" of one token of each.
+    rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
@@ -238,6 +241,8 @@ class Architecture:
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
+    apart: tuple[Literal["padding", "steps"], ...] = ()
+    rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     model: str = ""
 
     # --- config.json <-> tree ---

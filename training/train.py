@@ -349,7 +349,7 @@ def settings_of(
 def carries(spec: ModelSpec) -> str:
     """The first part of a tree that carries a state from token to token; empty where none does."""
     every = (each for block in dict.fromkeys(spec.blocks) for each in spec.block_operations(block))
-    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve)), "")
+    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve | ops.Pairs)), "")
 
 
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
