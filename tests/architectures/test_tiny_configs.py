@@ -51,6 +51,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "n_groups": 2},
     "granitemoehybrid": {**MIXED, "mamba_n_heads": 16},
     "bamba": {"mamba_n_heads": 16, "attn_layer_indices": [1]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
 """What a family's own tests there say beside: two layers without attention are refused."""
 MADE = [name for name, each in ARCHITECTURES.items() if not each.model]

@@ -1,17 +1,20 @@
 """Blocks that several layers run: stored once, computed as often as they stand, with what is each layer's own."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from helpers.families import CONFIGS, VOCAB, randomised_reference, spec_of
+from helpers.families import CONFIGS, VOCAB, randomised_reference, save_hf, spec_of
 from helpers.trees import filled, random_weights
+from safetensors.torch import save_file
 
+import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.analysis.parameters import count
 from gptkit.components import SharedTransformer, from_json, to_json
-from gptkit.errors import ConfigError, MissingComponent, SwapRefused
+from gptkit.errors import CheckpointError, ConfigError, MissingComponent, SwapRefused
 from gptkit.modules.context import Context
 from gptkit.modules.decoder import BlockModule
 from gptkit.surgery.facts import Assumed
@@ -116,3 +119,18 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
 def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None:
     with pytest.raises(SwapRefused, match=said):
         reshape(SPEC, Step(option, value, approximate=True), Assumed(SPEC))
+
+
+def test_files_that_have_a_shared_weight_in_each_layer_are_read_where_all_are_one(tmp_path: Path) -> None:
+    """As torch.save leaves a module's state."""
+    reference = save_hf(CONFIGS["zamba2"], tmp_path)
+    whole = {name: each.clone() for name, each in reference.state_dict().items()}
+    assert len(whole) > 80
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    opened = gptkit.open_checkpoint(tmp_path)
+    assert any("12 tensors of shared blocks are there again: kept once" in each for each in opened.notes)
+    assert torch.equal(gptkit.load(tmp_path)(IDS), reference(IDS).logits)
+    whole["model.layers.4.shared_transformer.self_attn.q_proj.weight"] += 1
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers share a block, and model\.layers\.4\.shared_transformer"):
+        gptkit.open_checkpoint(tmp_path)
