@@ -381,15 +381,21 @@ class Architecture:
         """The parameters of transformers' modules that are no tensors of their own in a checkpoint: see `Stacked`."""
         return {name: (each, parts) for each in self.stacked for name, parts in each.bound(spec)}
 
-    def repeats(self, spec: ModelSpec) -> dict[str, str]:
-        """All parameters of transformers' modules that are one with another: `repeated`, and those `lent` in a tree."""
-        found = dict(self.repeated)
+    def borrowed(self, spec: ModelSpec) -> dict[str, str]:
+        """Of a tree's shared blocks the parameters of transformers' modules that are those of the layer that stores
+        them, under whose names files have them.
+        """
+        found: dict[str, str] = {}
         for layer, places in _uses(spec).items() if self.lent else ():
             own = self.lent.format(layer=layer)
             names = [leaf.checkpoint for leaf in self.bind(spec) if leaf.checkpoint.startswith(own)]
             others = [self.lent.format(layer=each["runs"]) for each in places[1:]]
             found |= {name.replace(own, other, 1): name for name in names for other in others}
         return found
+
+    def repeats(self, spec: ModelSpec) -> dict[str, str]:
+        """All parameters of transformers' modules that are one with another."""
+        return {**self.repeated, **self.borrowed(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map of a tree, in the order of its leaves.

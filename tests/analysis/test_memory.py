@@ -106,7 +106,7 @@ def test_what_autograd_keeps_in_other_sizes(data: st.DataObject) -> None:
 
 OF_THEIR_OWN = {"gptj", "codegen", "gpt_neo", "opt", "xglm", "ctrl", "openai-gpt", "mpt"}
 IN_STEPS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "nemotron_h", "mamba2"}
-IN_STEPS |= {"recurrent_gemma", "rwkv", "falcon_h1", "mamba", "falcon_mamba", "jamba"}
+IN_STEPS |= {"recurrent_gemma", "rwkv", "falcon_h1", "mamba", "falcon_mamba", "jamba", "zamba2"}
 """Of whose recurrences transformers keeps every step, which gptkit makes again: several times as much."""
 """Whose attention, masks or positions transformers writes out in steps of their own, which keep more or less."""
 

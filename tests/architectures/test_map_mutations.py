@@ -237,6 +237,8 @@ def subjects(family: str) -> list[Subject]:
         model = randomised_reference(config, torch.float32, attention)
         with torch.device("meta"):
             order = list(checkpoint_tensors(type(model)(hf_config(config))))
+        lent = ARCHITECTURES[family].borrowed(spec_of(config))
+        order = [each for each in order if each not in lent]  # which no file has again
         end, in_files = model.get_output_embeddings(), None
         if end is not None:
             (head,) = (name for name, module in model.named_modules() if module is end)
