@@ -377,7 +377,7 @@ def _without(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights,
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info
-    if not tied and info[stack.head] == info[stack.embedding]:
+    if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
         tied = weights.same(stack.head, stack.embedding)
         if tied:
             notes.append(f"{stack.head} repeats the embedding it is tied to: kept once")

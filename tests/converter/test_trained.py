@@ -141,6 +141,13 @@ def test_litgpt(litgpt: Path, original: Path, tmp_path: Path) -> None:
     assert verify(original, tmp_path / "hf", mutations=False).passed
 
 
+def test_an_embedding_that_is_missing(litgpt: Path, original: Path, state: State) -> None:
+    made = litgpt_state(state, len(open_checkpoint(original).spec.blocks))
+    del made["transformer.wte.weight"]
+    torch.save({"model": made}, litgpt / "lit_model.pth")
+    refused(litgpt, "missing: transformer.wte.weight")
+
+
 def test_a_folder_above_the_weights(litgpt: Path) -> None:
     """As `litgpt finetune --out_dir` names one."""
     with pytest.raises(InvalidInput, match=r"no config\.json in it") as caught:
@@ -311,7 +318,9 @@ def test_metas_width_of_the_feed_forward() -> None:
     assert [config(each, 32000)["intermediate_size"] for each in (small, large)] == [11008, 28672]
 
 
-def test_nanochat(tmp_path: Path) -> None:
+@pytest.fixture
+def nanochat(tmp_path: Path) -> Path:
+    """With the model that it holds in a folder beside."""
     save_hf({**CONFIGS["nanochat"], "intermediate_size": 4 * 48}, tmp_path / "original")  # as wide as its model has it
     spec = open_checkpoint(tmp_path / "original").spec
     state = load_file(tmp_path / "original" / "model.safetensors")
@@ -328,9 +337,14 @@ def test_nanochat(tmp_path: Path) -> None:
     said = {"n_embd": c["hidden_size"], "n_head": c["num_attention_heads"], "n_kv_head": c["num_key_value_heads"]}
     said |= {"n_layer": len(spec.blocks), "vocab_size": spec.vocab_size, "sequence_len": c["max_position_embeddings"]}
     (tmp_path / "own" / "meta_000650.json").write_text(json.dumps({"step": 650, "model_config": said}))
-    assert same(tmp_path / "own", tmp_path / "original").origin.family == "nanochat"
-    (tmp_path / "own" / "meta_000650.json").write_text(json.dumps({"model_config": {**said, "window_pattern": "SSSL"}}))
-    refused(tmp_path / "own", "window_pattern", InvalidInput)
+    return tmp_path / "own"
+
+
+def test_nanochat(nanochat: Path) -> None:
+    assert same(nanochat, nanochat.parent / "original").origin.family == "nanochat"
+    said = json.loads((nanochat / "meta_000650.json").read_text())["model_config"]
+    (nanochat / "meta_000650.json").write_text(json.dumps({"model_config": {**said, "window_pattern": "SSSL"}}))
+    refused(nanochat, "window_pattern", InvalidInput)
 
 
 # --- wrappers and containers
@@ -513,7 +527,8 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     refused(deepspeed, "ZeRO-3 keeps the weights in it")
 
 
-def test_zero_2(folder: Path, state: State, original: Path) -> None:
+@pytest.fixture
+def zero2(folder: Path, state: State) -> Path:
     """The module is whole in one file."""
     (folder / "global_step7").mkdir()
     (folder / "latest").write_text("global_step7\n")
@@ -521,7 +536,11 @@ def test_zero_2(folder: Path, state: State, original: Path) -> None:
     content["param_shapes"] = [{name: tensor.shape for name, tensor in state.items()}]
     torch.save(content, folder / "global_step7" / "mp_rank_00_model_states.pt")
     torch.save({}, folder / "global_step7" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    same(folder, original)
+    return folder
+
+
+def test_zero_2(zero2: Path, original: Path) -> None:
+    same(zero2, original)
 
 
 @pytest.mark.parametrize("text", ["..", "../x", "/etc", ".", "", "a/b", "gone", "\0"])
@@ -554,6 +573,35 @@ def test_no_code_is_run(folder: Path, state: State, tmp_path: Path) -> None:
     assert not made.exists() and not made.with_suffix(".npy").exists()
 
 
+@pytest.fixture
+def lightning(folder: Path, state: State) -> Path:
+    weights = {f"model._orig_mod.{name}": tensor for name, tensor in state.items()}
+    content = {"state_dict": weights, "epoch": 3, "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}}]}
+    torch.save(content, folder / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def npz(folder: Path, state: State) -> Path:
+    np.savez(folder / "weights.npz", **{name: tensor.float().numpy() for name, tensor in state.items()})
+    return folder
+
+
+@pytest.fixture
+def pickled(folder: Path, state: State) -> Path:
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.fixture
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What gptkit writes in a format of others, and reads."""
+    config = {"nanogpt": {**CONFIGS["gpt2"], "activation_function": "gelu"}, "llama2c": CONFIGS["llama-2"]}
+    save_hf(config.get(request.param, PLAIN), tmp_path / "written", torch.float32)
+    convert(tmp_path / "written", tmp_path / request.param, request.param)
+    return tmp_path / request.param
+
+
 KINDS = ("litgpt", "meta", "fsdp", "deepspeed")
 
 
@@ -566,10 +614,17 @@ def test_mutations(kind: str, request: pytest.FixtureRequest, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "zero2", "lightning", "npz", "nanochat", "pickled"])
 def test_thousands_of_mutations(kind: str, request: pytest.FixtureRequest, memory_path: Path) -> None:
-    opened, refused = mutated(request.getfixturevalue(kind), memory_path / "mutated", 20_000 // len(KINDS))
-    assert min(opened, refused) > 200
+    opened, refused = mutated(request.getfixturevalue(kind), memory_path / "mutated", 20_000)
+    assert min(opened, refused) > 800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", ["dcp", "nanogpt", "llama2c"], indirect=True)
+def test_thousands_of_mutations_of_what_is_written(written: Path, memory_path: Path) -> None:
+    opened, refused = mutated(written, memory_path / "mutated", 20_000)
+    assert min(opened, refused) > 800
 
 
 # --- the programs themselves
