@@ -518,6 +518,11 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     same(deepspeed, tmp_path / "wide")
     same(deepspeed / "global_step7", tmp_path / "wide")
     inside = deepspeed / "global_step7"
+    module = inside / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    module.rename(inside / "kept")
+    torch.save([{"global_steps": 7}], module)
+    refused(deepspeed, "a rank lacks its piece of")
+    (inside / "kept").rename(module)
     states = [inside / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
     content = torch.load(states[1], weights_only=True)
     content["optimizer_state_dict"]["partition_count"] = 3
