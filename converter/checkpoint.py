@@ -76,6 +76,7 @@ def open_checkpoint(
         notes=[*found.notes, *opened.notes],
         files=opened.files,
         texts=opened.texts,
+        home=opened.home,
         _weights=opened.weights,
     )
     _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial, stored)
