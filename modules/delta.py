@@ -146,7 +146,8 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
     for chunk in range(values.shape[2]):
         new = values[:, :, chunk]
-        if state is None:  # which adds and takes nothing
+        if state is None:  # which adds and takes nothing; a column by itself lies in memory as a difference would
+            new = new if new.shape[-1] > 1 else new.clone(memory_format=torch.contiguous_format)
             y[:, :, chunk] = within[:, :, chunk] @ new
             state = k[:, :, chunk].transpose(-1, -2) @ new
             continue
