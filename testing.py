@@ -96,7 +96,7 @@ def names_and_shapes_agree(family: Architecture, config: Config, theirs: Shapes)
 
 def stored(family: Architecture, spec: ModelSpec, theirs: Shapes) -> dict[str, tuple[int, ...]]:
     """What of a reference's checkpoint a tree has a place for: not what is tied again, nor what is carried along."""
-    drop = {*family.repeats(spec), *((family.head,) if spec.tied else ())}
+    drop = {*family.borrowed(spec), *((family.head,) if spec.tied else ())}
     own = {leaf.checkpoint for leaf in family.bind(spec)}
     carried = {name for name in theirs if name not in own and family.carries(name, len(spec.blocks))}
     return {name: shape for name, shape in theirs.items() if name not in drop and name not in carried}

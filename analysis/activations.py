@@ -255,6 +255,7 @@ class Keeping:
         self.views: dict[str, _View] = {}
         self.storages: list[_Storage] = []  # of which a view is kept
         self.products: dict[str, _Storage] = {}
+        self.firsts: dict[str, _View] = {}  # of pairs
         self.looked_up: list[list[str]] = []
         self.found: Counter[str] = Counter()
         for each in program:
@@ -311,6 +312,13 @@ class Keeping:
                 result.storage = self.products.setdefault(name, _Storage(whole, operation.row))
             case ops.Tokens() | ops.Stream() | ops.Add() | ops.Scale() | ops.Shift():
                 pass
+            case ops.Pairs():  # of which each token's own is there
+                result.size = result.storage.size = size // 2
+                self.firsts[operation.id] = self._given(operation)
+            case ops.Blend():
+                self._keep(self.firsts[operation.inputs[0]])
+                self._keep(self._given(operation))
+                found[operation.row] += int(operation.shape[-1]) * run.size  # 1 less its weight
             case ops.AltUp():
                 result = self._in_streams(operation, result)
             case ops.Sparse():
@@ -361,7 +369,7 @@ class Keeping:
             case ops.Linear():
                 if operation.by_channel and run.batch > 1 and run.tokens > 1:
                     first = operation is operation.made_together(self.program)[0]
-                    found[operation.row] += run.rows * operation.inputs_wide * run.size if first else 0
+                    found[operation.row] += self._given(operation).size if first else 0
                 else:
                     self._keep(self._given(operation))
                 # Rows of q, k and v in one product may lie in any order where heads are so wide; else they are copied.

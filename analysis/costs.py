@@ -99,14 +99,17 @@ def work_of(operation: ops.AnyOperation) -> Work:
             sizes["between"] = operation.between
             again = operation.again or chunk > 0
             return Work(operation.products, state=numbers, repeats=there, wide=operation.wide, again=again, **sizes)
-        case ops.Convolve(width=width):
+        case ops.Convolve(width=width, carried=carried):
             channels = operation.numbers(B=1, T=1)
-            return Work(channels * width, state=channels * width, beyond=width - 1)
+            kept = width if carried is None else carried
+            return Work(channels * width, state=channels * kept, beyond=width - 1)
+        case ops.Pairs():
+            return Work(state=operation.numbers(B=1, T=1) // 2)
         case ops.Tokens() | ops.Stream() | ops.Given() | ops.Embed() | ops.Positions() | ops.Concat() | ops.Gather():
             return Work()  # what is moved, not computed
         case ops.AltUp(step="predict", shape=(streams, *_, width)):
             return Work(int(streams) ** 2 * int(width))
-        case ops.AltUp() | ops.Sparse():
+        case ops.AltUp() | ops.Sparse() | ops.Blend():
             return Work()
         case ops.Norm() | ops.Rotate() | ops.Alibi() | ops.Cap() | ops.Softmax() | ops.Activation():
             return Work()  # element by element, here and below

@@ -79,7 +79,7 @@ def _nf4_bytes(parameter: Parameter) -> int:
     """Bytes of a tensor. transformers 5 has a mixture's experts in tensors of three dimensions, which are no linear
     modules and stay as they are.
     """
-    linear = len(parameter.shape) == 2 and parameter.component in ("attention", "feed-forward")
+    linear = len(parameter.shape) == 2 and parameter.component in ("attention", "feed-forward", "shared block")
     if not linear or ".experts." in parameter.name:
         return parameter.count * itemsize("bfloat16")
     scales = math.ceil(parameter.count / _BLOCK)

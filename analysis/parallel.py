@@ -116,7 +116,8 @@ def split(
         batch: sequences.
 
     Raises:
-        UsageError: heads, units or layers that do not divide; no tokens, or more than there are positions for.
+        UsageError: heads, units or layers that do not divide, or layers of several stages that share a block; no
+            tokens, or more than there are positions for.
     """
     spec.one_stack("sharing out over GPUs")
     layers = len(spec.blocks)
@@ -124,6 +125,8 @@ def split(
         raise UsageError(
             f"--pp {pp}: {layers:,} layers do not make {pp} stages of one length", f"Choose a divisor of {layers:,}."
         )
+    if spec.shares and pp > 1:
+        raise UsageError(f"--pp {pp}: layers share a block (SharedTransformer), and stages have none together")
     one, each = shard(spec, tp), layers // pp
     size = sizer(one, dtype)
     weights: list[Counter[str]] = [Counter() for _ in range(pp)]

@@ -123,6 +123,10 @@ class Following:
                 return _Step(whole, whole)  # before they are put side by side
             case ops.Scale() | ops.Shift() | ops.Add() | ops.Temper():
                 return _Step(size)
+            case ops.Pairs():  # of which each token's own is there
+                return _Step(size // 2, left=size // 2 // run.tokens)
+            case ops.Blend():  # beside it both products
+                return _Step(size, 2 * size)
             case ops.Sparse():
                 return _Step(size)
             case ops.AltUp(step="pick"):
@@ -169,13 +173,12 @@ class Following:
             case ops.Scan(state=state, chunk=chunk):
                 itemsize = run.wide if operation.wide else run.size
                 padded = run.batch * chunk * -(-run.tokens // chunk)
-                chunks = max(
-                    (padded * operation.alive + run.batch * operation.within[run.tokens > chunk]) * itemsize - size, 0
-                )
+                alive = padded * operation.alive + run.batch * operation.within[run.tokens > chunk]
+                chunks = max(alive * (run.size if operation.narrow else itemsize) - size, 0)
                 return _Step(size, operation.saved * size + chunks, left=run.batch * math.prod(state) * itemsize)
-            case ops.Convolve(width=width):
-                channels = operation.numbers(B=run.batch, T=1)
-                return _Step(size + channels * (width - 1) * run.size, size, left=channels * width * run.size)
+            case ops.Convolve(width=width, carried=carried):
+                channels, kept = operation.numbers(B=run.batch, T=1), width if carried is None else carried
+                return _Step(size + channels * (width - 1) * run.size, size, left=channels * kept * run.size)
             case ops.Activation(function=function):
                 return _Step(size, (ACTIVATION_COSTS[function].alive - 2) * size)
             case ops.Product():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -197,6 +197,9 @@ class Architecture:
     token_ids: what transformers' config class takes for `TOKEN_IDS` that config.json does not state, None where absent.
     stated: config fields that every file states, since without them there is no tree, as the usual one has them.
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
+    apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
+        which is read as tokens; "steps" of one token of each.
+    rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
@@ -238,6 +241,8 @@ class Architecture:
     refused: Mapping[str, tuple[tuple[Any, ...], str] | None] = field(default_factory=dict)
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
+    apart: tuple[Literal["padding", "steps"], ...] = ()
+    rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     model: str = ""
 
     # --- config.json <-> tree ---
@@ -376,15 +381,21 @@ class Architecture:
         """The parameters of transformers' modules that are no tensors of their own in a checkpoint: see `Stacked`."""
         return {name: (each, parts) for each in self.stacked for name, parts in each.bound(spec)}
 
-    def repeats(self, spec: ModelSpec) -> dict[str, str]:
-        """All parameters of transformers' modules that are one with another: `repeated`, and those `lent` in a tree."""
-        found = dict(self.repeated)
+    def borrowed(self, spec: ModelSpec) -> dict[str, str]:
+        """Of a tree's shared blocks the parameters of transformers' modules that are those of the layer that stores
+        them, under whose names files have them.
+        """
+        found: dict[str, str] = {}
         for layer, places in _uses(spec).items() if self.lent else ():
             own = self.lent.format(layer=layer)
             names = [leaf.checkpoint for leaf in self.bind(spec) if leaf.checkpoint.startswith(own)]
             others = [self.lent.format(layer=each["runs"]) for each in places[1:]]
             found |= {name.replace(own, other, 1): name for name in names for other in others}
         return found
+
+    def repeats(self, spec: ModelSpec) -> dict[str, str]:
+        """All parameters of transformers' modules that are one with another."""
+        return {**self.repeated, **self.borrowed(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map of a tree, in the order of its leaves.

@@ -81,7 +81,7 @@ QUANTISED = ("quantization_config", "quantization")
 
 _CONVERT = "gptkit convert --dtype bfloat16"
 _DEQUANTISED = {
-    **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4"), _CONVERT),
+    **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"), _CONVERT),
     "mlx": "mlx_lm.convert --dequantize",
 }
 """What makes floating-point weights of them again, by method."""

@@ -376,7 +376,7 @@ class Decoder:
         Raises:
             ConfigError: a field of another type or range.
         """
-        values: dict[str, Any] = {"kv_heads": None, "head_dim": None, "intermediate": None}
+        values: dict[str, Any] = dict.fromkeys(("kv_heads", "head_dim", "intermediate", "context"))
         names: dict[str, str] = {}
         for outer in dict.fromkeys(name.rpartition(".")[0] for name in self.fields if "." in name):
             config.inner(outer).refuse(COMMON_REFUSED)

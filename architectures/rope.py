@@ -67,13 +67,13 @@ class RotaryKind(NamedTuple):
 USUAL_ROTARY = RotaryKind()
 
 
-def read_rotary(config: ConfigReader, dim: int, context_length: int, kind: RotaryKind = USUAL_ROTARY) -> Rotary:
+def read_rotary(config: ConfigReader, dim: int, context_length: int | None, kind: RotaryKind = USUAL_ROTARY) -> Rotary:
     """The rotary component of a family whose layers all turn alike.
 
     Args:
         config: what is read.
         dim: the width of a head.
-        context_length: the model's.
+        context_length: the model's, None where it states none.
         kind: what the family's config class assumes.
 
     Raises:
@@ -139,7 +139,7 @@ def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[
     return found | ({} if original is None else {ORIGINAL: original})
 
 
-def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int, kind: RotaryKind) -> Rotary:
+def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind) -> Rotary:
     """The component that some parameters say, of a head of width `dim`."""
     scaling = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(scaling, str):
@@ -194,8 +194,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_scaling(
-    kind: str, rope: ConfigReader, dim: int, base: float, context_length: int, renewed: bool
+    kind: str, rope: ConfigReader, dim: int, base: float, context_length: int | None, renewed: bool
 ) -> RopeScaling | None:
+    if context_length is None:
+        if kind != "default":
+            raise rope.fail("rope_type", kind, "default: the model states no context, which others scale")
+        if rope.raw(ORIGINAL) is not None:
+            raise rope.fail(ORIGINAL, rope.raw(ORIGINAL), "nothing, since the model states no context")
+        return None
     original = rope.integer(ORIGINAL, context_length)
     if kind == "default":
         return None

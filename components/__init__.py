@@ -29,6 +29,8 @@ from .mixture import *
 from .model import *
 from .norms import *
 from .positions import *
+from .rg_lru import *
+from .rwkv import *
 from .serialise import *
 from .shared_transformer import *
 from .short_convolution import *

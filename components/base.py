@@ -46,7 +46,7 @@ Arithmetic = Literal["linear", "conv1d", "matmul_add", "conv1d_add"]
 """How x·Wᵀ + b is computed: one fused linear; GPT-2's addmm on a weight that lies [in, out] in memory; Falcon's
 matmul and then, rounded once more, the bias; the same on a weight that lies [in, out] (gpt-oss)."""
 
-Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "gain", "bias"]
+Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "columns", "gain", "bias"]
 """What a parameter does.
 
 - table: a row for each token or position, as wide as the stream
@@ -54,6 +54,7 @@ Role = Literal["table", "reads", "writes", "inner", "kernel", "router", "gain", 
 - router: a matrix that reads the stream and chooses
 - inner: anything between these, which the stream does not meet
 - kernel: a row for each channel, of what earlier tokens count for it
+- columns: a number for each column of the stream, by which a mixer multiplies it
 - gain, bias: a vector that is multiplied, or added
 """
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Cache", "Cap", "Choose", "Combine", "Concat", "Convolve",
-    "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Positions", "Product", "Program", "Rotate",
-    "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens", "attend", "linear",
-    "out_of", "unknown",
+    "Activation", "Add", "Alibi", "AltUp", "AnyOperation", "Blend", "Cache", "Cap", "Choose", "Combine", "Concat",
+    "Convolve", "Embed", "Gather", "Given", "Linear", "Mix", "Norm", "Operation", "Pairs", "Positions", "Product",
+    "Program", "Rotate", "Scale", "Scan", "Scores", "Shift", "Sizes", "Softmax", "Sparse", "Stream", "Temper", "Tokens",
+    "attend", "linear", "out_of", "unknown",
 ]
 # fmt: on
 
@@ -269,7 +269,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     are `alive` numbers a token of all chunks beside inputs and result, and `within` of the chunk that is taken, the
     first or one behind it. States of chunks may be sums over all of them, the one before the first among them, which
     takes `between` multiplications for each with each. Chunks are made again for the backward pass, which keeps none of
-    their steps; so are steps of single tokens with `again`.
+    their steps; so are steps of single tokens with `again`. narrow: what is `alive` is in the model's dtype.
     """
 
     state: Shape
@@ -279,6 +279,7 @@ class Scan(Operation, frozen=True, kw_only=True):
     products: int = 0
     wide: bool = False
     theirs: int | None = None
+    narrow: bool = False
     chunk: int = 1
     chunk_products: int = 0
     spared: int = 0
@@ -291,11 +292,23 @@ class Scan(Operation, frozen=True, kw_only=True):
 class Convolve(Operation, frozen=True, kw_only=True):
     """A causal convolution over `width` tokens, a kernel a channel; the last `width` of them are carried. It is made of
     a tensor with tokens and channels exchanged, of `width` tokens at least, with zeros before and behind them. joined:
-    its kernels are put together with others in a tensor of their own.
+    its kernels are put together with others in a tensor of their own. carried: of how many tokens behind it something
+    is left, where not of `width`; one token is then a sum of products, and no convolution.
     """
 
     width: int
     joined: bool = False
+    carried: int | None = None
+
+
+class Pairs(Operation, frozen=True, kw_only=True):
+    """Each token's input beside that of the token before, (B, T, 2, hidden), which is zeros for the first. The last one
+    is carried.
+    """
+
+
+class Blend(Operation, frozen=True, kw_only=True):
+    """w · x + (1 − w) · y of pairs of x and y, w its weight, a number a column."""
 
 
 class Activation(Operation, frozen=True, kw_only=True):
@@ -406,7 +419,7 @@ class AltUp(Operation, frozen=True, kw_only=True):
 AnyOperation = (
     Tokens | Stream | Given | Embed | Positions | Norm | Linear | Rotate | Cache | Concat | Scores | Alibi | Cap
     | Softmax | Mix | Scan | Convolve | Activation | Product | Scale | Shift | Add | Choose | Gather | Combine | Temper
-    | Sparse | AltUp
+    | Sparse | AltUp | Pairs | Blend
 )
 # fmt: on
 """The vocabulary, which is closed: a `match` over it ends with `raise unknown(…)`."""

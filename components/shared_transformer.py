@@ -7,7 +7,7 @@ import msgspec
 from ..errors import ConfigError
 from .activations import FACTS, Activation, function_of
 from .attention import plain_scale, scale_words, shared_words
-from .base import Component, Mixer, Scale, Size, Weight, bias, divided
+from .base import Component, Misread, Mixer, Scale, Size, Weight, bias, divided
 from .norms import Norm, inside
 from .operations import Activation as ActivationOperation
 from .operations import Add, AnyOperation, Cache, Concat, Given, Product, Program, Rotate, Sizes, attend, linear, out_of
@@ -88,7 +88,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     @property
     def lent(self) -> Self:
-        """The block that stores the weights of this one."""
+        """What of it is stored once, as the layer has it that stores it."""
         return msgspec.structs.replace(self, weights_from="own", rank=None, attention_rank=None)
 
     def _rows(self) -> dict[str, int]:
@@ -127,7 +127,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
         kind = "MHA" if self.heads == self.kv_heads else "MQA" if self.kv_heads == 1 else "GQA"
         heads = f"{self.heads}" if kind == "MHA" else f"{self.heads}/{self.kv_heads}"
         scale, function = scale_words(self.scale, self.head_dim), function_of(self.activation)
-        sizes = (
+        sizes = [
             "heads",
             "kv_heads",
             "head_dim",
@@ -136,7 +136,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
             "attention_rank",
             "number",
             "weights_from",
-        )
+        ]
         data = {name: getattr(self, name) for name in sizes} | {"activation": function}
         adapted = [f"{n} of {what}" for n, what in ((self.rank, "gate and up"), (self.attention_rank, "q, k, v")) if n]
         again = ", again" if self.weights_from == "earlier" else ""
@@ -144,9 +144,8 @@ class SharedTransformer(Mixer, Component, frozen=True):
         low = f", adapters of rank {' and '.join(adapted)}" if adapted else ""
         on = ALL_OF_IT
         if isinstance(self.position, Turning) and self.position.dim != self.head_dim:
-            on = Words(
-                f" on {self.position.dim} dims", self.position.dim, f", on {self.position.dim} of {self.head_dim}"
-            )
+            dim = self.position.dim
+            on = Words(f" on {dim} dims", dim, f", on {dim} of {self.head_dim} dimensions")
         return {
             "shared block": Words(told, data, f"number {told}, head dim {self.head_dim}{scale.whole}{low}"),
             "scale": scale,
@@ -171,24 +170,17 @@ class SharedTransformer(Mixer, Component, frozen=True):
         return sizes if rank is None else {**sizes, "r": rank}
 
     def share(self, devices: int) -> Self:
-        heads, kv_heads = (
-            divided(self.heads, devices, "query heads"),
-            divided(self.kv_heads, devices, "key-value heads"),
-        )
+        heads = divided(self.heads, devices, "query heads")
+        kv_heads = divided(self.kv_heads, devices, "key-value heads")
         units = divided(self.intermediate_size, devices, "units of the feed-forward")
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, intermediate_size=units)
 
     def small(self, hidden: int) -> Self:
         kv_heads = min(self.kv_heads, 2)
         sizes = {"heads": kv_heads * min(self.heads // self.kv_heads, 2), "kv_heads": kv_heads}
-        ranks = {name: None if n is None else min(n, _FEW) for name, n in self._ranks().items()}
-        norms = {"norm": self.norm.small(2 * hidden), "inner_norm": self.inner_norm.small(hidden)}
-        return msgspec.structs.replace(
-            self, hidden_size=hidden, intermediate_size=2 * hidden, **sizes, **ranks, **norms
-        )
-
-    def _ranks(self) -> dict[str, int | None]:
-        return {"rank": self.rank, "attention_rank": self.attention_rank}
+        ranks = {name: getattr(self, name) and min(getattr(self, name), _FEW) for name in ("rank", "attention_rank")}
+        fields = {"norm": self.norm.small(2 * hidden), "inner_norm": self.inner_norm.small(hidden), **sizes, **ranks}
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden, **fields)
 
     def slips(self) -> dict[str, Self]:
         other: Activation = "gelu_tanh" if function_of(self.activation) == "gelu" else "gelu"
@@ -199,9 +191,14 @@ class SharedTransformer(Mixer, Component, frozen=True):
             found["no RoPE"] = msgspec.structs.replace(self, position=None)
         return found
 
-    def disorder(self) -> dict[str, dict[str, list[int]]]:
-        halves = [*range(self.hidden_size, self.read), *range(self.hidden_size)]
-        return {"embedding before the stream in shared blocks": {"norm": halves}} if self.weights_from == "own" else {}
+    def misread(self) -> dict[str, Misread]:
+        names = [f"{name}_{part}.weight" for name in "qkv" for part in ("proj", "adapter_down")]
+        halves = self.hidden_size
+        return {
+            "stream and embedding exchanged in shared blocks": lambda own: {
+                name: own[name].roll(halves, dims=1) for name in names if name in own
+            }
+        }
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
         row, end, lent = self.label, f"{path}.o_proj", self.lent

@@ -76,6 +76,7 @@ def open_checkpoint(
         notes=[*found.notes, *opened.notes],
         files=opened.files,
         texts=opened.texts,
+        home=opened.home,
         _weights=opened.weights,
     )
     _match(checkpoint, opened.architecture, allow_extra, integers and found.other is None, partial, stored)
@@ -230,10 +231,12 @@ def _match(
     layers = len(checkpoint.spec.blocks)
     family, carried = architecture or checkpoint.architecture, dict[str, dict[str, str]]()
     dropped, extra, twice, heads = [], [], [], []
+    borrowed = {} if architecture is None else architecture.borrowed(checkpoint.spec)
+    copies: dict[str, str] = {}  # of weights that layers share
     for name in info:
         known: str | None = name
         if architecture is not None:
-            known = architecture.canonical_name(name, declared, layers)
+            known = architecture.canonical_name(name, {**declared, **borrowed}, layers)
         if known is None:
             dropped.append(name)
         elif known in declared:
@@ -242,6 +245,8 @@ def _match(
             checkpoint._found[known] = name
         elif architecture is not None and known == architecture.head and checkpoint.spec.tied:
             heads.append(name)
+        elif known in borrowed:
+            copies[name] = borrowed[known]
         elif (
             family is not None and DTYPES[info[name][0]].carrier is not None and (group := family.carries(name, layers))
         ):
@@ -258,6 +263,14 @@ def _match(
     if heads and embedding not in checkpoint._found:  # as safetensors' save_model leaves it
         checkpoint._found[embedding] = heads[0]
         checkpoint.notes.append(f"{heads.pop(0)} is there for the embedding it is tied to")
+    other = [
+        name
+        for name, known in copies.items()
+        if checkpoint._found.setdefault(known, name) != name and checkpoint.fetched
+        if not (
+            info[name] == info[checkpoint._found[known]] and checkpoint._weights.same(checkpoint._found[known], name)
+        )
+    ]
     untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, embedding, name)]
     missing = [name for name in declared if name not in checkpoint._found]
     lacking = f"{len(missing)} of {len(declared)} tensors are missing: {_some(missing)}"
@@ -281,6 +294,10 @@ def _match(
     altered = _altered(checkpoint, family, carried.get("unused", {})) if checkpoint.fetched else []
     if altered:
         problems.append(f"other values than the family computes with, which transformers would take: {_some(altered)}")
+        if len(problems) == 1:
+            hint = "No tree has both. Take these tensors out of the files if they are left over."
+    if other:
+        problems.append(f"layers share a block, and {_some(other)} holds other values than where it is stored")
     if twice:
         problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
     if extra and not allow_extra and not partial:
@@ -297,6 +314,8 @@ def _match(
     if not checkpoint.fetched:
         how = "is tied to the embedding: not compared, since no weight was fetched"
     checkpoint.notes += [f"{name} {how}" for name in heads]
+    if copies:
+        checkpoint.notes.append(f"{len(copies)} tensors of shared blocks are there again: kept once")
     checkpoint.carried = {
         group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
         for group, names in carried.items()

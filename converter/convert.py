@@ -192,7 +192,7 @@ def plan_conversion(
 
 def companions(source: Checkpoint) -> Path | None:
     """The folder whose tokenizer files are this checkpoint's; a file of another format lies among anything."""
-    return source.folder if source.format in ("hf", "local", "dcp") else None
+    return source.folder if source.home or source.format in ("hf", "local", "dcp") else None
 
 
 @together

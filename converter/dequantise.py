@@ -1,12 +1,13 @@
 """What bits and their scales stand for, a method a row of `METHODS`: fp8, MXFP4, GPTQ, AWQ, bitsandbytes' int8, nf4 and
-fp4, and compressed-tensors' integers and fp8.
+fp4, and integers and fp8 of compressed-tensors and torchao.
 
 Each number is what the method's own reader makes of it, to the last bit: computed in fp32 and rounded to the type that
 this reader gives (the scales', for most), before anybody casts it.
 
 Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 5 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
-backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lifecycle).
+backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lifecycle), torchao 0.18
+(prototype/safetensors, quantization/quant_primitives.py: dequantize_affine).
 """
 
 import json
@@ -52,6 +53,10 @@ class Parts:
 
     def __getitem__(self, part: str) -> Array:
         return self._weights.read(self._names[part])
+
+    def called(self, names: Mapping[str, str]) -> "Parts":
+        """The same under other names: ours by theirs."""
+        return Parts(self._weights, {ours: self._names[part] for part, ours in names.items() if part in self._names})
 
     def kind(self, part: str) -> str:
         """A part's dtype; "" where there is none."""
@@ -593,7 +598,8 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
     if groups is None and columns % across:
         groups = np.arange(columns) // wide
     grid, shape = (high, down, across), (rows, columns)
-    return Numbers(kind, shape, partial(_compressed_rows, parts, own, bits, shape, grid, groups, zeros is not None))
+    decoder = partial(_compressed_rows, parts, own, kind, bits, shape, grid, groups, zeros is not None)
+    return Numbers(kind, shape, decoder)
 
 
 def _indexed(parts: Parts) -> bool:
@@ -602,11 +608,19 @@ def _indexed(parts: Parts) -> bool:
 
 
 def _compressed_rows(
-    parts: Parts, own: str, bits: int, shape: Shape, grid: tuple[int, int, int], groups: Array | None, zeroed: bool
+    parts: Parts,
+    own: str,
+    kind: str,
+    bits: int,
+    shape: Shape,
+    grid: tuple[int, int, int],
+    groups: Array | None,
+    zeroed: bool,
 ) -> _Rows:
-    stored, kind, (high, down, across) = parts[own], parts.kind("weight_scale"), grid
+    """Rows in the dtype `kind`. grid: how many rows have one scale, and how many scales there are down and across."""
+    stored, (high, down, across) = parts[own], grid
     rows, columns = shape
-    scales = to_float64(parts["weight_scale"], kind).astype(np.float32).reshape(down, across)
+    scales = to_float64(parts["weight_scale"], parts.kind("weight_scale")).astype(np.float32).reshape(down, across)
     zeros = None
     if zeroed:
         given, zero_kind = parts["weight_zero_point"], parts.kind("weight_zero_point")
@@ -628,6 +642,44 @@ def _compressed_rows(
         return _scaled(values, scales[which], None if zeros is None else zeros[which], groups, kind)
 
     return make
+
+
+# --- torchao: integers or fp8 in bytes, in equal parts of a matrix, as its tensor classes lie in safetensors ---
+
+_TORCHAO = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "_weight_zero_point": "weight_zero_point"}
+_TORCHAO_READ = (
+    *("Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"),
+    *("Int8DynamicActivationInt8WeightConfig", "Int8DynamicActivationIntxWeightConfig"),
+    *("Float8DynamicActivationFloat8WeightConfig", "FqnToConfig", "ModuleFqnToConfig"),
+)
+
+
+def _refuses_torchao(settings: _Settings) -> str | None:
+    said = settings.get("quant_type")
+    kind = said.get("default") if isinstance(said, dict) else said
+    kind = kind.get("_type") if isinstance(kind, dict) else kind
+    # Others lie as a GPU's kernels want them.
+    return None if kind in _TORCHAO_READ else f"its quant_type is {kind!r:.60}: {', '.join(_TORCHAO_READ)} are read"
+
+
+def _torchao(_: _Settings, parts: Parts, dtype: str) -> Numbers | str:
+    own, grid, kind = parts.kind("_weight_qdata"), parts.shape("_weight_scale"), parts.kind("_weight_scale")
+    shape, zero = parts.shape("_weight_qdata"), parts.kind("_weight_zero_point")
+    if own not in ("I8", "F8_E4M3"):
+        return "I8 or F8_E4M3 is expected"
+    if "_weight_act_pre_scale" in parts:
+        return "its act_pre_scale, which a layer's input is multiplied by, is not read"
+    if kind not in ("F16", "BF16", "F32"):
+        return "scales are floating-point numbers"
+    if not (len(shape) == len(grid) == 2 and all(grid)) or any(n % m for n, m in zip(shape, grid, strict=True)):
+        return "a matrix is expected, and scales of equal parts of it"
+    if zero and (zero, parts.shape("_weight_zero_point")) != ("I8", grid):
+        return f"zeros of I8 {list(grid)} are expected"
+    made = dtype if kind == "F32" else kind
+    cut = (shape[0] // grid[0], *grid)
+    return Numbers(
+        made, shape, partial(_compressed_rows, parts.called(_TORCHAO), "weight", made, 8, shape, cut, None, bool(zero))
+    )
 
 
 METHODS = {
@@ -666,6 +718,18 @@ METHODS = {
             ),
         ),
         _refuses_compressed,
+    ),
+    "torchao": _Method(
+        (
+            Scheme(
+                "_weight_qdata",
+                ("_weight_scale",),
+                _torchao,
+                ("_weight_zero_point", "_weight_act_pre_scale"),
+                made="weight",
+            ),
+        ),
+        _refuses_torchao,
     ),
 }
 """What config.json calls them (quant_method)."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -19,11 +20,13 @@ import msgspec
 from ..architectures import architecture_of, named
 from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
+from ..components.ranges import some_of
 from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
 _LOCAL_SCHEMA = 1
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".distcp", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         refuse_pointer(path)
         _refuse_adapter(path, path if folder else path.parent)
         hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
+        if folder and (inside := _with_weights(path)):
+            hint = f"Weights lie in {some_of(inside, 3, ', …')}: name the folder that is meant."
         message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it"
         raise UnknownFamily(message, hint)
     config, text = read_config_file(file)
@@ -67,6 +72,12 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+def _with_weights(folder: Path) -> list[str]:
+    """The folders within one, or within those, that hold what may be weights."""
+    files = chain.from_iterable(islice(folder.glob(pattern), 1000) for pattern in ("*/*", "*/*/*"))
+    return sorted({str(file.parent) for file in files if file.name.endswith(_WEIGHTS)})
 
 
 def _refuse_adapter(path: Path, folder: Path) -> None:

@@ -180,6 +180,7 @@ class TensorFiles:
         origin: where they come from, with the text of their config.json.
         notes: what a person should know: buffers dropped, a head stored twice, unknown config fields.
         texts: small files that the weight file holds inside (a tokenizer in a GGUF), by name.
+        home: the folder of the model's tokenizer files, where what was opened is not known to be it.
     """
 
     reference: str
@@ -191,6 +192,7 @@ class TensorFiles:
     notes: list[str] = field(default_factory=list)
     files: tuple[Path, ...] = ()
     texts: Mapping[str, bytes] = field(default_factory=dict)
+    home: Path | None = None
     _weights: Weights = field(repr=False, default=None)  # type: ignore[assignment]
     _found: dict[str, str] = field(repr=False, default_factory=dict)
 
@@ -200,7 +202,7 @@ class TensorFiles:
     @property
     def folder(self) -> Path:
         """Where the files that travel with the weights lie."""
-        return self.path if self.path.is_dir() else self.path.parent
+        return self.home or (self.path if self.path.is_dir() else self.path.parent)
 
     @property
     def dtypes(self) -> dict[str, str]:

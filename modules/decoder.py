@@ -356,6 +356,7 @@ class Decoder(nn.Module):
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
         self.head = None if spec.head is None else HeadModule(spec.head)
         self.pooler = None if spec.pooler is None else PoolerModule(spec.pooler)
+        self.shares = spec.shares
 
     def forward(
         self,
@@ -427,7 +428,7 @@ class Decoder(nn.Module):
         context = Context(batch, steps, past, cache is not None, position_ids, attention_mask, x.dtype, documents)
         context.inputs, context.shared = inputs, dict.fromkeys(self.spec.shared)
         context.table = None if self.relative_bias is None else self.relative_bias()
-        context.first = x if self.spec.shares else None
+        context.first = x if self.shares else None
         if encoded is not None:
             context.see(encoded)
         for layer, block in enumerate(self.blocks):

@@ -37,8 +37,8 @@ _Key = tuple[int, int]
 class Tap:
     """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
     layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
-    output's features are ours, where they fuse several; factor: what the rows of a plain table are multiplied by
-    behind it, as our module multiplies them itself. first: of several calls the first counts, which is the layer's own.
+    output's features are ours, where they fuse several; factor: what the output of a plain table or linear of theirs is
+    multiplied by to be ours. first: of several calls the first counts, which is the layer's own.
     """
 
     label: str
@@ -133,6 +133,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
     }
     bound = architecture.bind(spec)
     at = {name: leaf.checkpoint for leaf in bound for name in leaf.shared}
+    rescaled = architecture.rescaled(spec)
     found: list[tuple[float, Tap]] = []
     for leaf in bound:
         if not leaf.shared[0].endswith(".weight") or leaf.shared[0] == "head.weight":  # whose logits are looked at
@@ -171,7 +172,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             normed = short == "embedding" and spec.embedding.norm is not None
             here: tuple[str, _Side] = ("embedding.norm", "input") if normed else (ours, "output")
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
-            factor = spec.embedding.multiplier if here == ("embedding", "output") else 1.0
+            plain = 1 / rescaled.get(leaf.checkpoint, 1.0)
+            factor = spec.embedding.multiplier if here == ("embedding", "output") else plain
             lent = short.startswith(f"{SharedTransformer.slot}.")
             found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
@@ -193,7 +195,7 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             value = inputs[0] if (tap.ours if ours else tap.theirs)[1] == "input" else output
             value = (value[0] if isinstance(value, tuple) else value).detach()
-            value = value * tap.factor if type(module) is nn.Embedding else value
+            value = value * tap.factor if type(module) in (nn.Embedding, nn.Linear) else value
             see(index, value if tap.rows is None or ours else value[..., tap.rows])
 
         return hook

@@ -5,8 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.base import Architecture
 from ..modules.decoder import Decoder
 from .probe import Batch
+
+
+def computed_rightly(family: Architecture | None, batch: Batch) -> bool:
+    """Whether transformers' class of a family, where it has one, is right about a batch; see `Architecture.apart`."""
+    apart, mask = () if family is None else family.apart, batch.attention_mask
+    texts, tokens = batch.input_ids.shape
+    padded = mask is not None and not bool(mask[:, 0].all())
+    return not (padded and "padding" in apart) and not (texts > 1 and tokens == 1 and "steps" in apart)
 
 
 def outputs_of(model: Any, batch: Batch) -> Tensor:

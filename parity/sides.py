@@ -168,7 +168,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
             names = ", ".join(str(name) for name in list(info[kind])[:5])
             raise CheckpointError(f"transformers {what}: {names}")
     _compute_experts_plainly(model)
-    forget_lengths(model)
+    begin_anew(model)
     # from_pretrained leaves parameters where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products
     # sum in another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
     for parameter in model.parameters():
@@ -200,10 +200,14 @@ def _compute_experts_plainly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
-def forget_lengths(model: Any) -> None:
-    """Have every pass with dynamic rotary scaling be as the first: it keeps the longest sequence's base, and that of
-    each kind of layer where these have positions of their own.
+def begin_anew(model: Any) -> None:
+    """Have every pass from the first token on be as the first. Dynamic rotary scaling keeps the base of the longest
+    sequence, and of each kind of layer where these have positions of their own; RecurrentGemma's modules keep states.
     """
+
+    def begin(module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Any]) -> None:
+        if not bool(named["position_ids"][:, 0].any()):
+            module._setup_cache(len(given[0]), given[0].device, given[0].dtype)  # type: ignore[operator]
 
     def forget(module: Any, prefixes: list[str]) -> None:
         for prefix in prefixes:
@@ -216,6 +220,8 @@ def forget_lengths(model: Any) -> None:
         dynamic = [prefix for prefix, each in by_prefix.items() if "dynamic" in str(each)]
         if dynamic:
             module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
+        if hasattr(module, "conv1d_state"):
+            module.register_forward_pre_hook(begin, with_kwargs=True)
 
 
 class _Absent(Tensor):
@@ -377,8 +383,12 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             model = auto_class(config).from_config(made, **_class_options(dtype, attention))
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
-    forget_lengths(model)
+    begin_anew(model)
     stacked, repeats = architecture.parameters(checkpoint.spec), architecture.repeats(checkpoint.spec)
+    factors = architecture.rescaled(checkpoint.spec)
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled"):  # where they come
+            module.layers_are_rescaled = True
 
     def in_files(name: str) -> str:
         begins, built = architecture.modules
@@ -391,10 +401,10 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     def read(name: str) -> Tensor:
         if name in fixed:
             return fixed[name]
-        name = in_files(name)
+        factor, name = factors.get(name), in_files(name)
         how, parts = stacked.get(name, (None, ()))
         given: Tensor = read_tensor(name) if how is None else how.gather(parts, read_tensor)
-        return given
+        return given if factor is None else given * factor
 
     def read_tensor(module_name: str) -> Tensor:
         # GPT-NeoX's head is "lm_head" to transformers 5 and has its old name in files.

@@ -39,6 +39,7 @@ from ..modules.load import torch_dtype
 from .bisect import Divergence
 from .compare import Difference, compare, gaps, largest_gap, mean_gap
 from .damage import Damage, damage
+from .outputs import computed_rightly
 from .probe import (
     AFFORDABLE,
     SMALL,
@@ -345,7 +346,12 @@ def _batches(
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
-    batches = probe(*specs, long=long, up_to=up_to)
+    batches = []
+    for each in probe(*specs, long=long, up_to=up_to):
+        if computed_rightly(source.architecture, each):
+            batches.append(each)
+        else:
+            notes.append(f"left out, since transformers' class is wrong about it: {each.name}")
     length = whole_context(specs[0], specs[-1]) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]

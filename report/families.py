@@ -16,7 +16,7 @@ _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # what transformers calls its li
 _WHY: Mapping[str, str] = {
     "recurrent, convolutional or linear layers": """
         bailing_hybrid kimi_linear lfm3
-        minimax olmo_hybrid recurrent_gemma rwkv xlstm zamba
+        minimax olmo_hybrid xlstm zamba
     """,
     "an encoder, or a decoder beside one": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra

@@ -282,6 +282,11 @@ def _caption(operation: ops.AnyOperation, others: Mapping[str, ops.AnyOperation]
             return _Caption("weights · v", formula="Σ weight(t, s) · v(s)")
         case ops.Scan():
             return _Caption(operation.title, f"state {sizes(operation.state)}", operation.formula)
+        case ops.Pairs():
+            return _Caption("token before", "beside each token", "x(t), x(t − 1)")
+        case ops.Blend():
+            name = operation.weights[0][0]
+            return _Caption(last, sizes(operation.weights[0][1]), f"{name} ⊙ x(t) + (1 − {name}) ⊙ x(t − 1)")
         case ops.Convolve(width=width):
             return _Caption("convolution", f"{width} tokens, {matrix}", "Σ w(i) · x(t − i)")
         case ops.Activation(function=function):

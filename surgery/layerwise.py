@@ -163,8 +163,18 @@ def linears(block: Block, path: str, *wanted: Role) -> Iterator[_Linear]:
                     yield _Linear(at, f"{inner}.{name}", f"{inner}.{bias}", *flags, norm, slot)
 
 
+def _known_by_linears(block: Block, path: str) -> None:
+    """Refuse mixers that multiply the stream's columns themselves, of which whoever asks for linears knows nothing."""
+    for sublayer in block.sublayers:
+        for name, weight in sublayer.mixer.weights().items():
+            if weight.role == "columns":
+                where = f"{path}.{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})"
+                raise SwapRefused(f"{where} multiplies columns of the stream by {name}, and this swap knows linears")
+
+
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
     """The linears of a block (at `path`, as "blocks.3") that read the stream, each behind a norm."""
+    _known_by_linears(block, path)
     return tuple(linears(block, path, "reads", "router"))
 
 
@@ -256,6 +266,7 @@ def written(spec: ModelSpec) -> list[tuple[str, int]]:
     """What writes into the stream: (tensor, the axis that is the stream's)."""
     found = [(name, 1) for name in tables(spec)]
     for layer, block in enumerate(spec.blocks):
+        _known_by_linears(block, f"blocks.{layer}")
         found += [(name, 0) for each in writers(block, f"blocks.{layer}") for name in each.names]
     return found
 

@@ -2,10 +2,12 @@
 
     PYTHON tests/produced.py WHAT SOURCE OUT
 
-PYTHON has litgpt, lightning, deepspeed (DS_BUILD_OPS=0) and mlx besides torch and transformers. WHAT is one of these,
-SOURCE a Hugging Face folder of a small llama. OUT gets a folder for each checkpoint, and beside it NAME.logits.
+PYTHON has litgpt, lightning, deepspeed (DS_BUILD_OPS=0), mlx or gptqmodel (BUILD_CUDA_EXT=0) besides torch and
+transformers; it ends with ABSENT where it lacks what WHAT needs. SOURCE is a Hugging Face folder of a small llama. OUT
+gets a folder for each checkpoint, and beside it NAME.logits.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+ABSENT = 77
 IDS = torch.arange(40).reshape(2, 20) * 2 % 97
 
 
@@ -30,6 +33,17 @@ def folder(source: Path, out: Path, name: str, logits: torch.Tensor) -> Path:
     shutil.copy(source / "config.json", out / name)
     torch.save(logits.detach().float(), out / f"{name}.logits")
     return out / name
+
+
+def add_tokenizer(folder: Path) -> None:
+    """One of the words w2, w3, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 97)}}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
 
 
 @torch.no_grad()
@@ -82,6 +96,39 @@ def litgpt(source: Path, out: Path) -> None:
         save_config(config, target)
 
 
+def finetuned(source: Path, out: Path) -> None:
+    """What litgpt's own command leaves of two steps: a folder with the tokenizer and its hyperparameters beside."""
+    import subprocess
+
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.utils import save_config
+
+    start = out / "start"
+    start.mkdir()
+    config = Config(
+        name="Llama-x", hf_config={"name": "x", "org": "x"}, block_size=64, n_layer=2, n_embd=32, n_head=4,
+        n_query_groups=2, vocab_size=97, padded_vocab_size=97, rotary_percentage=1.0, parallel_residual=False,
+        bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=48,
+    )  # fmt: skip
+    torch.save(GPT(config).state_dict(), start / "lit_model.pth")
+    save_config(config, start)
+    add_tokenizer(start)
+    said = [{"instruction": f"w{i} w{i + 1}", "output": f"w{i + 2} w{i}"} for i in range(2, 26)]
+    (out / "data.json").write_text(json.dumps(said))
+    options = f"--data JSON --data.json_path {out}/data.json --data.val_split_fraction 0.2 --data.num_workers 0"
+    options += f" --out_dir {out}/run --logger_name csv --precision 32-true --eval.initial_validation false"
+    options += " --train.max_steps 2 --train.epochs 1 --train.global_batch_size 2 --train.micro_batch_size 2"
+    options += " --train.max_seq_length 32 --optimizer AdamW"
+    command = "from litgpt.__main__ import main; main()"
+    subprocess.run([sys.executable, "-c", command, "finetune_full", str(start), *options.split()], check=True, cwd=out)
+    model = GPT(config)
+    model.load_state_dict(torch.load(out / "run" / "final" / "lit_model.pth", weights_only=True)["model"])
+    with torch.no_grad():
+        torch.save(model(IDS), out / "finetuned.logits")
+    (out / "run" / "final").rename(out / "finetuned")
+
+
 def lightning(source: Path, out: Path) -> None:
     """A step of a LightningModule, whose hyperparameters have a path among them."""
     import lightning as framework
@@ -110,21 +157,34 @@ def lightning(source: Path, out: Path) -> None:
 
 
 def fsdp(source: Path, out: Path, rank: int) -> None:
-    """FSDP 2, as verl saves it: a file a rank, of DTensors."""
+    """FSDP 2 after a step, as verl saves it (a file a rank, of DTensors, and the config in a folder of its own), and by
+    torch.distributed.checkpoint with the optimizer.
+    """
     import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
     model = source_model(source)
-    target = folder(source, out, "fsdp", computed(model))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    logits = computed(model)  # by both ranks
+    target = folder(source, out, "fsdp", logits)
     torch.save(model.state_dict(), target / f"model_world_size_2_rank_{rank}.pt")
     torch.save(optimizer.state_dict(), target / f"optim_world_size_2_rank_{rank}.pt")
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({"app": states, "step": 1}, checkpoint_id=out / "dcp")
+    folder(source, out, "dcp", logits)
+    if rank == 0:
+        model.config.save_pretrained(target / "huggingface")
+        (target / "config.json").unlink()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -176,7 +236,36 @@ def mlx(source: Path, out: Path) -> None:
     mx.save_safetensors(str(folder(source, out, "safetensors", logits) / "model.safetensors"), weights)
 
 
-ALONE: dict[str, Callable[[Path, Path], None]] = {"litgpt": litgpt, "lightning": lightning, "mlx": mlx}
+def gptq(source: Path, out: Path) -> None:
+    """GPTQModel quantises a model on the processor, and reads what it has written."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GPTQMODEL_CPU_WORKERS": "2"}
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    start = out / "start"
+    shutil.copytree(source, start)
+    add_tokenizer(start)
+    config = QuantizeConfig(bits=4, group_size=32, desc_act=True, device="cpu", offload_to_disk=False)
+    model = GPTQModel.load(str(start), config, dtype=torch.float16)
+    rows = torch.randint(97, (8, 1, 64), generator=torch.Generator().manual_seed(0))
+    model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)
+    model.save(str(out / "gptq"))
+    written = GPTQModel.load(str(out / "gptq"), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
+    plain, quantised = source_model(source), 0
+    for name, module in written.model.named_modules():
+        if hasattr(module, "dequantize_weight"):
+            plain.get_submodule(name).weight.data = module.dequantize_weight().T.float()
+            quantised += 1
+    assert quantised == 7 * len(plain.model.layers)
+    torch.save(computed(plain), out / "gptq.logits")
+
+
+ALONE: dict[str, Callable[[Path, Path], None]] = {
+    "litgpt": litgpt,
+    "finetuned": finetuned,
+    "lightning": lightning,
+    "mlx": mlx,
+    "gptq": gptq,
+}
 RANKS: dict[str, Callable[[Path, Path, int], None]] = {"fsdp": fsdp, "zero1": zero(1), "zero3": zero(3)}
 
 
@@ -194,6 +283,9 @@ def by_ranks(what: str, source: Path, out: Path) -> int:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 RANKS[what](source, out, rank)
                 code = 0
+            except ModuleNotFoundError as error:
+                print(error, file=sys.stderr)
+                code = ABSENT
             except BaseException:
                 import traceback
 
@@ -211,4 +303,8 @@ if __name__ == "__main__":
     what, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if what in RANKS:
         sys.exit(by_ranks(what, source, out))
-    ALONE[what](source, out)
+    try:
+        ALONE[what](source, out)
+    except ModuleNotFoundError as error:
+        print(error, file=sys.stderr)
+        sys.exit(ABSENT)

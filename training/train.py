@@ -349,19 +349,23 @@ def settings_of(
 def carries(spec: ModelSpec) -> str:
     """The first part of a tree that carries a state from token to token; empty where none does."""
     every = (each for block in dict.fromkeys(spec.blocks) for each in spec.block_operations(block))
-    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve)), "")
+    return next((each.id for each in every if isinstance(each, ops.Scan | ops.Convolve | ops.Pairs)), "")
 
 
 def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     """Raise MissingComponent where no next token is predicted; UsageError for a layer that carries a state from token
     to token, which no mask keeps within a document, and for one whose tokens choose experts, where several processes
-    each have tokens of their own: FSDP2 adds up gradients of what all of them have met.
+    each have tokens of their own: FSDP2 adds up gradients of what all of them have met. Nor does it have a layer's
+    weights together while others compute with them.
     """
     spec.predicts("training on texts")
     spec.one_stack("training on texts")
     if apart and carries(spec):
         message = f"{carries(spec)} carries a state from one document into the next, which no mask keeps apart"
         raise UsageError(message, "--no-document-mask trains on documents as one text.")
+    if several and spec.shares:
+        message = "layers share a block (SharedTransformer), which several processes do not train together here"
+        raise UsageError(message, "Train in one process.")
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
             if several and isinstance(each, ops.Choose):

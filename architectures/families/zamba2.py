@@ -32,8 +32,10 @@ def _types(config: ConfigReader) -> list[str]:
     types = _USUAL if types is None else types
     if isinstance(types, list) and len(types) > MAX_LAYERS:
         raise config.fail("layers_block_type", types, f"up to {MAX_LAYERS:,} layers")
-    if not isinstance(types, list) or len(types) != count or any(each not in (LINEAR, _HYBRID) for each in types):
-        raise config.fail("layers_block_type", types, f"{count} values of {LINEAR} or {_HYBRID}")
+    if not isinstance(types, list) or any(each not in (LINEAR, _HYBRID) for each in types):
+        raise config.fail("layers_block_type", types, f"a list of {LINEAR} and {_HYBRID}")
+    if len(types) != count:
+        raise config.fail("num_hidden_layers", count, f"{len(types)}, as many as layers_block_type has")
     if _HYBRID not in types:
         raise config.fail("layers_block_type", types, f"{_HYBRID} somewhere: transformers' cache fails without")
     return types
@@ -85,7 +87,7 @@ def _shared(config: ConfigReader, hidden: int, context: int, eps: float, bias: b
         wanted = f"num_attention_heads ({heads}): adapters of keys and values are as wide as those of queries"
         raise config.fail("num_key_value_heads", kv_heads, wanted)
     own = {"attention_hidden_size": width, "attention_head_dim": dim, "head_dim": dim}
-    _made_of_others(config, {**own, "kv_channels": hidden // heads, "num_query_groups": heads})
+    _made_of_others(config, own)
     turned = config.boolean("use_mem_rope", False)
     for name in ("rope_theta", "rope_scaling", "rope_parameters", PART, ORIGINAL):
         config.raw(name)  # which nobody reads where heads do not turn
@@ -245,6 +247,7 @@ _ZAMBA2 = Architecture(
     irrelevant={
         **dict.fromkeys(("time_step_max", "time_step_floor"), "how training starts"),
         **dict.fromkeys(("use_mamba_kernels", "use_mem_eff_path"), "which kernels compute it"),
+        **dict.fromkeys(("kv_channels", "num_query_groups"), "not read by transformers' model"),
         "use_conv_bias": "not read by transformers' model: convolutions have one",
         "num_logits_to_keep": "which logits are made of a prompt",
     },

@@ -30,7 +30,8 @@ class Opened:
     origin: family, and a config.json for it made from what the files say, so that every other command can go on.
     leaves: the files' tensors by their own names, or by the names of `architecture`, whose checkpoints may have older
     ones, buffers, and a tied head that was stored; texts: small files that lie inside (tokenizer.json, …), by name;
-    format: whose it turned out to be, where only what is in the files says so.
+    format: whose it turned out to be, where only what is in the files says so; home: the folder that the model's
+    tokenizer files lie in, where that is not told by the format.
     """
 
     spec: ModelSpec
@@ -42,6 +43,7 @@ class Opened:
     notes: list[str] = field(default_factory=list)
     architecture: Architecture | None = None
     format: str = ""
+    home: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     if held != {at}:
         told = f"{folder}: its ranks hold {sorted(held)} elements each, and its param_shapes take {at:,}"
         raise CheckpointError(told, _HINT)
-    fragments = [content.get("frozen_param_fragments") for content in contents]
+    fragments = [content.get("frozen_param_fragments") for content in contents if isinstance(content, dict)]
     for name, shape in _listed([first.get("frozen_param_shapes")]).items():
         pieces = [each[name] for each in fragments if isinstance(each, dict) and isinstance(each.get(name), Stored)]
         if len(pieces) < len(files):

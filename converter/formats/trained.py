@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,10 +156,23 @@ def _tree(
 
 
 def _theirs(folder: Path) -> tuple[ModelSpec, Origin, list[str]] | None:
-    """What a family's config.json says: beside the weights, where verl puts it, or beside DeepSpeed's `latest`."""
-    places = (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
-    file = next((each / CONFIG for each in places if (each / CONFIG).is_file()), None)
+    """What a family's config.json says, in one of the `_places`."""
+    file = next((each / CONFIG for each in _places(folder) if (each / CONFIG).is_file()), None)
     return None if file is None else read_description(file, file.parent, folder=True)
+
+
+def _places(folder: Path) -> tuple[Path, ...]:
+    """Where config.json and the tokenizer's files may lie: beside the weights, where verl puts them, or beside
+    DeepSpeed's `latest`.
+    """
+    return (folder, folder / "huggingface", *((folder.parent,) if (folder.parent / _LATEST).is_file() else ()))
+
+
+def _home(folder: Path) -> Path | None:
+    """The folder of the tokenizer's files, None where there are none."""
+    from ..tokenizer import token_files
+
+    return next((each for each in _places(folder) if each.is_dir() and token_files(each)), None)
 
 
 _ONE = "Leave the one that belongs to the weights."
@@ -237,7 +251,8 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     _same_step(files, contents)
     described = _theirs(folder)
     if megatron.files_of(folder) == files:
-        return megatron.opened(folder, files, contents, None if described is None else described[0])
+        joined = megatron.opened(folder, files, contents, None if described is None else described[0])
+        return replace(joined, home=_home(folder))
     family = None if described is None or described[1].family is None else named(described[1].family)
     tables = [dict(ranks.tables(content)) for content in contents]
     model = _only(files, tables, described, family)
@@ -270,7 +285,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
         raise CheckpointError(f"{path} has {len(weights.info)} tensors for {len(spec.blocks)} layers")
     architecture = family if model.stack is None else None
     name = "trained" if model.stack is None else model.stack.name
-    return Opened(spec, origin, leaves, weights, tuple(files), notes=notes, architecture=architecture, format=name)
+    return Opened(spec, origin, leaves, weights, tuple(files), {}, notes, architecture, name, _home(folder))
 
 
 def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
@@ -362,7 +377,7 @@ def _without(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights,
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
     tied = stack.head not in info
-    if not tied and info[stack.head] == info[stack.embedding]:
+    if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
         tied = weights.same(stack.head, stack.embedding)
         if tied:
             notes.append(f"{stack.head} repeats the embedding it is tied to: kept once")

@@ -12,6 +12,7 @@ from gptkit.analysis.parameters import count
 from gptkit.architectures import architecture_of
 from gptkit.architectures.presets import presets
 from gptkit.components import (
+    RGLRU,
     ALiBi,
     Attention,
     Block,
@@ -27,6 +28,7 @@ from gptkit.components import (
     ModelSpec,
     RMSNorm,
     Rotary,
+    TimeMixing,
 )
 
 Table = tuple[Sequence[str], Iterable[Sequence[str]], Sequence[int]]
@@ -118,6 +120,8 @@ USERS: Mapping[str, Callable[[ModelSpec], bool]] = {
     "delta": blocks(lambda block: isinstance(block.mixer("recurrence"), GatedDeltaNet)),
     "mamba": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba)),
     "shared": lambda spec: spec.shares,
+    "rg-lru": blocks(lambda block: isinstance(block.mixer("recurrence"), RGLRU)),
+    "rwkv": blocks(lambda block: isinstance(block.mixer("recurrence"), TimeMixing)),
     "mamba2": blocks(lambda block: isinstance(block.mixer("recurrence"), Mamba2)),
     "experts": blocks(lambda block: hasattr(block.mixer("feed_forward"), "experts")),
     "parallel": blocks(lambda block: block.parallel),

@@ -313,18 +313,21 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
         return_dict_in_generate=True,
         use_cache=True,
     )
-    parts = [] if out.past_key_values is None else [parts_of(layer) for layer in out.past_key_values.layers]
-    if not any(parts):
+    parts = [parts_of(layer) for layer in getattr(out.past_key_values, "layers", [])]
+    own = [each for module in reference.modules() if hasattr(module, "conv1d_state") for each in states_of(module)]
+    own += out.past_key_values if isinstance(out.past_key_values, list) else []  # RWKV's
+    if not any(parts) and not own:
         pytest.skip("transformers has no cache for it")
     seen = ids.shape[1] + new - 1  # the last id was predicted, and never read
     found = cache_bytes(spec, seen, "float32", 2)
     theirs = [part for layer in parts for part in layer]
-    assert sum(part.nbytes for part in theirs) == found.in_transformers
+    assert sum(part.nbytes for part in theirs + own) == found.in_transformers
     repeats = variant.name in ("falcon-40b", "falcon-11b", "falcon-RefinedWeb")
     assert (found.in_transformers > found.held) == repeats
     # Their windows are views of what the last step looked at: memory is that of a rolling buffer.
     expanded = found.in_transformers - found.held
-    assert sum(part.untyped_storage().nbytes() for part in theirs) == found.buffer + expanded
+    states = sum(part.nbytes for part in own)
+    assert sum(part.untyped_storage().nbytes() for part in theirs) + states == found.buffer + expanded
 
     made: list[Cache] = []
 
@@ -336,6 +339,11 @@ def test_cache_bytes_are_those_of_caches_that_generated(variant: Variant, monkey
     ours = decoder_from(reference, variant.config)
     assert len(list(generate(ours, ids[0], new))) == new
     assert bytes_in(made[-1]) == cache_bytes(spec, seen, "float32").held
+
+
+def states_of(module: Any) -> tuple[Tensor, Tensor]:
+    """What RecurrentGemma's module keeps itself."""
+    return module.conv1d_state, module.rg_lru.recurrent_states
 
 
 def parts_of(layer: Any) -> list[Tensor]:

@@ -42,8 +42,17 @@ COMPARED |= {(name, "mamba_d_head"): "as wide as others say" for name in ("bamba
 COMPARED |= {(name, "layer_types"): "layers are what other fields say, or all alike" for name in ALIKE}
 COMPARED |= {("phimoe", "partial_rotary_factor"): "whole heads turn"}
 COMPARED |= {("bamba", "partial_rotary_factor"): "a half, whatever is said beside the rope parameters"}
+COMPARED |= {("recurrent_gemma", "lru_width"): "as wide as the stream"}
+COMPARED |= {("recurrent_gemma", "layer_types"): "what block_types says"}
+COMPARED |= {
+    ("recurrent_gemma", name): "nothing is scaled" for name in ("rope_scaling", "original_max_position_embeddings")
+}
+COMPARED |= {("rwkv", "attention_hidden_size"): "as wide as the stream", ("rwkv", "layer_types"): "recurrences"}
 COMPARED |= {("marian", "decoder_vocab_size"): "as many as vocab_size"}
 COMPARED |= {(name, "num_hidden_layers"): "as many as layer_types" for name in ("granitemoehybrid", "lfm2_moe")}
+COMPARED |= {("zamba2", name): "made of layers_block_type" for name in ("layer_types", "hybrid_layer_ids")}
+COMPARED |= {("zamba2", name): "made of other sizes" for name in ("head_dim", "attention_head_dim", "mamba_headdim")}
+COMPARED |= {("zamba2", name): "made of other fields" for name in ("attention_hidden_size", "num_hidden_layers")}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
 COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
@@ -71,6 +80,9 @@ def others(name: str, config: dict[str, Any]) -> Iterator[Any]:
     if name in ("layer_types", "layers_block_type"):
         length = len(value or range(layers))
         yield from ([*[kind] * (length - 1), "full_attention"] for kind in MIXERS)
+        yield from ([*[kind] * (length - 1), "hybrid"] for kind in ("linear_attention", "hybrid"))
+    if name == "block_types":
+        yield from (["attention"], ["recurrent", "attention"])
     if name == "hybrid_override_pattern":
         yield from ("*", "*-", "M*")
     if name == "architectures":

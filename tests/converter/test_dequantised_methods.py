@@ -1,5 +1,6 @@
-"""GPTQ, AWQ, bitsandbytes and compressed-tensors, as the numbers that they stand for: bit for bit what the published
-formulas make of them; and what bitsandbytes and compressed-tensors make themselves, where these are installed.
+"""GPTQ, AWQ, bitsandbytes, compressed-tensors and torchao, as the numbers that they stand for: bit for bit what the
+published formulas make of them; and what AutoAWQ, bitsandbytes, compressed-tensors and torchao make themselves, where
+these are installed (what GPTQModel makes: tests/produced.py).
 """
 
 import json
@@ -11,7 +12,19 @@ import pytest
 import torch
 from helpers.covering import few
 from helpers.families import CONFIGS
-from helpers.quantised import METHODS, NF4, awq, checkpoint, compressed, four_bits, gptq, int8, numbers, same_bits
+from helpers.quantised import (
+    METHODS,
+    NF4,
+    awq,
+    checkpoint,
+    compressed,
+    four_bits,
+    gptq,
+    int8,
+    numbers,
+    same_bits,
+    torchao,
+)
 from safetensors.torch import load_file
 
 from gptkit.converter.convert import convert
@@ -145,6 +158,17 @@ def test_compressed_tensors_of_an_order() -> None:
     assert same_bits(only(numbers(stored | {"weight_g_idx": torch.full((96,), -1).int()}, settings)), plain)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_torchao(kind: str) -> None:
+    for size, dtype in ((96, torch.float32), (32, torch.bfloat16), (16, torch.float16)):
+        stored, expected = torchao(48, 96, 1, kind, size, dtype)
+        made = only(numbers(stored, TORCHAO, "F32" if dtype is torch.float32 else "BF16"))
+        assert same_bits(made, expected)
+        if dtype is torch.float32:
+            assert same_bits(only(numbers(stored, TORCHAO, "BF16")), expected.bfloat16())
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig"}}}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 BNB = {"quant_method": "bitsandbytes"}
@@ -204,6 +228,23 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "int4: no groups": ("int4", {"config_groups": {}}, "config_groups do not say"),
     "int4: three bits": ("int4", described({**INT4, "num_bits": 3}), "not of 3"),
     "int4: zeros lost": ("int4", described({**INT4, "symmetric": False}), "there is no weight_zero_point"),
+    "torchao: for a GPU": (
+        "torchao",
+        {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        "'Int4WeightOnly",
+    ),
+    "torchao: of before": ("torchao", {"quant_type": "int4_weight_only"}, "quant_type is 'int4_weight_only'"),
+    "torchao: no type": ("torchao", {"quant_type": {"default": [1]}}, r"quant_type is \[1\]"),
+    "torchao: packed": ("torchao", {"_weight_qdata": torch.zeros(64, 32).byte()}, "I8 or F8_E4M3 is expected"),
+    "torchao: scales lost": ("torchao", {"_weight_scale": None}, "_weight_scale is expected"),
+    "torchao: no bits": ("torchao", {"_weight_qdata": None}, "2 scales belong to no quantised weight"),
+    "torchao: scales of integers": ("torchao", {"_weight_scale": torch.ones(64, 4).int()}, "floating-point numbers"),
+    "torchao: scales that do not divide": ("torchao", {"_weight_scale": torch.ones(64, 3)}, "equal parts"),
+    "torchao: no scales": ("torchao", {"_weight_scale": torch.ones(64, 0)}, "equal parts"),
+    "torchao: zeros of floats": ("torchao", {"_weight_zero_point": torch.ones(64, 4)}, r"zeros of I8 \[64, 4\]"),
+    "torchao: zeros of too few": ("torchao", {"_weight_zero_point": torch.ones(64, 2).char()}, r"zeros of I8"),
+    "torchao: scaled inputs": ("torchao", {"_weight_act_pre_scale": torch.ones(64)}, "act_pre_scale"),
+    "torchao: two candidates": ("torchao", {"weight": torch.ones(64, 64)}, "weight is there beside _weight_qdata"),
     "int4: floats": ("int4", described({**INT4, "type": "float"}), "no group of config.json is of int"),
 }
 _SOUND: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -212,6 +253,7 @@ _SOUND: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8": (int8, BNB),
     "nf4": (four_bits, BNB),
     "int4": (partial(compressed, args=INT4), described(INT4)),
+    "torchao": (torchao, TORCHAO),
 }
 
 
@@ -231,6 +273,46 @@ def test_what_does_not_fit_is_named(case: str) -> None:
 
 
 # --- their own code, where it is installed ---
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_autoawq_itself() -> None:
+    """Quantises to nearest, packs and dequantises."""
+    gemm: Any = pytest.importorskip("awq.modules.linear.gemm")
+    packing: Any = pytest.importorskip("awq.utils.packing_utils")
+    for out, columns, size in ((64, 128, 32), (256, 96, 96)):
+        linear = torch.nn.Linear(columns, out, bias=False, dtype=torch.float16)
+        grouped = linear.weight.data.unflatten(1, (-1, size))
+        scales = (grouped.amax(2) - grouped.amin(2)) / 15
+        zeros = (-grouped.amin(2) / scales).round().clamp(0, 15)
+        made = gemm.WQLinear_GEMM.from_linear(linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous())
+        settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        theirs = packing.dequantize_gemm(made.qweight, made.qzeros, made.scales, 4, size)
+        assert same_bits(only(numbers(made.state_dict(), settings)), theirs.T.contiguous())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["int8", "int8 groups", "int4 groups", "int4 groups with zeros", "int3 rows", "fp8"])
+def test_torchao_itself(name: str) -> None:
+    """Quantises, and flattens its tensors as transformers saves them."""
+    api: Any = pytest.importorskip("torchao.quantization")
+    granularity: Any = pytest.importorskip("torchao.quantization.granularity")
+    support: Any = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    groups, turned = granularity.PerGroup(16), api.MappingType.ASYMMETRIC
+    config = {
+        "int8": lambda: api.Int8WeightOnlyConfig(),
+        "int8 groups": lambda: api.Int8WeightOnlyConfig(granularity=groups),
+        "int4 groups": lambda: api.IntxWeightOnlyConfig(torch.int4, groups),
+        "int4 groups with zeros": lambda: api.IntxWeightOnlyConfig(torch.int4, groups, turned),
+        "int3 rows": lambda: api.IntxWeightOnlyConfig(torch.int3, granularity.PerAxis(0)),
+        "fp8": lambda: api.Float8WeightOnlyConfig(),
+    }[name]()
+    for dtype, asked in ((torch.bfloat16, "BF16"), (torch.float32, "F32")):
+        module = torch.nn.Sequential(torch.nn.Linear(96, 64, bias=False, dtype=dtype))
+        api.quantize_(module, config)
+        stored, _ = support.flatten_tensor_state_dict(module.state_dict())
+        ours = numbers(stored, TORCHAO, asked)
+        assert same_bits(ours["0.weight"], module[0].weight.dequantize())
 
 
 def test_bitsandbytes_itself() -> None:

@@ -343,8 +343,10 @@ def test_mutations(originals: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_mutations(originals: Any, memory_path: Path) -> None:
-    folder = save(memory_path / "run", originals("llama"), tensor=2)
+@pytest.mark.parametrize("chunks", [False, True])
+def test_thousands_of_mutations(chunks: bool, originals: Any, memory_path: Path) -> None:
+    run, original = memory_path / "run", originals("llama")
+    folder = save_torch_dist(run, original, 2, True) if chunks else save(run, original, tensor=2)
     opened, refused = mutated(folder, memory_path / "mutated", 20_000)
     assert min(opened, refused) > 500
 

@@ -170,6 +170,17 @@ JAMBA = {
     "attn_layer_offset": 2,
     "mamba_d_state": 12,
 }
+RECURRENT_GEMMA = {
+    **GROUPED_LLAMA,
+    "model_type": "recurrent_gemma",
+    "block_types": ["recurrent", "recurrent", "attention"],
+    "num_attention_heads": 4,
+    "attention_window_size": 16,
+    "logits_soft_cap": 3.0,
+}
+del RECURRENT_GEMMA["max_position_embeddings"]
+RWKV = {"model_type": "rwkv", "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "rescale_every": 0}
+RWKV |= {"intermediate_size": 160, "context_length": 256}
 MAMBA2_ALONE = {
     "model_type": "mamba2",
     "vocab_size": VOCAB,
@@ -1696,6 +1707,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "tie_word_embeddings": True,
     },
+    "recurrent_gemma": RECURRENT_GEMMA,
+    "recurrent_gemma-biased": {
+        **RECURRENT_GEMMA,
+        "block_types": ["attention", "recurrent"],
+        "conv1d_width": 2,
+        "attention_bias": True,
+        "hidden_activation": "silu",
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.75},
+        "tie_word_embeddings": False,
+    },
+    "rwkv": RWKV,
+    "rwkv-rescaled": {
+        **RWKV,
+        "num_hidden_layers": 4,
+        "rescale_every": 2,
+        "intermediate_size": 70,
+        "layer_norm_epsilon": 1e-3,
+        "tie_word_embeddings": True,
+    },
     "mamba2": MAMBA2_ALONE,
     "mamba2-narrow": {
         **MAMBA2_ALONE,
@@ -2097,7 +2128,7 @@ def randomised_reference(
 
 def has_cache(reference: transformers.PreTrainedModel) -> bool:
     """Whether transformers' class keeps keys and values of earlier tokens: OpenAI's GPT computes all of them again."""
-    return not {"past_key_values", "cache_params"}.isdisjoint(inspect.signature(reference.forward).parameters)
+    return not {"past_key_values", "cache_params", "state"}.isdisjoint(inspect.signature(reference.forward).parameters)
 
 
 def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor | None = None) -> Any:
@@ -2109,6 +2140,17 @@ def continued(reference: Any, ids: torch.Tensor, past: Any, mask: torch.Tensor |
         told = told if past is None else {}  # as `generate` does: Mamba's layers take masks of the tokens at hand
         found = reference(input_ids=ids, cache_params=past, use_cache=True, **told)
         found.past_key_values = found.cache_params
+        return found
+    if "state" in inspect.signature(reference.forward).parameters:  # RWKV's, which knows no mask
+        found = reference(input_ids=ids, state=past, use_cache=True)
+        found.past_key_values = found.state
+        return found
+    if hasattr(reference, "_setup_cache"):  # RecurrentGemma's, which keeps states itself and gives no cache back
+        if past is None:
+            reference._setup_cache(reference.config, len(ids), ids.device, reference.dtype)
+            past = transformers.DynamicCache(config=reference.config)
+        found = reference(input_ids=ids, past_key_values=past, use_cache=True, **told)
+        found.past_key_values = past
         return found
     if past is not None and reference.config.model_type == "bamba":
         seen = past.get_seq_length()

@@ -1101,6 +1101,45 @@ def jamba(chosen: random.Random) -> Config:
     }
 
 
+def recurrent_gemma(chosen: random.Random) -> Config:
+    found = {
+        name: value
+        for name, value in llama_like(chosen).items()
+        if not name.startswith(("rope_", "max_", "hidden_act"))
+    }
+    heads = found["num_attention_heads"]
+    blocks = [chosen.choice(("recurrent", "attention")) for _ in range(found["num_hidden_layers"] - 1)]
+    own = {
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "hidden_activation": activation(chosen),
+        "logits_soft_cap": chosen.choice((1.0, 5.5)),
+        "rope_theta": chosen.choice((30.0, 5e5)),
+    }
+    return {
+        **found,
+        "hidden_size": heads * chosen.choice(ODD),
+        "head_dim": chosen.choice((4, 8, 12, 16, 32)),
+        "intermediate_size": chosen.choice((2, 7, 33, 64)),
+        "block_types": chosen.sample([*blocks, "attention"], found["num_hidden_layers"]),
+        "attention_window_size": chosen.choice((1, 2, 3, 8, 17, 300)),
+        "conv1d_width": chosen.choice((1, 2, 4, 5)),
+        **sometimes(chosen, own),
+    }
+
+
+def rwkv(chosen: random.Random) -> Config:
+    more = {
+        "intermediate_size": chosen.choice(ODD),
+        "layer_norm_epsilon": 1e-3,
+        "rescale_every": chosen.choice((-1, 0, 1, 2, 3)),
+        "tie_word_embeddings": True,
+        "context_length": chosen.choice(CONTEXT),
+    }
+    sizes = {"hidden_size": chosen.choice(ODD[1:]), "num_hidden_layers": chosen.choice((2, 3, 4))}
+    return sizes | sometimes(chosen, more)
+
+
 def mamba2(chosen: random.Random) -> Config:
     expand, width, heads = chosen.choice((1, 2, 3)), chosen.choice(ODD), chosen.choice((1, 2, 4, 6, 9))
     while heads * width % expand:
@@ -1229,6 +1268,8 @@ DRAWN: dict[str, Callable[[random.Random], Config]] = {
     "mamba": mamba,
     "falcon_mamba": falcon_mamba,
     "jamba": jamba,
+    "recurrent_gemma": recurrent_gemma,
+    "rwkv": rwkv,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
     "zamba2": zamba2,

@@ -184,6 +184,22 @@ def compressed(out: int, columns: int, seed: int, args: Mapping[str, Any], dtype
     return stored, (values.to(dtype) - spread(zeros).to(dtype)) * spread(scales)
 
 
+def torchao(
+    out: int, columns: int, seed: int, kind: str = "int4", size: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> Made:
+    """Its tensor classes in safetensors: a number a byte, parts of a matrix that have one scale, zeros in int8."""
+    grid = out, columns // size
+    scales, most = scales_of(grid, dtype, seed), {"int8": 128, "int4": 8, "fp8": 8}[kind]
+    values = draws((out, columns), most, seed, -most)
+    values = values.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+    zeros = torch.zeros(grid, dtype=torch.int8) if kind == "fp8" else draws(grid, most, seed + 1, -most).to(torch.int8)
+    stored = {"_weight_qdata": values, "_weight_scale": scales, "_weight_zero_point": zeros}
+    if kind == "fp8":
+        del stored["_weight_zero_point"]
+    spread = [each.repeat_interleave(size, 1) for each in (zeros, scales)]
+    return stored, (values.float() - spread[0]).to(dtype) * spread[1]
+
+
 _GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True, "packed": True}
 
 
@@ -200,6 +216,7 @@ METHODS: dict[str, tuple[_Quantise, dict[str, Any]]] = {
     "int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4": (four_bits, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "int4 groups": (partial(compressed, args=_GROUP), _settings(_GROUP, "pack-quantized")),
+    "torchao": (torchao, {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig"}}}),
 }
 """How a model's linear layers are quantised, and what its config.json says of it."""
 

@@ -327,9 +327,11 @@ def steps_for(spec: ModelSpec, folder: Path | None = None, blocks: str | None = 
 
 def least_done(spec: ModelSpec) -> int:
     """How many of `steps_for`, for all layers and for one, in their best form and plainly, are carried out at least:
-    most are of attention, which some layers may lack, and few are of two stacks, or of layers that share a block.
+    most are of attention, which some layers may lack, and few are of two stacks or of blocks that layers share.
     """
-    if spec.encoder is not None or any(block.mixer("shared") is not None for block in spec.blocks):
+    if spec.shares:
+        return 6
+    if spec.encoder is not None:
         return 10
     return 31 if all(block.mixer("attention") is not None for block in spec.blocks) else 25
 

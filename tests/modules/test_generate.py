@@ -62,7 +62,11 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2-window": {**QWEN2, **WINDOWED},
     "qwen3": QWEN3,
 }
-EVERY = {variant.name: variant.config.get("text_config", variant.config) | UNTIED for variant in DECODERS} | CASES
+TIED = ("zamba2",)  # families that know no other head
+EVERY = {
+    each.name: each.config.get("text_config", each.config) | ({} if each.family in TIED else UNTIED)
+    for each in DECODERS
+} | CASES
 """All variants of all families: the prompt and what follows go beyond their windows and original contexts."""
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPT = [5, 90, 17, 3, 44, 44, 61, 8, 23, 72, 1, 35, 50]

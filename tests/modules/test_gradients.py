@@ -4,6 +4,7 @@ transformers rounds to fp32 in many places whatever the model's dtype, and says 
 for both sides, so that gradients agree to what fp64 rounds.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +58,10 @@ CASES = [
     pytest.param(variant, attention, padding, id=f"{variant}-{attention}-{padding or 'whole'}")
     for variant in VARIANTS
     if variant.family != "marian"  # whose sines transformers rounds to fp32 in a model of any dtype
+    if variant.name != "rwkv-rescaled"  # of which transformers trains another function than it computes
     for attention in architecture_of(variant.config).reference(spec_of(variant.config))
     for padding in ((), ("left",))
+    if not (padding and "padding" in architecture_of(variant.config).apart)
 ]
 
 
@@ -72,6 +75,8 @@ def test_gradients_are_those_of_transformers(variant: Variant, attention: str, p
     head = reference.get_output_embeddings()
     if head is not None and not decoder.spec.tied:  # T5's class ties every head until files hold another
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    if "state" in inspect.signature(reference.forward).parameters:  # which RWKV's class writes in place
+        reference.config.use_cache = False
     *_, probe = probes(LENGTH, 2, padding, VOCAB)
     avoid = reference.get_input_embeddings().padding_idx  # transformers lets a padding token's row learn nothing
     ids = (

@@ -17,7 +17,7 @@ from helpers.trees import TREES
 from typer.testing import Result
 
 import gptkit
-from gptkit.components import LinearAttention, Mamba, ModelSpec, Norm
+from gptkit.components import RGLRU, LinearAttention, Mamba, ModelSpec, Norm, TimeMixing
 from gptkit.converter.manifest import check_manifest
 from gptkit.converter.outline import outline
 from gptkit.converter.tree import write_spec
@@ -47,6 +47,10 @@ def test_as_is_said(name: str) -> None:
     gates = {f"{path}.gate_proj.{name}": each for path in linear for name, each in (("weight", 0), ("bias", -3))}
     mamba = [path for path, node in spec.nodes() if isinstance(node, Mamba)]
     gates |= {f"{path}.dt_proj.bias": math.log(math.expm1(0.01)) for path in mamba}  # the mean of Mamba's steps
+    decays = {f"{path}.decay": (0.001, 0.1) for path, node in spec.nodes() if isinstance(node, RGLRU)}
+    time = [path for path, node in spec.nodes() if isinstance(node, TimeMixing)]
+    decays |= {f"{path}.decay": (math.exp(-5), math.exp(3)) for path in time}
+    gates |= {f"{path}.bonus": math.log(0.3) for path in time}
     drawn = {each.name for each in spec.parameters() if each.initial is None}  # sinks too
     for name, array in found.items():
         if name.endswith(("A_log", "dt_bias")):  # half-lives of all lengths
@@ -55,11 +59,14 @@ def test_as_is_said(name: str) -> None:
             logs = np.log(np.linspace(least, most, size))
             assert np.allclose(array, logs if name.endswith("A_log") else 1), name
             continue
+        if name in decays:
+            assert np.allclose(np.exp(array), np.linspace(*decays[name], array.size)), name
+            continue
         if name not in drawn:
             zero = name.endswith(("bias", "altup.scale.weight"))
             starts = {"1 + weight": 0, "weight": 1}.get(getattr(norms.get(name), "gain", ""))
             begins = 0 if zero else 1 if name.endswith(("scale.weight", ".D")) else starts
-            begins = gates.get(name, begins)
+            begins = 0.5 if name.endswith("_mix") else gates.get(name, begins)
             assert (array == np.float32(XIELU.get(name.rpartition(".activation.")[2], begins))).all(), name
             continue
         wrote = (

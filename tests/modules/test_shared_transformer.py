@@ -1,21 +1,26 @@
 """Blocks that several layers run: stored once, computed as often as they stand, with what is each layer's own."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from helpers.families import CONFIGS, VOCAB, randomised_reference, spec_of
+from helpers.families import CONFIGS, VOCAB, randomised_reference, save_hf, spec_of
 from helpers.trees import filled, random_weights
+from safetensors.torch import save_file
 
+import gptkit
 from gptkit.analysis.costs import costs
+from gptkit.analysis.parallel import split
 from gptkit.analysis.parameters import count
 from gptkit.components import SharedTransformer, from_json, to_json
-from gptkit.errors import ConfigError, MissingComponent, SwapRefused
+from gptkit.errors import CheckpointError, ConfigError, MissingComponent, SwapRefused, UsageError
 from gptkit.modules.context import Context
 from gptkit.modules.decoder import BlockModule
 from gptkit.surgery.facts import Assumed
 from gptkit.surgery.registry import Step, reshape
+from gptkit.training.train import require_trainable
 
 replace = msgspec.structs.replace
 SPEC, ADAPTED = spec_of(CONFIGS["zamba2"]), spec_of(CONFIGS["zamba2-adapted"])
@@ -116,3 +121,35 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
 def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None:
     with pytest.raises(SwapRefused, match=said):
         reshape(SPEC, Step(option, value, approximate=True), Assumed(SPEC))
+
+
+def test_several_processes_do_not_train_it() -> None:
+    require_trainable(SPEC, apart=False, several=False)
+    with pytest.raises(UsageError, match="share a block"):
+        require_trainable(SPEC, apart=False, several=True)
+
+
+def test_devices_share_its_heads_and_units_and_stages_have_no_block_together() -> None:
+    whole = split(SPEC, 1, 1, context=8)
+    halves = split(SPEC, 2, 1, context=8)
+    linears = 3 * 96 * 96 + 48 * 96 + 3 * 72 * 48  # of each of two blocks
+    one, other = (each.stages[0].weights["shared block"] for each in (whole, halves))
+    adapters = 2 * 72 * 6  # rows of units, in each of three layers
+    assert one - other == 2 * (2 * linears + 3 * adapters) // 2
+    with pytest.raises(UsageError, match="layers share a block"):
+        split(SPEC, 1, 5, context=8)
+
+
+def test_files_that_have_a_shared_weight_in_each_layer_are_read_where_all_are_one(tmp_path: Path) -> None:
+    """As torch.save leaves a module's state."""
+    reference = save_hf(CONFIGS["zamba2"], tmp_path)
+    whole = {name: each.clone() for name, each in reference.state_dict().items()}
+    assert len(whole) > 80
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    opened = gptkit.open_checkpoint(tmp_path)
+    assert any("12 tensors of shared blocks are there again: kept once" in each for each in opened.notes)
+    assert torch.equal(gptkit.load(tmp_path)(IDS), reference(IDS).logits)
+    whole["model.layers.4.shared_transformer.self_attn.q_proj.weight"] += 1
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers share a block, and model\.layers\.4\.shared_transformer"):
+        gptkit.open_checkpoint(tmp_path)

@@ -39,7 +39,7 @@ def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     assert mistakes(copy) == mistakes(spec)
     assert limits(copy) == limits(spec)
     assert sum(each.count for each in copy.parameters()) < 20e6  # heads of 256 make the widest
-    assert len(copy.blocks) <= 3
+    assert len(copy.blocks) <= (6 if spec.shares else 3)  # a shared block is stored in one layer and run in another
 
 
 @few(1)

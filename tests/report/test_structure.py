@@ -146,6 +146,9 @@ class Following:
             module = self.module(node, path)
             own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
             assert own == shapes or (not shapes and node.id.startswith("shared."))
+            if module.weight.dim() == 3:  # a matrix for each head
+                x = torch.einsum("bthi,hoi->btho", x.unflatten(-1, (len(module.weight), -1)), module.weight).flatten(2)
+                return x + module.bias
             y = F.linear(x.flatten(2), module.weight, module.bias)  # heads side by side
             return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
         stem, last = (path + node.id).rsplit(".", 1)
@@ -230,6 +233,16 @@ class Following:
         y = y if module.bias is None else y + module.bias
         return y.reshape(*y.shape[:2], *[size for size in node.shape[2:] if isinstance(size, int)])
 
+    def pairs(self, node: Node, path: str, x: Tensor) -> Tensor:
+        earlier = self.cached.get(path + node.id, torch.zeros_like(x[:, 0]))
+        self.cached[path + node.id] = x[:, -1]
+        return torch.stack((x, torch.cat((earlier[:, None], x[:, :-1]), dim=1)), dim=2)
+
+    def blend(self, node: Node, path: str, pairs: Tensor) -> Tensor:
+        name, (x, before) = node.weights[0][0], pairs.unbind(2)
+        w = self.decoder.get_submodule(path + node.id.rpartition(".")[0]).get_parameter(name)
+        return before + w * (x - before)
+
     def scan(self, node: Node, path: str, *given: Tensor) -> Tensor:
         """A recurrence, token by token."""
         made = {
@@ -237,6 +250,8 @@ class Following:
             "state space": self.state_space,
             "selective state space": self.selective_state_space,
             "linear attention": self.linear_attention,
+            "real-gated linear recurrence": self.gated_recurrence,
+            "weighted mean": self.weighted_mean,
         }[node.title]
         return made(node, path, *given)
 
@@ -265,6 +280,32 @@ class Following:
         for t in range(x.shape[1]):
             state = state * torch.exp(-own.A_log.exp() * step[:, t]) + step[:, t] * b[:, t, None] * x[:, t, :, None]
             found.append(torch.einsum("bin,bn->bi", state, c[:, t]) + own.D * x[:, t])
+        self.cached[path + node.id] = state
+        return torch.stack(found, dim=1)
+
+    def weighted_mean(self, node: Node, path: str, k: Tensor, v: Tensor) -> Tensor:
+        """Over all tokens so far, of which none was forgotten."""
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        keys, values = self.cached.get(path + node.id, (k[:, :0], v[:, :0]))
+        first, k, v = keys.shape[1], torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
+        self.cached[path + node.id] = (k, v)  # type: ignore[assignment]
+        found = []
+        for t in range(first, k.shape[1]):
+            behind = torch.arange(t - 1, -1, -1)[:, None] * own.decay.exp()
+            weights = torch.cat((k[:, :t] - behind, (k[:, t] + own.bonus)[:, None]), dim=1).softmax(dim=1)
+            found.append((weights * v[:, : t + 1]).sum(dim=1))
+        return torch.stack(found, dim=1)
+
+    def gated_recurrence(self, node: Node, path: str, *given: Tensor) -> Tensor:
+        x, let_in, let_go = given
+        own = self.decoder.get_submodule(path + node.id.rpartition(".")[0])
+        a = torch.exp(-8 * torch.sigmoid(let_go) * F.softplus(own.decay))
+        state, found = self.cached.get(path + node.id), []
+        for t in range(x.shape[1]):
+            first = state is None
+            taken = torch.sigmoid(let_in[:, t]) * x[:, t] * (1 if first else (1 - a[:, t] ** 2).sqrt())
+            state = taken if first else a[:, t] * state + taken
+            found.append(state)
         self.cached[path + node.id] = state
         return torch.stack(found, dim=1)
 

@@ -1,0 +1,159 @@
+"""RecurrentGemma (Google 2404.07839): Griffin's recurrent units in two layers of three, and attention to a window in
+the third, with norms, a scaled table and a cap on logits as in Gemma.
+
+Source: transformers models/recurrent_gemma/{configuration,modeling}_recurrent_gemma.py. Its class keeps the states of
+recurrences in its own modules, and masks no padding in them.
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import RGLRU, Attention, ModelSpec
+from ...errors import CannotExpress
+from ..base import Leaf, leaves_of
+from ..config import ConfigReader
+from ..decoder import USUAL, Decoder, Field, with_defaults
+from ..layout import Layout
+from ..obstacles import of_kind
+from ..rope import PART, RotaryKind
+from .bamba import LINEAR
+from .gemma import GEMMA_IDS
+from .llama import EMBEDDING, B, T
+
+_RECURRENT, _WHOLE = "recurrent", "attention"
+
+
+def _half(config: ConfigReader, name: str, default: int) -> int:
+    """Units of the feed-forward, where a field says those of gate and up together."""
+    both = config.integer(name, default)
+    if both < 2:
+        raise config.fail(name, both, "2 at least, of which gate and up have half each")
+    return both // 2
+
+
+def _root(values: Mapping[str, Any]) -> float:
+    """√hidden, as near as bf16 comes to it: so transformers' class keeps it, whatever it computes in."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", values["hidden"] ** 0.5))
+    (found,) = struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
+    return float(found)
+
+
+def _windows(config: ConfigReader, layers: int, _head_dim: int) -> list[Mapping[str, Any]]:
+    return [{"window": config.integer("attention_window_size", 2048)}] * layers
+
+
+def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU | None]:
+    """What stands in the layers without attention, which `block_types` says over and over."""
+    names, count = config.raw("block_types", [_RECURRENT, _RECURRENT, _WHOLE]), values["layers"]
+    known = isinstance(names, list) and all(each in (_RECURRENT, _WHOLE) for each in names)
+    types = (names * 100)[:count] if known else []
+    if len(types) < count or _WHOLE not in types:
+        wanted = f"a list of {_RECURRENT!r} and {_WHOLE!r}, which is repeated, with attention in one of the layers"
+        raise config.fail("block_types", names, wanted)
+    if config.kinds_of_layers() not in (
+        None,
+        [LINEAR if each == _RECURRENT else "sliding_attention" for each in types],
+    ):
+        raise config.fail("layer_types", config.raw("layer_types"), "what block_types says")
+    hidden, heads = values["hidden"], values["heads"]
+    width = config.optional_integer("lru_width")
+    if width not in (None, hidden):
+        raise config.fail("lru_width", width, f"hidden_size ({hidden}): transformers' state of another width fails")
+    if hidden % heads:
+        raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), which gates have too")
+    kernel = config.integer("conv1d_width", 4)
+    mixer = RGLRU(hidden_size=hidden, inner=hidden, heads=heads, kernel=kernel, activation=values["activation"])
+    return [mixer if kind == _RECURRENT else None for kind in types]
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    """The fields that `_windows` and `_recurrences` read."""
+    mixers = [block.mixer("recurrence") for block in spec.blocks]
+    attention = of_kind(next(block.attention for block in spec.blocks if block.mixer("attention")), Attention)
+    first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
+    own = {} if first is None else {"conv1d_width": first.kernel}
+    if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
+        wanted = f"{spec.hidden_size} channels and gates of {attention.heads} heads"
+        raise CannotExpress(f"recurrent_gemma has {wanted}, not {first.inner} and {first.heads}")
+    if attention.window is None:
+        raise CannotExpress("attention of recurrent_gemma has a window")
+    types = [_WHOLE if each is None else _RECURRENT for each in mixers]
+    return {**own, "block_types": types, "attention_window_size": attention.window}
+
+
+_DECODER = Decoder(
+    {
+        **with_defaults(
+            {name: each for name, each in USUAL.items() if name not in ("hidden_act", "max_position_embeddings")},
+            vocab_size=256000,
+            hidden_size=2560,
+            num_hidden_layers=26,
+            num_attention_heads=10,
+            tie_word_embeddings=True,
+        ),
+        "intermediate_size": Field("intermediate", 7680, _half, lambda units: 2 * units),
+        "hidden_activation": Field("activation", "gelu_pytorch_tanh"),
+        "attention_bias": Field("attention.qkv_bias", False),
+        "logits_soft_cap": Field("head.cap", 30.0),
+    },
+    fixed={
+        "norm.gain": "1 + weight",
+        "norm.cast": "after_weight",
+        "embedding.multiplier": _root,
+        "attention.output_bias": True,
+        "feed_forward.up_bias": True,
+        "feed_forward.down_bias": True,
+    },
+    rotary=RotaryKind(part=PART, whole=0.5),
+    layers=_windows,
+    recurrent=_recurrences,
+    written=_written,
+)
+
+_M, _R = T + "temporal_block.", B + "recurrence."
+
+
+def _gate(theirs: str, ours: str) -> tuple[Leaf, ...]:
+    return (
+        Leaf(
+            f"{_M}rg_lru.{theirs}_weight", f"{_R}{ours}.weight", Layout("heads channels units", "heads units channels")
+        ),
+        Leaf(f"{_M}rg_lru.{theirs}_bias", f"{_R}{ours}.bias", Layout("heads units", "(heads units)")),
+    )
+
+
+_RECURRENT_GEMMA = _DECODER.architecture(
+    "recurrent_gemma",
+    "RecurrentGemmaForCausalLM",
+    (
+        *leaves_of(EMBEDDING),
+        *leaves_of({T + "temporal_pre_norm": B + "recurrence_norm"}),
+        *leaves_of({T + "temporal_pre_norm": B + "attention_norm"}),
+        *leaves_of(
+            {_M + "linear_y": _R + "gate_proj", _M + "linear_x": _R + "x_proj", _M + "linear_out": _R + "o_proj"}
+        ),
+        Leaf(_M + "conv_1d.weight", _R + "x_conv.weight", Layout("inner one kernel", "inner (one kernel)")),
+        Leaf(_M + "conv_1d.bias", _R + "x_conv.bias"),
+        Leaf(_M + "rg_lru.recurrent_param", _R + "decay"),
+        *_gate("input_gate", "input_gate"),
+        *_gate("recurrent_gate", "decay_gate"),
+        *leaves_of({f"{_M}{name}_proj": f"{B}attention.{name}_proj" for name in "qkvo"}),
+        *leaves_of({T + "channel_pre_norm": B + "feed_forward_norm"}),
+        *leaves_of({f"{T}mlp_block.{name}_proj": f"{B}feed_forward.{name}_proj" for name in ("gate", "up", "down")}),
+        *leaves_of({"model.final_norm": "final_norm", "lm_head": "head"}),
+    ),
+    released="2024-04",
+    kinds=_DECODER.kinds | {RGLRU},
+    token_ids=GEMMA_IDS,
+    apart=("padding",),
+    config_aliases={"attention_window_size": ("sliding_window",)},
+    irrelevant={
+        **dict.fromkeys(("w_init_variance_scale", "final_w_init_variance_scale"), "how training starts"),
+        "layers_block_type": "made of block_types",
+    },
+    refused={
+        "embeddings_scale_by_sqrt_dim": ((True, None), "transformers scales the table whatever this says"),
+        "_block_types": (([_RECURRENT, _RECURRENT, _WHOLE], None), "transformers goes by block_types"),
+    },
+)

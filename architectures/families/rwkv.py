@@ -1,0 +1,138 @@
+"""RWKV-4 (Peng et al. 2305.13048): a weighted mean over time and a mixing of channels in every layer, each of which
+reads a token and the one before it.
+
+Source: transformers models/rwkv/{configuration,modeling}_rwkv.py. When it does not train, its class halves the stream
+behind every `rescale_every` layers, and what is written into it as often. All of that is exact in binary, and gives the
+norms a stream s times as small, of which they make what they make of the whole one with s² times their eps: so the
+tree has it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...components import Block, ChannelMixing, Embedding, Head, LayerNorm, ModelSpec, SubLayer, TimeMixing
+from ...errors import CannotExpress
+from ..base import Architecture, Leaf, leaves_of
+from ..config import ConfigReader
+from ..layout import Layout
+from ..obstacles import of_kind
+from .llama import B
+
+_EPS = 1e-5  # of the last norm, whatever config.json says
+
+
+def _widened(eps: float, halvings: int) -> float:
+    """The eps of a norm that reads a stream which was halved so often."""
+    return eps * 4.0**halvings
+
+
+def _read(config: ConfigReader) -> ModelSpec:
+    hidden, vocab = config.integer("hidden_size", 4096), config.integer("vocab_size", 50277)
+    layers, eps = config.layers("num_hidden_layers", 32), config.number("layer_norm_epsilon", 1e-5)
+    inner, units = config.optional_integer("attention_hidden_size"), config.optional_integer("intermediate_size")
+    if inner not in (None, hidden):
+        raise config.fail("attention_hidden_size", inner, f"hidden_size ({hidden}): transformers' state fails else")
+    for name, size in (("num_hidden_layers", layers), ("hidden_size", hidden)):
+        if size == 1:
+            raise config.fail(name, size, "2 at least: transformers divides by one less")
+    every = config.raw("rescale_every", 6)
+    if type(every) is not int or not -(2**31) < every < 2**31:
+        raise config.fail("rescale_every", every, "a number of layers, or 0")
+    halvings = [layer // every if every > 0 else 0 for layer in range(layers + 1)]
+    if halvings[-1] > 32:
+        raise config.fail("rescale_every", every, f"a number that halves a stream of {layers} layers 32 times at most")
+    if config.kinds_of_layers() not in (None, ["linear_attention"] * layers):
+        raise config.fail("layer_types", config.raw("layer_types"), "null: every layer is a recurrence")
+    mixers = (
+        TimeMixing(hidden_size=hidden, inner=hidden),
+        ChannelMixing(hidden_size=hidden, intermediate_size=units or 4 * hidden),
+    )
+    blocks = {}
+    for count in dict.fromkeys(halvings):
+        norm = LayerNorm(size=hidden, eps=_widened(eps, count))
+        blocks[count] = Block(sublayers=tuple(SubLayer(mixer=mixer, norm=norm) for mixer in mixers))
+    return ModelSpec(
+        embedding=Embedding(vocab_size=vocab, hidden_size=hidden, norm=LayerNorm(size=hidden, eps=eps)),
+        blocks=tuple(blocks[count] for count in halvings[:-1]),
+        final_norm=LayerNorm(size=hidden, eps=_widened(_EPS, halvings[-1])),
+        head=Head(vocab_size=vocab, hidden_size=hidden, tied=config.boolean("tie_word_embeddings", False)),
+        context_length=config.integer("context_length", 1024),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    block = spec.blocks[0]
+    time, channels = (
+        of_kind(block.mixer("recurrence"), TimeMixing),
+        of_kind(block.mixer("channel_mixing"), ChannelMixing),
+    )
+    first, last = of_kind(spec.embedding.norm, LayerNorm), of_kind(spec.final_norm, LayerNorm)
+    if time.inner != spec.hidden_size:
+        raise CannotExpress(f"rwkv has as many channels as the stream is wide ({spec.hidden_size}), not {time.inner}")
+    norms = [of_kind(block.sublayers[0].norm, LayerNorm) for block in spec.blocks]
+    ends = [*(norm.eps / first.eps for norm in norms), last.eps / _EPS]
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "attention_hidden_size": time.inner,
+        "intermediate_size": channels.intermediate_size,
+        "num_hidden_layers": len(spec.blocks),
+        "layer_norm_epsilon": first.eps,
+        "rescale_every": next((layer for layer, times in enumerate(ends) if times != 1), 0),
+        "tie_word_embeddings": spec.tied,
+        **({} if spec.context_length is None else {"context_length": spec.context_length}),
+    }
+
+
+def _rescaled(spec: ModelSpec) -> dict[str, float]:
+    """What writes into the stream, by how much smaller that is."""
+    first, found = of_kind(spec.embedding.norm, LayerNorm), dict[str, float]()
+    for layer, block in enumerate(spec.blocks):
+        times = (first.eps / of_kind(block.sublayers[0].norm, LayerNorm).eps) ** 0.5
+        names = ("attention.output", "feed_forward.value") if times != 1 else ()
+        found |= {f"rwkv.blocks.{layer}.{name}.weight": times for name in names}
+    return found
+
+
+_T = "rwkv.blocks.{layer}."
+_TIME = {"key": "k", "value": "v", "receptance": "r", "output": "o"}
+_CHANNELS = {"key": "up", "receptance": "gate", "value": "down"}
+
+
+def _mixer(theirs: str, ours: str, names: Mapping[str, str], last: str) -> tuple[Leaf, ...]:
+    """What a mixer has by these names, ours for theirs; the `last` does not read the stream."""
+    mix = Layout("one 1 hidden", "(one 1 hidden)")
+    mixes = {f"{theirs}time_mix_{name}": f"{ours}{own}_mix" for name, own in names.items() if name != last}
+    return (
+        *(Leaf(name, own, mix) for name, own in mixes.items()),
+        *leaves_of({theirs + name: f"{ours}{own}_proj" for name, own in names.items()}),
+    )
+
+
+_RWKV = Architecture(
+    name="rwkv",
+    model_types=("rwkv",),
+    hf_class="RwkvForCausalLM",
+    hf_config="RwkvConfig",
+    kinds=frozenset({ChannelMixing, LayerNorm, TimeMixing}),
+    read=_read,
+    write=_write,
+    leaves=(
+        *leaves_of({"rwkv.embeddings": "embedding", "rwkv.blocks.0.pre_ln": "embedding.norm"}),
+        *leaves_of({_T + "ln1": B + "recurrence_norm", _T + "ln2": B + "channel_mixing_norm"}),
+        Leaf(_T + "attention.time_decay", B + "recurrence.decay"),
+        Leaf(_T + "attention.time_first", B + "recurrence.bonus"),
+        *_mixer(_T + "attention.", B + "recurrence.", _TIME, "output"),
+        *_mixer(_T + "feed_forward.", B + "channel_mixing.", _CHANNELS, "value"),
+        *leaves_of({"rwkv.ln_out": "final_norm", "head": "head"}),
+    ),
+    released="2022-12",
+    head="head.weight",
+    prefix="rwkv.",
+    token_ids={"bos_token_id": 0, "eos_token_id": 0},
+    config_aliases={"context_length": ("max_position_embeddings",)},
+    reference=lambda _: ("eager",),
+    reference_quirk="transformers' class has no attention, and knows no other path",
+    apart=("padding", "steps"),
+    rescaled=_rescaled,
+)

@@ -1,0 +1,156 @@
+"""The real-gated linear recurrent unit of Griffin, between a convolution and a gate. No torch."""
+
+from typing import Any, Self
+
+import msgspec
+
+from ..errors import ConfigError
+from .activations import FACTS, Activation, function_of
+from .base import Component, Logs, Misread, Mixer, Size, Weight, bias, divided
+from .operations import Activation as ActivationOperation
+from .operations import Linear, Product, Program, Scan, Sizes, linear
+from .short_convolution import convolve, misread_kernels
+from .words import Words
+
+__all__ = ["RGLRU"]
+
+_GATES = ("input_gate", "decay_gate")
+
+
+class RGLRU(Mixer, Component, frozen=True):
+    """The state h of `inner` channels decays and takes each channel's input, both as far as gates let them (De et al.
+    2402.19427):
+
+        a = e^(−8 · softplus(decay) ⊙ σ(decay_gate(x))),  h ← a ⊙ h + √(1 − a²) ⊙ σ(input_gate(x)) ⊙ x
+
+    x is a projection that has gone through a causal convolution, a kernel of `kernel` tokens a channel. A gate is a
+    matrix for each of `heads` parts of the channels. The first token of a text begins the state: it is taken as if
+    a were 0. h is multiplied by activation(gate_proj(x)). The state is in fp32 at least. All linears and the
+    convolution have biases.
+    """
+
+    label = "recurrence"
+    slot = "recurrence"
+    computed_in = "gptkit.modules.rg_lru"
+    tells = ("inner", "heads", "kernel", "activation")
+    axes = ("units", "channels")
+
+    hidden_size: Size
+    inner: Size
+    heads: Size
+    kernel: Size
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        if self.inner % self.heads:
+            raise ConfigError(f"{self.inner} channels cannot be cut into {self.heads} heads")
+
+    @property
+    def units(self) -> int:
+        """What a head's gate gives."""
+        return self.inner // self.heads
+
+    @property
+    def channels(self) -> int:
+        """What a head's gate reads: as much."""
+        return self.units
+
+    def weights(self) -> dict[str, Weight]:
+        found: dict[str, Weight] = {}
+        for name in ("x_proj", "gate_proj"):
+            found |= {f"{name}.weight": Weight((self.inner, self.hidden_size), "reads")}
+            found |= {f"{name}.bias": bias(self.inner)}
+        found["x_conv.weight"] = Weight((self.inner, self.kernel), "kernel")
+        found["x_conv.bias"] = bias(self.inner)
+        for name in _GATES:
+            found[f"{name}.weight"] = Weight((self.heads, self.units, self.channels), "inner")
+            found[f"{name}.bias"] = bias(self.inner)
+        found["decay"] = Weight((self.inner,), "inner", Logs(0.001, 0.1))  # of the open gate some 0.5 to 0.99 are left
+        found["o_proj.weight"] = Weight((self.hidden_size, self.inner), "writes")
+        found["o_proj.bias"] = bias(self.hidden_size)
+        return found
+
+    def words(self) -> dict[str, Words]:
+        sizes = {name: getattr(self, name) for name in ("inner", "heads", "kernel")}
+        data = {"kind": "RG-LRU", **sizes, "activation": function_of(self.activation)}
+        told = f"RG-LRU, {self.inner:,} channels, gates of {self.heads} heads, convolution of {self.kernel} tokens"
+        return {
+            "recurrence": Words(
+                f"RG-LRU, state {self.inner:,}", data, f"{told}, {FACTS[function_of(self.activation)].words}"
+            )
+        }
+
+    def alike(self) -> Self:
+        return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"i": self.inner, "u": self.units}
+
+    def share(self, devices: int) -> Self:
+        heads = divided(self.heads, devices, "heads of the recurrence")
+        return msgspec.structs.replace(self, heads=heads, inner=heads * self.units)
+
+    def small(self, hidden: int) -> Self:
+        heads = min(self.heads, 2)
+        return msgspec.structs.replace(self, hidden_size=hidden, heads=heads, inner=heads * max(hidden // heads, 1))
+
+    def slips(self) -> dict[str, Self]:
+        other: Activation = "silu" if function_of(self.activation) == "gelu" else "gelu"
+        return {"another activation": msgspec.structs.replace(self, activation=other)}
+
+    def misread(self) -> dict[str, Misread]:
+        def exchanged(one: str, other: str) -> Misread:
+            names = {one: other, other: one}
+            return lambda own: {f"{n}.{w}": own[f"{names[n]}.{w}"] for n in names for w in ("weight", "bias")}
+
+        return {
+            "logarithms of decays taken for decays": lambda own: {"decay": own["decay"].exp()},
+            "sign of the decays' gate turned": lambda own: {
+                f"decay_gate.{w}": -own[f"decay_gate.{w}"] for w in ("weight", "bias")
+            },
+            "gates of inputs and of decays swapped": exchanged(*_GATES),
+            "matrices of the recurrence's gates the other way round": lambda own: {
+                f"{n}.weight": own[f"{n}.weight"].transpose(1, 2) for n in _GATES
+            },
+            "inputs of the recurrence and their gate swapped": exchanged("x_proj", "gate_proj"),
+            **misread_kernels("x_conv"),
+        }
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, end = "recurrence", f"{path}.o_proj"
+        inner: Sizes = ("B", "T", self.inner)
+        gate = linear(self, "gate_proj", path, source, inner, row, end)
+        opened = ActivationOperation(f"{path}.gate", (gate.id,), inner, row, function=self.activation, held=end)
+        x = linear(self, "x_proj", path, source, inner, row)
+        mixed = convolve(self, "x_conv", path, x.id, inner, row, carried=self.kernel - 1, held=end)
+        fields: dict[str, Any] = {"inputs_wide": self.channels, "together": f"{path}.gates", "by_channel": True}
+        gates = [
+            Linear(
+                f"{path}.{name}",
+                (mixed.id,),
+                inner,
+                row,
+                (("weight", (self.heads, self.units, self.channels)), ("bias", (self.inner,))),
+                held=end,
+                **fields,
+            )
+            for name in _GATES
+        ]
+        scan = Scan(
+            f"{path}.state",
+            (mixed.id, *(each.id for each in gates)),
+            inner,
+            row,
+            (("decay", (self.inner,)),),
+            state=(self.inner,),
+            title="real-gated linear recurrence",
+            formula="h ← a ⊙ h + √(1 − a²) ⊙ σ(i) ⊙ x, a = e^(−8 softplus(decay) σ(r))",
+            saved=0,
+            wide=True,
+            theirs=self.inner,
+            again=True,
+            narrow=True,
+            alive=4 * self.inner,
+        )
+        product = Product(f"{path}.gated", (scan.id, opened.id), inner, row)
+        return (gate, opened, x, mixed, *gates, scan, product, linear(self, "o_proj", path, product.id, shape, row))

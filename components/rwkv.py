@@ -1,0 +1,157 @@
+"""RWKV's two mixers, of time and of channels, which read a token and the one before it. No torch."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+import msgspec
+
+from .base import Component, Logs, Misread, Mixer, Size, Weight, divided
+from .operations import Activation, AnyOperation, Blend, Pairs, Product, Program, Scan, Sizes, linear
+from .words import Words
+
+__all__ = ["ChannelMixing", "TimeMixing"]
+
+
+class TimeMixing(Mixer, Component, frozen=True):
+    """A mean of the values of all tokens so far, of which each counts e^key, less at each step behind it, and the token
+    itself e^bonus as much (RWKV-4, Peng et al. 2305.13048):
+
+        a ← e^(−e^decay) ⊙ a + e^k ⊙ v,  b ← e^(−e^decay) ⊙ b + e^k,  y = (a + e^(bonus + k) ⊙ v) / (b + e^(bonus + k))
+
+    with a and b those of the token before in y. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x', x' being
+    the input of the token before and μ a number a column for each of the three; y is multiplied by σ(r). What is
+    carried are a and b, divided by e^m for the largest exponent m, and m, in fp32 at least, and x'.
+    """
+
+    label = "recurrence"
+    slot = "recurrence"
+    computed_in = "gptkit.modules.rwkv"
+    tells = ("inner",)
+
+    hidden_size: Size
+    inner: Size
+
+    def weights(self) -> dict[str, Weight]:
+        found = {"decay": Weight((self.inner,), "inner", Logs(math.exp(-5), math.exp(3)))}
+        found["bonus"] = Weight((self.inner,), "inner", math.log(0.3))
+        found |= _read(self.hidden_size, {"k": self.inner, "v": self.inner, "r": self.inner})
+        return found | {"o_proj.weight": Weight((self.hidden_size, self.inner), "writes")}
+
+    def words(self) -> dict[str, Words]:
+        told = f"RWKV, {self.inner:,} channels"
+        return {"recurrence": Words(told, {"kind": "RWKV", "inner": self.inner}, f"{told}, each 3 numbers")}
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"i": self.inner}
+
+    def share(self, devices: int) -> Self:
+        return msgspec.structs.replace(self, inner=divided(self.inner, devices, "channels of the recurrence"))
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, inner=min(self.inner, 2 * hidden))
+
+    def misread(self) -> dict[str, Misread]:
+        return {
+            "logarithms of decays taken for decays": lambda own: {"decay": own["decay"].exp()},
+            "own token counted as any other": lambda own: {"bonus": own["bonus"] * 0},
+            **_misread_mixes(self),
+        }
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, inner, end = "recurrence", ("B", "T", self.inner), f"{path}.o_proj"
+        found = list(_blended(self, path, source, shape, row, "kvr", f"{path}.opened"))
+        k, v, r = (linear(self, f"{n}_proj", path, f"{path}.{n}_mixed", inner, row, end) for n in "kvr")
+        opened = Activation(f"{path}.opened", (r.id,), inner, row, function="sigmoid", held=end)
+        scan = Scan(
+            f"{path}.mean",
+            (k.id, v.id),
+            inner,
+            row,
+            tuple((name, (self.inner,)) for name in ("decay", "bonus")),
+            state=(self.inner, 3),
+            title="weighted mean",
+            formula="(a + e^(bonus + k) v) / (b + e^(bonus + k)), a ← e^(−w) a + e^k v, b ← e^(−w) b + e^k",
+            saved=0,
+            wide=True,
+            theirs=3 * self.inner,
+            again=True,
+        )
+        product = Product(f"{path}.gated", (opened.id, scan.id), inner, row)
+        return (*found, k, v, r, opened, scan, product, linear(self, "o_proj", path, product.id, shape, row))
+
+
+class ChannelMixing(Mixer, Component, frozen=True):
+    """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²), where x_g and x_u are each μ ⊙ x + (1 − μ) ⊙ x', x' the input
+    of the token before, and μ a number a column for each of the two (RWKV-4, Peng et al. 2305.13048).
+    """
+
+    label = "feed-forward"
+    slot = "channel_mixing"
+    computed_in = "gptkit.modules.rwkv"
+    tells = ("intermediate_size",)
+
+    hidden_size: Size
+    intermediate_size: Size
+
+    @property
+    def aspect(self) -> str:
+        return "feed-forward"
+
+    def weights(self) -> dict[str, Weight]:
+        found = _read(self.hidden_size, {"up": self.intermediate_size, "gate": self.hidden_size})
+        return found | {"down_proj.weight": Weight((self.hidden_size, self.intermediate_size), "writes")}
+
+    def words(self) -> dict[str, Words]:
+        width = self.intermediate_size
+        data = {"kind": "channel mixing", "width": width}
+        whole = f"channel mixing, relu2, {width:,}"
+        return {"feed-forward": Words(f"channel mixing {width:,}", data, whole), "activation": Words("relu²", "relu2")}
+
+    def letters(self, part: str = "") -> dict[str, int]:
+        return {} if part else {"f": self.intermediate_size}
+
+    def share(self, devices: int) -> Self:
+        units = divided(self.intermediate_size, devices, "units of the feed-forward")
+        return msgspec.structs.replace(self, intermediate_size=units)
+
+    def small(self, hidden: int) -> Self:
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+
+    def misread(self) -> dict[str, Misread]:
+        return _misread_mixes(self)
+
+    def operations(self, path: str, source: str, shape: Sizes) -> Program:
+        row, inner, end = "feed-forward", (*shape[:-1], self.intermediate_size), f"{path}.gated"
+        found = list(_blended(self, path, source, shape, row, ("up", "gate"), end))
+        up = linear(self, "up_proj", path, f"{path}.up_mixed", inner, row)
+        active = Activation(f"{path}.activated", (up.id,), inner, row, function="relu2")
+        down = linear(self, "down_proj", path, active.id, shape, row, end)
+        gate = linear(self, "gate_proj", path, f"{path}.gate_mixed", shape, row)
+        opened = Activation(f"{path}.opened", (gate.id,), shape, row, function="sigmoid", held=end)
+        return (*found, up, active, down, gate, opened, Product(end, (opened.id, down.id), shape, row))
+
+
+def _read(hidden: int, widths: dict[str, int]) -> dict[str, Weight]:
+    """What reads the stream by these names: for each how much a token's own input counts, and a projection."""
+    mixes = {f"{name}_mix": Weight((hidden,), "columns", 0.5) for name in widths}
+    return mixes | {f"{name}_proj.weight": Weight((size, hidden), "reads") for name, size in widths.items()}
+
+
+def _blended(
+    node: Component, path: str, source: str, shape: Sizes, row: str, names: Sequence[str], held: str
+) -> Iterator[AnyOperation]:
+    """A token's input with that of the token before, once for each name."""
+    pairs = Pairs(f"{path}.before", (source,), (*shape[:-1], 2, shape[-1]), row)
+    yield pairs
+    for name in names:
+        weights = ((f"{name}_mix", node.shapes()[f"{name}_mix"]),)
+        yield Blend(f"{path}.{name}_mixed", (pairs.id,), shape, row, weights, held=held)
+
+
+def _misread_mixes(node: Component) -> dict[str, Misread]:
+    names = [name for name, weight in node.weights().items() if weight.role == "columns"]
+    return {
+        "the token before left out": lambda own: {name: own[name] * 0 + 1 for name in names},
+        "a token taken for the one before": lambda own: {name: 1 - own[name] for name in names},
+    }

@@ -1,0 +1,141 @@
+"""The RG-LRU, as transformers' RecurrentGemma computes it: one token behind the other.
+
+The steps stand as its `RecurrentGemmaRecurrentBlock` and `RecurrentGemmaRglru` have them, in their order and over
+tensors that lie as theirs. Padding is none of a text's tokens, which transformers takes for some; behind a state
+several tokens go on from it, of which transformers' path forgets the convolution.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..components import RGLRU
+from .context import Context
+from .layers import Linear, activation_of
+from .registry import computes
+from .scan import State, made_again, real
+from .short_convolution import Kernels
+
+_STEEPEST = 1000.0
+"""The largest gradient of the square root, which is infinite at 0."""
+
+
+class _Gate(nn.Module):
+    """A matrix of each head's channels, [heads, out, in], which lies in memory as [heads, in, out]."""
+
+    def __init__(self, spec: RGLRU) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.heads, spec.channels, spec.units).transpose(1, 2))
+        self.bias = nn.Parameter(torch.empty(spec.inner))
+
+    def forward(self, x: Tensor) -> Tensor:  # (heads, N, in) -> (N, inner)
+        shift = self.bias.view(x.shape[0], 1, -1)
+        return torch.baddbmm(shift, x, self.weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+@computes(RGLRU)
+class _RGLRUModule(nn.Module):
+    """See `components.RGLRU`."""
+
+    def __init__(self, spec: RGLRU, kernel: Any = "sdpa") -> None:  # noqa: ARG002 - there is one
+        super().__init__()
+        self.spec = spec
+        self.x_proj, self.gate_proj = (Linear(spec.hidden_size, spec.inner, True) for _ in range(2))
+        self.x_conv = Kernels(spec.inner, spec.kernel, True)
+        self.input_gate, self.decay_gate = _Gate(spec), _Gate(spec)
+        self.activation = activation_of(spec.activation)
+        self.decay = nn.Parameter(torch.empty(spec.inner))
+        self.o_proj = Linear(spec.inner, spec.hidden_size, True)
+
+    @staticmethod
+    def cache(spec: RGLRU) -> State:  # noqa: ARG004
+        """What a decode keeps of earlier tokens."""
+        return State()
+
+    def forward(self, x: Tensor, context: Context, cache: State | None = None) -> Tensor:  # (B, T, hidden)
+        gate = self.activation(self.gate_proj(x))
+        u = self._convolved(real(self.x_proj(x), context).transpose(1, 2), cache).transpose(1, 2)
+        by_head = u.reshape(-1, self.spec.heads, self.spec.channels).permute(1, 0, 2)
+        inputs, decays = (each(by_head).view(u.shape) for each in (self.input_gate, self.decay_gate))
+        before = None if cache is None else cache.state
+        scan = partial(_scan, begins=_begins(context), mask=_mask(context))
+        y, state = made_again(scan, u, inputs, decays, self.decay, before)
+        if cache is not None:
+            cache.state = state
+        out: Tensor = self.o_proj(y * gate)
+        return out
+
+    def _convolved(self, x: Tensor, cache: State | None) -> Tensor:  # (B, inner, T)
+        kernel, steps = self.spec.kernel, x.shape[-1]
+        weight, shift = self.x_conv.weight, self.x_conv.bias
+        assert shift is not None
+        kept = None if cache is None else cache.inputs
+        if steps == 1:  # a sum of products, since transformers takes it for a token behind others
+            whole = torch.cat((x.new_zeros(*x.shape[:2], kernel - 1) if kept is None else kept, x), dim=-1)
+            if cache is not None:
+                cache.inputs = whole[..., 1:]
+            return (torch.sum(whole * weight, dim=-1) + shift)[..., None]
+        whole = x if kept is None else torch.cat((kept, x), dim=-1)
+        if cache is not None:
+            cache.inputs = F.pad(whole, (kernel - 1 - whole.shape[-1], 0))
+        out = F.conv1d(whole, weight[:, None], shift, padding=kernel - 1, groups=x.shape[1])
+        return out[..., whole.shape[-1] - steps : whole.shape[-1]]
+
+
+def _begins(context: Context) -> Tensor:
+    """Which tokens begin a text, (1 or B, T, 1): those at position 0, and behind padding the first real ones."""
+    begins = context.position_ids == 0
+    mask = context.attention_mask
+    if context.padded and mask is not None:
+        first = (mask.cumsum(dim=1) == 1) & mask.bool()
+        begins = begins | first[:, -context.steps :]
+    return begins[:, :, None]
+
+
+def _mask(context: Context) -> Tensor | None:
+    """Which tokens are real, (B, T, 1); None where all are."""
+    mask = context.attention_mask
+    return None if mask is None or not context.padded else mask[:, -context.steps :, None]
+
+
+def _scan(*inputs: Any, begins: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """h (B, T, inner) of all tokens, and the state that they leave, in fp32 at least."""
+    x, let_in, let_go, decay, state = inputs
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logs = -8.0 * torch.sigmoid(let_go) * F.softplus(decay)
+    decays, weights = torch.exp(logs), torch.exp(2 * logs)
+    del logs  # here and below what is not needed any more, of as many numbers as the result
+    weights = _Root.apply(1 - weights)  # type: ignore[no-untyped-call]
+    weights = begins + ~begins * weights
+    weights = weights if mask is None else weights * mask
+    taken = x * torch.sigmoid(let_in) * weights.type(x.dtype)
+    del weights
+    decays = decays * ~begins
+    if x.shape[1] == 1:
+        if state is None:
+            return taken, taken[:, 0].type(wide)
+        found = decays.type(wide) * state[:, None] + taken.type(wide)
+        return found.type(x.dtype), found[:, -1]
+    state = taken.new_zeros(taken[:, 0].shape, dtype=wide) if state is None else state
+    every = torch.zeros_like(taken)
+    for at in range(x.shape[1]):
+        state = decays[:, at].type(wide) * state + taken[:, at].type(wide)
+        every[:, at] = state.type(x.dtype)
+    return every, state
+
+
+class _Root(torch.autograd.Function):
+    """The square root, whose gradient is bounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / torch.sqrt(torch.clip(4.0 * x, min=1 / _STEEPEST**2))
