@@ -93,7 +93,7 @@ class AlternatingUpdates(Component, frozen=True):
 
     def words(self) -> dict[str, Words]:
         data, norm = {"count": self.count, "norm": self.norm.named().data}, self.norm.named().long
-        return {"altup": Words(f"of {self.count}", data, f"of {self.count} streams, {norm}")}
+        return {"altup": Words(f"of {self.count}", data, f"of {self.count}, {norm}")}
 
     def disorder(self) -> dict[str, dict[str, list[int]]]:
         count = self.count
