@@ -4,7 +4,7 @@ fp4, and integers and fp8 of compressed-tensors and torchao.
 Each number is what the method's own reader makes of it, to the last bit: computed in fp32 and rounded to the type that
 this reader gives (the scales', for most), before anybody casts it.
 
-Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 5 (nn_modules/qlinear,
+Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 7 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
 backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lifecycle), torchao 0.18
 (prototype/safetensors, quantization/quant_primitives.py: dequantize_affine).
