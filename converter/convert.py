@@ -24,7 +24,6 @@ from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dty
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
-from .formats.gguf import begins
 from .model_card import CARD, model_card
 from .names import CONFIG, LOCAL_CONFIG, json_bytes
 from .resolve import Reference, identify
@@ -248,6 +247,8 @@ def convert(
     target = Path(out) if out is not None else default_output(found.text, form)
     staging = team().staging(target, force)
     if (target.suffix, form.kind) == (".gguf", "gguf"):
+        from .formats.gguf import begins  # with tables that nothing else needs
+
         staging.single = begins
     elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
         way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")

@@ -4,7 +4,7 @@ fp4, and integers and fp8 of compressed-tensors and torchao.
 Each number is what the method's own reader makes of it, to the last bit: computed in fp32 and rounded to the type that
 this reader gives (the scales', for most), before anybody casts it.
 
-Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 5 (nn_modules/qlinear,
+Sources: transformers 5 (integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py), GPTQModel 7 (nn_modules/qlinear,
 utils/model.py: zeros of version 1; quantization/awq/utils/packing_utils.py), bitsandbytes 0.50 (functional.py,
 backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lifecycle), torchao 0.18
 (prototype/safetensors, quantization/quant_primitives.py: dequantize_affine).
@@ -147,11 +147,12 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
             first, last = max(start, row * block[0]), min(end, (row + 1) * block[0])
             if sound:
                 factors = np.repeat(grids[which, row] * np.float32(2.0**120), block[1])[:columns]
+                even = math.prod(block) < 2**12 or _halfway(grids[which, row])  # which is worth it for many elements
                 for at in range(first, last, step):
                     here = matrices[which, at : min(last, at + step)]
                     to = out[at - start : at - start + len(here)]
                     if (here & 0x7F).max() < 0x7F:
-                        _multiplied(here, factors, one[: len(here)], two[: len(here)], to)
+                        _multiplied(here, factors, one[: len(here)], two[: len(here)], to, even)
                     else:  # no numbers
                         scales = np.repeat(grids[which, row], block[1])[:columns]
                         to[:] = cast_freely(values.take(here) * scales, dtype)
@@ -172,10 +173,20 @@ def _fp8_rows(parts: Parts, block: tuple[int, int], dtype: str) -> _Rows:
 _STEP = 2**16  # elements that are computed at a time, so that what is between stays in a core's cache
 
 
-def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array) -> None:
+def _halfway(scales: Array) -> bool:
+    """Whether the product of a scale and of a number of F8_E4M3 may lie halfway between two of bf16. Where fp32's
+    product is a normal number, that is told by the eight mantissas that such numbers have.
+    """
+    products = np.multiply.outer(np.arange(8, 16, dtype=np.float32), scales).view(np.uint32)
+    small = (np.abs(scales) < 2**-100) & (scales != 0)
+    return bool(((products & 0xFFFF) == 0x8000).any() or small.any())
+
+
+def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array, even: bool) -> None:
     """Bytes of F8_E4M3, none of them NaN, times factors, 2^120 times the scales: moved into fp32's places, a byte's
     bits are 2^-120 of its value, the smallest ones too, so that the product is the one of the value and the scale.
-    `one` and `two` are memory of fp32's size that is written over.
+    `one` and `two` are memory of fp32's size that is written over. even: whether what lies halfway between two numbers
+    is to be rounded to the even one, since there may be such products.
     """
     signed = one.view(np.int32)
     np.copyto(signed, bits.view(np.int8))  # the sign goes through all of the upper bits
@@ -186,10 +197,13 @@ def _multiplied(bits: Array, factors: Array, one: Array, two: Array, out: Array)
     if out.dtype != np.uint16:
         np.copyto(out, single)
         return
-    np.right_shift(one, 16, out=two)  # to nearest even
-    np.bitwise_and(two, 1, out=two)
-    np.add(two, 0x7FFF, out=two)
-    np.add(one, two, out=one)
+    if even:
+        np.right_shift(one, 16, out=two)
+        np.bitwise_and(two, 1, out=two)
+        np.add(two, 0x7FFF, out=two)
+        np.add(one, two, out=one)
+    else:
+        np.add(one, 0x8000, out=one)
     np.right_shift(one, 16, out=one)
     np.copyto(out, one, casting="unsafe")
 

@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import gptkit
 from gptkit.converter.convert import convert
+from gptkit.converter.dequantise import _halfway
 from gptkit.errors import GptkitError, InvalidInput
 from gptkit.parity.diff import diff
 
@@ -128,6 +129,29 @@ def test_blocks_of_any_size(block: list[int] | None, grid: tuple[int, ...]) -> N
             given = {"x": bits.view(torch.float8_e4m3fn), "x_scale_inv": scales}
             theirs = Fp8Dequantize(None)._dequantize_one(given["x"], scales, dtype)
             assert same_bits(numbers(given, settings, kind)["x"], theirs)
+
+
+@pytest.mark.parametrize("kind", ["random", "halfway", "powers", "small", "bf16"])
+def test_scales_whose_products_are_rounded_in_other_ways(kind: str) -> None:
+    """Blocks that are large enough to look whether a product lies halfway between two numbers of bf16."""
+    bits = torch.arange(256, dtype=torch.uint8).repeat(64, 2)
+    bits[bits & 127 == 127] = 5
+    scales = torch.rand((64, 2), generator=torch.Generator().manual_seed(0)) * 1e-3
+    if kind == "halfway":
+        scales = (scales.view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
+    elif kind == "powers":
+        scales = 2.0 ** -torch.arange(128.0).reshape(64, 2)
+    elif kind == "small":
+        scales *= 1e-36
+    elif kind == "bf16":
+        scales = scales.bfloat16().float()
+    settings, given = {"quant_method": "fp8", "weight_block_size": [64, 256]}, bits.view(torch.float8_e4m3fn)
+    looked = 0
+    for row in scales:
+        ours = numbers({"x": given, "x_scale_inv": row[None].clone()}, settings, "BF16")["x"]
+        assert same_bits(ours, Fp8Dequantize(None)._dequantize_one(given, row[None], torch.bfloat16))
+        looked += _halfway(row.numpy())
+    assert looked == {"random": 0, "halfway": 64, "powers": 14, "small": 64, "bf16": 55}[kind]
 
 
 def test_every_byte_of_mxfp4_at_every_scale() -> None:
