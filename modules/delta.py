@@ -135,6 +135,8 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     del decayed, later
     solved: Any = torch.linalg.solve_triangular
     values = solved(system, v, upper=False, unitriangular=True)
+    if state is None and v.shape[-1] == 1:  # products see how columns lie, which a difference from nothing decides
+        state = v.new_zeros(batch, heads, k.shape[-1], 1)
     first = 1 if state is None else 0  # the first chunk that a state stands before
     keys = corrected[:, :, first:] * g[:, :, first:].exp()[..., None]
     # A system with room between its matrices would be solved in another order than transformers'.
@@ -146,8 +148,7 @@ def _chunks(*inputs: Any) -> tuple[Tensor, Tensor]:
     y = torch.zeros_like(values)  # whose memory lies as the solution's, which norms sum in that order
     for chunk in range(values.shape[2]):
         new = values[:, :, chunk]
-        if state is None:  # which adds and takes nothing; a column by itself lies in memory as a difference would
-            new = new if new.shape[-1] > 1 else new.clone(memory_format=torch.contiguous_format)
+        if state is None:  # which adds and takes nothing
             y[:, :, chunk] = within[:, :, chunk] @ new
             state = k[:, :, chunk].transpose(-1, -2) @ new
             continue
