@@ -34,7 +34,8 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
         theirs: Tensor = model(**given, decoder_input_ids=target).logits
         return theirs
     if isinstance(model, Decoder):
-        types = {} if batch.token_types is None else {"token_types": batch.token_types}
+        known = batch.token_types is not None and model.token_types is not None  # a mistake may leave the table out
+        types = {"token_types": batch.token_types} if known else {}
         states: Tensor = model(**given, **types)
         if model.head is not None:
             return states

@@ -11,6 +11,7 @@ import transformers
 from helpers.command import call
 from helpers.edited import exit_code
 from helpers.families import BERT, CONFIGS, VOCAB, decoder_from, edited, randomised_reference, save_hf, spec_of
+from msgspec import structs
 
 import gptkit
 from gptkit.analysis.costs import cache_bytes, forward_flops, pairs_in_sight
@@ -19,6 +20,8 @@ from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.errors import ConfigError, MissingComponent, UsageError
 from gptkit.modules import Cache
 from gptkit.modules.load import load_random
+from gptkit.parity.outputs import outputs_of
+from gptkit.parity.probe import Batch
 from gptkit.training.evaluate import evaluate
 from gptkit.training.train import require_trainable
 
@@ -108,6 +111,15 @@ def test_types_of_tokens_and_the_pooler_are_transformers_own() -> None:
         model(IDS, token_types=types[:, :4])
     with pytest.raises(UsageError, match="a table of types"):
         load_random(spec_of(CONFIGS["distilbert"]), "float32")(IDS, token_types=types)
+
+
+def test_a_tree_without_types_reads_a_text_that_has_them() -> None:
+    """As the mistake that leaves them out does, on the probe of the right tree."""
+    spec = structs.replace(spec_of(CONFIGS["bert"]), token_types=None)
+    model, ids = load_random(spec), torch.arange(8)[None]
+    with torch.inference_mode():
+        typed = outputs_of(model, Batch("", ids, token_types=torch.ones_like(ids)))
+        assert torch.equal(typed, outputs_of(model, Batch("", ids)))
 
 
 def test_a_token_of_padding_has_the_row_before_the_first() -> None:

@@ -139,16 +139,18 @@ def unseen(spec: ModelSpec, name: str) -> bool:
 
 def idle(model: nn.Module) -> set[str]:
     """The parameters that no derivative reaches: of experts to which no token is led but the last, of which the loss
-    knows nothing, what is added to scores where experts are chosen, which is no smooth function of it, and the numbers
-    of xIELU that are not learnt.
+    knows nothing, what is added to scores where experts are chosen, which is no smooth function of it, routers that
+    leave one expert in reach (SparseMixer) for each token, and the numbers of xIELU that are not learnt.
     """
     taken: dict[str, set[int]] = {}
+    certain: dict[str, bool] = {}
     mixtures: dict[str, Any] = {path: each for path, each in model.named_modules() if hasattr(each, "route")}
     for path, mixture in mixtures.items():
 
         def noting(x: Tensor, path: str = path, route: Any = mixture.route) -> tuple[Tensor, Tensor]:
             weights, chosen = route(x)
             taken[path] = set(chosen.flatten().tolist())
+            certain[path] = mixtures[path].spec.jitter is not None and bool((weights == 1).all())
             return weights, chosen
 
         mixture.route = noting
@@ -158,7 +160,7 @@ def idle(model: nn.Module) -> set[str]:
     for path, mixture in mixtures.items():
         del mixture.route
         rest = [f"{path}.experts.{number}." for number in set(range(mixture.spec.experts)) - taken[path]]
-        own = (*rest, f"{path}.choice.")
+        own = (*rest, f"{path}.choice.", *([f"{path}.router."] if certain[path] else []))
         found |= {name for name, _ in model.named_parameters() if name.startswith(own)}
     return found
 
