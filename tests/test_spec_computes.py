@@ -97,18 +97,22 @@ def edited(text: str, place: Place, value: Any) -> Any:
 
 
 def run(spec: ModelSpec) -> None:
-    """A forward pass over more than the original context, one with padding, and one token from a cache."""
+    """A forward pass over more than the original context, one with padding, and of what predicts the next token one
+    token from a cache.
+    """
     length = min(TOKENS, spec.positions.length if spec.positions is not None else TOKENS)
     ids = torch.arange(2 * length).reshape(2, length) % spec.vocab_size
     mask = torch.ones_like(ids)
     mask[0, : length // 2] = 0
     weights = {name: tensor.float() for name, tensor in random_weights(spec).items()}
     for kernel in get_args(Kernel):
-        model, cache = filled(spec, weights, torch.float32, kernel), Cache(spec)
+        model = filled(spec, weights, torch.float32, kernel)
         with torch.inference_mode():
-            assert model(ids).shape == (2, length, spec.vocab_size)
+            width = spec.hidden_size if spec.head is None else spec.vocab_size
+            assert model(ids).shape == (2, length, width)
             model(ids, mask)
-            if length > 1:
+            if length > 1 and spec.causal and spec.head is not None:
+                cache = Cache(spec)
                 model(ids[:, :-1], cache=cache)
                 model(ids[:, -1:], cache=cache)
 

@@ -48,6 +48,7 @@ COMPARED |= {
     ("recurrent_gemma", name): "nothing is scaled" for name in ("rope_scaling", "original_max_position_embeddings")
 }
 COMPARED |= {("rwkv", "attention_hidden_size"): "as wide as the stream", ("rwkv", "layer_types"): "recurrences"}
+COMPARED |= {("modernbert", "head_dim"): "hidden_size over num_attention_heads"}
 COMPARED |= {("marian", "decoder_vocab_size"): "as many as vocab_size"}
 COMPARED |= {(name, "num_hidden_layers"): "as many as layer_types" for name in ("granitemoehybrid", "lfm2_moe")}
 COMPARED |= {("zamba2", name): "made of layers_block_type" for name in ("layer_types", "hybrid_layer_ids")}

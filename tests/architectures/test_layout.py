@@ -132,7 +132,7 @@ def test_the_families_layouts_are_bijections_for_any_sizes(layout, sizes):
     latent = {"kv_rank": width, "rope_dim": group, "nope_dim": head_dim, "value_dim": kv_heads}
     delta = {"key_heads": kv_heads, "key_dim": head_dim, "group_values": width, "keys": width, "values": head_dim}
     delta |= {"inner": width, "states": group}
-    convolution = {"channels": width, "kernel": group}
+    convolution = {"channels": width, "kernel": group, "units": head_dim}
     more = {"rank": kv_heads, "state": head_dim, "vocab": width, "heads": kv_heads * group, "one": 1, "two": 2}
     check(layout, {**sizes, **latent, **delta, **convolution, **more})
 
