@@ -1,10 +1,10 @@
 """gptkit convert against copying and hashing, and against transformers, alternating in one run.
 
-    python benchmarks/convert.py [--rounds 5] [--folder DIR] [--only llama|gpt2-large|four-times|fp8] [--peers mergekit]
+    python benchmarks/convert.py [--rounds 5] [--folder DIR] [--only NAME] [--peers mergekit]
 
 Builds a bf16 llama of 1.1 billion parameters in three shards (2.2 GB; pure renames) and a GPT-2 large shape in fp32
-(3.1 GB; transposes and splits), and the llama in fp8 with scales, which is dequantised to bf16. Every contender is a
-process of its own, timed from start to end, with the peak memory that the system counted for it:
+(3.1 GB; transposes and splits), and the llama in fp8 and two layers of gpt-oss in mxfp4, which are dequantised to
+bf16. Every contender is a process of its own, timed from start to end, with the peak memory that the system counted:
 
 - gptkit: `gptkit convert SOURCE OUT`: the converted folder, synced, with the sha256 of every file and every tensor.
 - copy: `cp -r`, then `sync` of the copied files, then `openssl dgst -sha256` of them, one after another.
@@ -46,6 +46,26 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+NARROW: dict[str, tuple[Callable[[Path, dict[str, Any]], int], dict[str, Any]]] = {
+    "fp8": (synthetic.build_fp8, LLAMA),
+    "mxfp4": (synthetic.build_mxfp4, GPT_OSS),
+}
+"""What is dequantised to bf16: who builds it, and its config."""
 GPT2_LARGE: dict[str, Any] = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -147,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to build them: a disk with 30 GB free [a temporary folder]")
-    parser.add_argument("--only", choices=("llama", "gpt2-large", "four-times", "fp8"))
+    parser.add_argument("--only", choices=("llama", "gpt2-large", "four-times", *NARROW))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as parent:
         peers = {"gptkit": gptkit, "copy": copy, "transformers": transformers}
@@ -163,16 +183,18 @@ def main() -> None:
             shutil.rmtree(source)
         if arguments.only in (None, "four-times"):
             four_times(Path(parent), arguments.rounds)
-        if arguments.only in (None, "fp8"):
-            dequantised(Path(parent), arguments.rounds)
+        for kind in NARROW:
+            if arguments.only in (None, kind):
+                dequantised(kind, Path(parent), arguments.rounds)
 
 
-def dequantised(parent: Path, rounds: int) -> None:
-    """The llama in fp8 with scales as bf16 files, beside the copy of these and their own conversion."""
-    source, plain = parent / "fp8", parent / "bf16"
+def dequantised(kind: str, parent: Path, rounds: int) -> None:
+    """A model in narrow blocks as bf16 files, beside the copy of these and their own conversion."""
+    build_narrow, config = NARROW[kind]
+    source, plain = parent / kind, parent / f"{kind}-plain"
     options = ["--to", "hf", "--dtype", "bfloat16"]
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        nbytes = pool.submit(synthetic.build_fp8, source, LLAMA).result()
+        nbytes = pool.submit(build_narrow, source, config).result()
     measured([*gptkit(source, plain), *options])
     runs = compare(
         source,
@@ -183,7 +205,9 @@ def dequantised(parent: Path, rounds: int) -> None:
         },
         rounds,
     )
-    table(f"llama in fp8 to bf16, {nbytes / 1e9:.2f} GB written", runs, "copy")
+    table(f"{config['model_type']} in {kind} to bf16, {nbytes / 1e9:.2f} GB written", runs, "copy")
+    shutil.rmtree(source)
+    shutil.rmtree(plain)
 
 
 def four_times(parent: Path, rounds: int) -> None:

@@ -100,6 +100,7 @@ def finetuned(source: Path, out: Path) -> None:
     """What litgpt's own command leaves of two steps: a folder with the tokenizer and its hyperparameters beside."""
     import subprocess
 
+    import docstring_parser  # noqa: F401 - without it the command fails, and the package does not ask for it
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.utils import save_config
