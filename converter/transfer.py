@@ -6,6 +6,7 @@ a view of the mapped file and written a few rows at a time, in the source's orde
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import zlib
@@ -124,6 +125,7 @@ def shared_tensors(checkpoint: TensorFiles, leaves: Iterable[BoundLeaf]) -> dict
 
 
 _ROWS = 1 << 20  # bytes of a view that are gathered, cast and written at a time
+_READ = 1 << 23  # bytes that are made before the pages of what they are made of are given back
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,8 @@ def _job(source: TensorFiles, leaves: Sequence[BoundLeaf], outputs: Sequence[tup
     if copied:
         memory = 2 * min(CHUNK, outputs[0][1].nbytes)
     elif pieced:
-        memory = 16 * PIECE + source.nbytes_of(leaves[0]) // 8  # its scales
+        nbytes = source.nbytes_of(leaves[0])
+        memory = 16 * PIECE + min(_READ, nbytes) + nbytes // max(1, math.prod(leaves[0].shape[:-2])) // 8  # its scales
     else:
         memory = sum(source.nbytes_of(leaf) for leaf in leaves)
         memory += 4 * min(_ROWS, max(output.nbytes for _, output in outputs))
@@ -317,8 +320,7 @@ class _Carrier:
             (shard, output), leaf = job.outputs[0], job.sources[0]
             made = self.source.pieces(leaf)
             assert made is not None
-            self._write(self.writers[shard.name], output, made, self.source.dtype_of(leaf))
-            self.source.release()
+            self._write(self.writers[shard.name], output, self._released(made), self.source.dtype_of(leaf))
             return
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
@@ -328,6 +330,17 @@ class _Carrier:
                 pieces = (contiguous(array[rows] if array.ndim else array) for rows in _row_slices(array, output.rows))
                 self._write(self.writers[shard.name], output, pieces, dtype)
         del held
+        self.source.release()
+
+    def _released(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The pieces; pages of the files that they are made of are given back now and then."""
+        read = 0
+        for piece in pieces:
+            yield piece
+            read += piece.nbytes
+            if read >= _READ:
+                self.source.release()
+                read = 0
         self.source.release()
 
     def _write(self, file: BlockFile, output: Output, pieces: Iterable[np.ndarray], dtype: str) -> None:
