@@ -126,7 +126,7 @@ def split(
             f"--pp {pp}: {layers:,} layers do not make {pp} stages of one length", f"Choose a divisor of {layers:,}."
         )
     if spec.shares and pp > 1:
-        raise UsageError(f"--pp {pp}: layers share a block (SharedTransformer), and stages have none together")
+        raise UsageError(f"--pp {pp}: layers share a block, and stages have none together")
     one, each = shard(spec, tp), layers // pp
     size = sizer(one, dtype)
     weights: list[Counter[str]] = [Counter() for _ in range(pp)]

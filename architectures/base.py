@@ -200,6 +200,8 @@ class Architecture:
     apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
         which is read as tokens; "steps" of one token of each.
     rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
+    prepare: what is done to transformers' model before its first pass, and may be done again: what it does to its own
+        weights later is done, and what its modules keep of a pass is forgotten before the next.
     model: what computes the family where transformers has no class of it, as "package.module:callable": of config.json
         and the attention path a torch module whose parameters have the checkpoint's names and are each used by the
         module that has it alone, whose `forward` takes `input_ids` and `attention_mask`, and returns what has `logits`.
@@ -243,6 +245,7 @@ class Architecture:
     reference_quirk: str = ""
     apart: tuple[Literal["padding", "steps"], ...] = ()
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
+    prepare: Callable[[Any], None] = lambda model: None
     model: str = ""
 
     # --- config.json <-> tree ---

@@ -147,8 +147,8 @@ def rows(variants: list[Variant]) -> dict[tuple[str, str, str], Row]:
         for dtype in (torch.float32, torch.bfloat16):
             for attention in architecture_of(variant.config).reference(spec_of(variant.config)):
                 reference = randomised_reference(variant.config, dtype, attention)
-                begin_anew(reference)
                 model = decoder_from(reference, variant.config, attention)
+                begin_anew(reference, architecture_of(variant.config))
                 row = found.setdefault((variant.family, str(dtype).removeprefix("torch."), attention), Row())
                 with torch.inference_mode():
                     for difference in forward_cases(model, reference, architecture_of(variant.config)):

@@ -319,13 +319,15 @@ class Mixer(Open, frozen=True):
     """What stands in a block between the stream and the stream: attention, a feed-forward, a recurrence.
 
     A record of a kind inherits it beside `Component`. slot: what a block calls it in parameters' names. axes: its
-    properties that layouts of checkpoints may name, beside its fields.
+    properties that layouts of checkpoints may name, beside its fields. lends: whether it may compute with the weights
+    of another layer's.
     """
 
     __slots__ = ()
     given = ("hidden_size",)
     slot: ClassVar[str]
     axes: ClassVar[tuple[str, ...]] = ()
+    lends: ClassVar[bool] = False
     hidden_size: int
 
     @property

@@ -41,6 +41,7 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     label = "shared block"
     slot = "shared"
+    lends = True
     computed_in = "gptkit.modules.shared_transformer"
     rounds = ("fused",)
     tells = ("head_dim", "scale", "position", "norm", "inner_norm", "bias")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..analysis.activations import Kernel
 from ..architectures import Architecture, BoundLeaf
-from ..components import ModelSpec, SharedTransformer
+from ..components import ModelSpec
 from .passes import hooked
 from .probe import RUNNING, Batch
 from .sides import Sides
@@ -174,7 +174,8 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             rows = None if len(leaf.shared) == 1 else _rows(leaf, part)
             plain = 1 / rescaled.get(leaf.checkpoint, 1.0)
             factor = spec.embedding.multiplier if here == ("embedding", "output") else plain
-            lent = short.startswith(f"{SharedTransformer.slot}.")
+            mixer = None if layer is None else spec.blocks[layer].mixer(short.partition(".")[0])
+            lent = mixer is not None and mixer.lends
             found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
 

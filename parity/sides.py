@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
 from ..analysis.activations import Kernel
-from ..architectures import BY_MODEL_TYPE
+from ..architectures import BY_MODEL_TYPE, Architecture
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import plan_conversion
 from ..converter.publish import Staging
@@ -168,7 +168,7 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
             names = ", ".join(str(name) for name in list(info[kind])[:5])
             raise CheckpointError(f"transformers {what}: {names}")
     _compute_experts_plainly(model)
-    begin_anew(model)
+    begin_anew(model, family)
     # from_pretrained leaves parameters where they lie in the mapped file, at any multiple of 8 bytes, and fp32 products
     # sum in another order there than on torch's 64 (up to 1e-5 in logits): a difference of files, not of models.
     for parameter in model.parameters():
@@ -200,14 +200,12 @@ def _compute_experts_plainly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
-def begin_anew(model: Any) -> None:
+def begin_anew(model: Any, family: Architecture | None) -> None:
     """Have every pass from the first token on be as the first. Dynamic rotary scaling keeps the base of the longest
-    sequence, and of each kind of layer where these have positions of their own; RecurrentGemma's modules keep states.
+    sequence, and of each kind of layer where these have positions of their own; a family says what else is kept.
     """
-
-    def begin(module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Any]) -> None:
-        if not bool(named["position_ids"][:, 0].any()):
-            module._setup_cache(len(given[0]), given[0].device, given[0].dtype)  # type: ignore[operator]
+    if family is not None:
+        family.prepare(model)
 
     def forget(module: Any, prefixes: list[str]) -> None:
         for prefix in prefixes:
@@ -220,8 +218,6 @@ def begin_anew(model: Any) -> None:
         dynamic = [prefix for prefix, each in by_prefix.items() if "dynamic" in str(each)]
         if dynamic:
             module.register_forward_pre_hook(lambda module, *_, prefixes=dynamic: forget(module, prefixes))
-        if hasattr(module, "conv1d_state"):
-            module.register_forward_pre_hook(begin, with_kwargs=True)
 
 
 class _Absent(Tensor):
@@ -383,12 +379,9 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
             model = auto_class(config).from_config(made, **_class_options(dtype, attention))
             leave_out(model, (each for each in architecture.optional if getattr(checkpoint.spec, each) is None))
             _compute_experts_plainly(model)
-    begin_anew(model)
+    begin_anew(model, architecture)
     stacked, repeats = architecture.parameters(checkpoint.spec), architecture.repeats(checkpoint.spec)
     factors = architecture.rescaled(checkpoint.spec)
-    for module in model.modules():
-        if hasattr(module, "layers_are_rescaled"):  # where they come
-            module.layers_are_rescaled = True
 
     def in_files(name: str) -> str:
         begins, built = architecture.modules

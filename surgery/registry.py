@@ -20,7 +20,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..components import Block, ModelSpec, SharedTransformer
+from ..components import Block, ModelSpec
 from ..errors import ConfigError, MissingComponent, SwapRefused, UsageError
 from . import swaps
 from .facts import Assumed, Weights
@@ -349,8 +349,9 @@ def _refuse_shared(spec: ModelSpec) -> None:
         if getattr(spec, name) is not None:
             raise SwapRefused(f"the model has {name}, unknown to this swap")
     for layer, block in enumerate(spec.blocks):
-        if block.mixer(SharedTransformer.slot) is not None:
-            raise SwapRefused(f"blocks.{layer}.shared is a SharedTransformer, unknown to this swap")
+        for mixer in (each.mixer for each in block.sublayers):
+            if mixer.lends:
+                raise SwapRefused(f"blocks.{layer}.{mixer.slot} is a {type(mixer).__name__}, unknown to this swap")
         if block.scale is not None:
             raise SwapRefused(f"blocks.{layer} has a scale of all that leaves it, unknown to this swap")
         for name, plain in (("kv_from", "input"), ("v_norm", None)):

@@ -364,7 +364,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
         message = f"{carries(spec)} carries a state from one document into the next, which no mask keeps apart"
         raise UsageError(message, "--no-document-mask trains on documents as one text.")
     if several and spec.shares:
-        message = "layers share a block (SharedTransformer), which several processes do not train together here"
+        message = "layers share a block, which several processes do not train together here"
         raise UsageError(message, "Train in one process.")
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):

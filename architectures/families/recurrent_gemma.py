@@ -123,6 +123,18 @@ def _gate(theirs: str, ours: str) -> tuple[Leaf, ...]:
     )
 
 
+def _prepare(model: Any) -> None:
+    """Have recurrences forget what they keep of an earlier text, before each pass that begins one."""
+
+    def forget(module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if not bool(named["position_ids"][:, 0].any()):
+            module._setup_cache(len(given[0]), given[0].device, given[0].dtype)
+
+    for layer in model.model.layers:
+        if hasattr(layer.temporal_block, "conv1d_state"):
+            layer.temporal_block.register_forward_pre_hook(forget, with_kwargs=True)
+
+
 _RECURRENT_GEMMA = _DECODER.architecture(
     "recurrent_gemma",
     "RecurrentGemmaForCausalLM",
@@ -147,6 +159,7 @@ _RECURRENT_GEMMA = _DECODER.architecture(
     kinds=_DECODER.kinds | {RGLRU},
     token_ids=GEMMA_IDS,
     apart=("padding",),
+    prepare=_prepare,
     config_aliases={"attention_window_size": ("sliding_window",)},
     irrelevant={
         **dict.fromkeys(("w_init_variance_scale", "final_w_init_variance_scale"), "how training starts"),

@@ -135,4 +135,5 @@ _RWKV = Architecture(
     reference_quirk="transformers' class has no attention, and knows no other path",
     apart=("padding", "steps"),
     rescaled=_rescaled,
+    prepare=lambda model: model.rwkv.eval()._rescale_layers(),
 )

@@ -87,7 +87,7 @@ def decoding(reference: Any, decoder: Decoder, chosen: random.Random, family: Ar
     mask = torch.ones_like(ids)
     if len(ids) > 1:
         mask[1, : ids.shape[1] // 3] = 0
-    begin_anew(reference)
+    begin_anew(reference, family)
     same = []
     for _ in range(6):
         outputs = continued(reference, ids, past, mask)
