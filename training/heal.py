@@ -177,10 +177,43 @@ def _student(model: Logits) -> Decoder:
 
 
 def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-    """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T)."""
+    """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T). It is
+    differentiable by `given`.
+    """
     vocabulary = min(wanted.shape[-1], given.shape[-1])
-    p, q = (F.log_softmax(each.float()[..., :vocabulary], dim=-1) for each in (wanted, given))
-    return (F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1) * counted).sum()
+    rows = (each[..., :vocabulary].reshape(-1, vocabulary) for each in (wanted, given))
+    found: Tensor = _Divergence.apply(*rows, counted.reshape(-1))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Divergence(torch.autograd.Function):
+    """A few tokens at a time, with the gradient, softmax(given) - softmax(wanted): a vocabulary's probabilities in fp32
+    take more memory than much of a model, and more time from memory than from a core's cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
+        """Logits (N, vocabulary), and which rows count, (N,)."""
+        step = max(1, (_CACHED if given.device.type == "cpu" else 64 * _CACHED) // given.shape[-1])
+        gradient = torch.empty_like(given) if given.requires_grad else None
+        total = torch.zeros((), device=given.device)
+        for rows in (slice(start, start + step) for start in range(0, len(given), step)):
+            p, q = (F.log_softmax(each[rows].float(), dim=-1) for each in (wanted, given))
+            likely, counts = p.exp(), counted[rows].to(p.dtype)
+            total += ((p.sub_(q).mul_(likely)).sum(dim=-1) * counts).sum()
+            if gradient is not None:
+                gradient[rows] = q.exp_().sub_(likely).mul_(counts[:, None])
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *of_total: Tensor) -> tuple[None, Tensor, None]:
+        """What was kept, times the gradient of the sum."""
+        (gradient,) = ctx.saved_tensors
+        return None, gradient * of_total[0], None
+
+
+_CACHED = 1 << 18  # numbers of fp32 that, a few times, stay in a core's cache
 
 
 def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:

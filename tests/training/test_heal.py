@@ -374,3 +374,21 @@ def test_a_text_that_is_too_short_is_refused(changed: Path, tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"a step takes 4 windows of 64 tokens|shorter than one window"):
         heal(changed, TEACHER, [tmp_path / "short.txt"], tmp_path / "out", **PARTS)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_and_its_gradient_are_those_of_the_formula(dtype: torch.dtype) -> None:
+    wanted, given = torch.randn(3, 40, 5000).to(dtype), torch.randn(3, 40, 5003).to(dtype)  # more than fits at once
+    counted = torch.rand(3, 40) > 0.3
+    p = wanted.double().softmax(dim=-1)
+    plain = given.double().requires_grad_()
+    formula = (p * (p.log() - plain[..., :5000].log_softmax(dim=-1))).sum(dim=-1)[counted].sum()
+    (formula / 7).backward()
+    given.requires_grad_()
+    found = divergence(wanted, given, counted)
+    (found / 7).backward()
+    assert float(found.detach()) == pytest.approx(float(formula.detach()), rel=1e-6)
+    assert given.grad is not None and plain.grad is not None and not given.grad[..., 5000:].any()
+    torch.testing.assert_close(
+        given.grad.double(), plain.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-8
+    )
