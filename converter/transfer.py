@@ -320,7 +320,7 @@ class _Carrier:
             (shard, output), leaf = job.outputs[0], job.sources[0]
             made = self.source.pieces(leaf)
             assert made is not None
-            self._write(self.writers[shard.name], output, self._released(made), self.source.dtype_of(leaf))
+            self._write(self.writers[shard.name], output, self._released(made, leaf), self.source.dtype_of(leaf))
             return
         held = shared_tensors(self.source, job.sources)
         for shard, output in job.outputs:
@@ -332,14 +332,14 @@ class _Carrier:
         del held
         self.source.release()
 
-    def _released(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The pieces; pages of the files that they are made of are given back now and then."""
+    def _released(self, pieces: Iterable[np.ndarray], leaf: BoundLeaf) -> Iterator[np.ndarray]:
+        """The pieces of a leaf; pages that they are made of are given back now and then."""
         read = 0
         for piece in pieces:
             yield piece
             read += piece.nbytes
             if read >= _READ:
-                self.source.release()
+                self.source.release(leaf)
                 read = 0
         self.source.release()
 

@@ -148,11 +148,20 @@ class Weights:
             self._maps[path] = mapped
         return self._maps[path]
 
-    def release(self) -> None:
-        """Give the pages that were read back to the system; views stay valid and read them again."""
-        for mapped in list(self._maps.values()):  # other threads may map more
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def release(self, name: str | None = None) -> None:
+        """Give the pages that were read back to the system, of all files or of the bytes that a tensor is made of;
+        views stay valid and read them again.
+        """
+        if name is None:
+            parts = [(mapped, 0, len(mapped)) for mapped in list(self._maps.values())]  # other threads may map more
+        else:
+            tensor = self._tensors[name]
+            start = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped = None if tensor.path is None else self._maps.get(tensor.path)
+            parts = [] if mapped is None else [(mapped, start, tensor.start + tensor.nbytes - start)]
+        for mapped, start, nbytes in parts:
+            if hasattr(mapped, "madvise") and nbytes:
+                mapped.madvise(mmap.MADV_DONTNEED, start, nbytes)
 
 
 class Tree(Protocol):
@@ -237,9 +246,9 @@ class TensorFiles:
         """The same some whole rows at a time, of what can be made so; None where it is a view, or made at once."""
         return self._weights.pieces(self._found[leaf.checkpoint])
 
-    def release(self) -> None:
-        """Give pages of the files that were read back to the system, where memory is short."""
-        self._weights.release()
+    def release(self, leaf: BoundLeaf | None = None) -> None:
+        """Give pages of the files that were read back to the system, or of one leaf's bytes, where memory is short."""
+        self._weights.release(None if leaf is None else self._found[leaf.checkpoint])
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray, str]]:
         """Every shared tensor in the files' order: (shared name, array in its carrier dtype, dtype)."""
