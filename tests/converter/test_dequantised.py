@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import gptkit
+from gptkit.converter import transfer
 from gptkit.converter.convert import convert
 from gptkit.converter.dequantise import _halfway
 from gptkit.errors import GptkitError, InvalidInput
@@ -24,7 +25,7 @@ from gptkit.parity.diff import diff
 
 BLOCK = (16, 32)
 QWEN3 = {**CONFIGS["qwen3"], "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 40}
-GPT_OSS = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+GPT_OSS = {**CONFIGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 40}
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -99,6 +100,17 @@ def test_mxfp4_becomes_what_transformers_makes_of_it(dtype: str, tmp_path: Path)
             theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch_dtype)
         assert same_bits(ours, theirs), name
     assert sum(name not in stored for name in made) == 4
+
+
+@pytest.mark.parametrize("written", [fp8, mxfp4])
+def test_pages_that_were_given_back_are_read_again(
+    written: Callable[[Path], tuple[Path, Tensors]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = written(tmp_path / "stored")
+    kept = converted(folder, tmp_path / "kept", "bfloat16")
+    monkeypatch.setattr(transfer, "_READ", 1)
+    given_back = converted(folder, tmp_path / "given back", "bfloat16")
+    assert kept.keys() == given_back.keys() and all(same_bits(kept[name], given_back[name]) for name in kept)
 
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
