@@ -483,8 +483,8 @@ def heal(
         suit(model.spec)
         original.requires_grad_(False).eval()
         runs = _Runs(original, held, settings, share, layers, hidden, found, training, us, folder, resume, force, tell)
-        start = runs.held(model)
-        on_start(trained, runs.held(original), start)
+        unchanged, start = runs.held(original), runs.held(model)
+        on_start(trained, unchanged, start)
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
         control = floor = None
         if beside:
@@ -493,7 +493,7 @@ def heal(
             floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
-            runs.held(original), start, outcome, control, floor,
+            unchanged, start, outcome, control, floor,
         )  # fmt: skip
         family, _ = expressed(finished.spec)
         about = model.source
@@ -571,7 +571,8 @@ class _Runs:
         with torch.no_grad():
             for number in range(parts):
                 batch = Batch.of(self.windows.part(number, parts), self.group.device)
-                wanted, given = (each(batch.ids, documents=batch.documents) for each in (self.original, model))
+                wanted = self.original(batch.ids, documents=batch.documents)
+                given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
                 sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
                 sums[1] += float(lost(given, batch.targets))
         model.train(training)
