@@ -62,6 +62,7 @@ from .scores import refit_scores
 
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
+SCORED = 6144  # tokens that scores are refitted on, which takes nearly all the time; projections take all of a text
 _RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
 _GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
 DOWN = "feed_forward.down_proj"
@@ -260,8 +261,9 @@ class _LayerFit:
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
             angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
-        theirs = self.pattern[:, list(readers)], self.scores[:, list(readers)]
-        given = (queries.to(inputs), key.to(inputs), inputs, *theirs, scale, angles)
+        some = slice(max(1, SCORED // inputs.shape[1]))  # sequences
+        theirs = self.pattern[some, list(readers)], self.scores[some, list(readers)]
+        given = (queries.to(inputs), key.to(inputs), inputs[some], *theirs, scale, angles)
         found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
         (q, k), back = (found.queries, found.key), torch.argsort(rows)
         if dim < spec.head_dim:

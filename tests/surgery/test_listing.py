@@ -108,12 +108,15 @@ def hold(source: Path) -> Listing:
     checkpoint = gptkit.open_checkpoint(source)
     found, model = listing(checkpoint), Stored(checkpoint)
     # To most of them: fields of its components, layers without attention, an encoder beside them; to nearly all, shared
-    # blocks.
+    # blocks, and what is added to each layer's input or scales all of its output.
     reasons = ("unknown to this swap", "attention in every", "known of one stack")
-    unknown = any(reason in entry.said for entry in found.entries for reason in reasons)
-    assert len(found.of("exact")) >= (1 if checkpoint.spec.shares else 4 if unknown else 9)
+    unknown = sum(any(reason in entry.said for reason in reasons) for entry in found.entries)
+    nearly = unknown > len(found.entries) / 2
+    assert sum(entry.verdict != "refused" for entry in found.entries) >= 3
+    assert len(found.of("exact")) >= (0 if nearly else 1 if checkpoint.spec.shares else 4 if unknown else 9)
     continues = checkpoint.spec.encoder is None and checkpoint.spec.causal and checkpoint.spec.head is not None
-    assert bool(found.of("needs a text")) == (continues and not checkpoint.spec.shares)
+    if not nearly:
+        assert bool(found.of("needs a text")) == (continues and not checkpoint.spec.shares)
     ids = torch.randint(checkpoint.spec.vocab_size, (320,), generator=torch.Generator().manual_seed(0)).tolist()
     text = Calibration(Text(tuple(ids[:256]), tuple(ids[256:]), "random tokens", ""), checkpoint.spec)
     held: set[tuple[str, str]] = set()
