@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from ..architectures import architecture_of
 from ..components import ModelSpec
@@ -28,6 +29,10 @@ class Outline:
     notes: tuple[str, ...] = ()
     texts: Mapping[str, bytes] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Itself, of the copy of a model: nothing here changes, and mapped files, which texts may be in, have none."""
+        return self
 
     @property
     def family(self) -> str:

@@ -66,6 +66,17 @@ def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "out.healing").rglob("step-*"))
 
 
+def test_beside_an_original_in_gguf(tmp_path: Path) -> None:
+    """Its tokenizer lies in the mapped file, which the control, a copy of the model, has too."""
+    teacher = tmp_path / "llama.gguf"
+    gptkit.convert("sample:llama", teacher, "gguf")
+    gptkit.swap(teacher, tmp_path / "mqa", attention="mqa", approximate=True, measured=False)
+    done = heal(tmp_path / "mqa", teacher, [PLAY], tmp_path / "out", **BUDGET, beside="control")
+    assert done.control is not None and done.control.loss < done.original.loss
+    assert 0 < done.healed.kl < done.start.kl
+
+
+
 @few(1)
 @pytest.mark.parametrize("trained", ["changed", "norms", "lora:2"])
 def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path) -> None:
