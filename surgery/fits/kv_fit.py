@@ -261,7 +261,7 @@ class _LayerFit:
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
             angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
-        some = slice(max(1, SCORED // inputs.shape[1]))  # sequences
+        some = slice(None, None, max(1, inputs.shape[0] * inputs.shape[1] // SCORED))  # sequences from all of the text
         theirs = self.pattern[some, list(readers)], self.scores[some, list(readers)]
         given = (queries.to(inputs), key.to(inputs), inputs[some], *theirs, scale, angles)
         found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)

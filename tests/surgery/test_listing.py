@@ -19,7 +19,7 @@ from rich.console import Console
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.converter.resolve import SAMPLES
-from gptkit.errors import SwapRefused, UsageError
+from gptkit.errors import GptkitError, SwapRefused, UsageError
 from gptkit.parity.probe import Batch
 from gptkit.parity.rows import states
 from gptkit.report.surgery import listing_report
@@ -145,12 +145,24 @@ def test_every_swap_is_what_it_is_listed_as(family: str, tmp_path: Path) -> None
     hold(saved(REPRESENTATIVES[family].name, tmp_path))
 
 
+@torch.no_grad()
+def rounding(source: Path) -> float:
+    """How far a checkpoint's logits in fp32 are from its own in fp64, relative to the largest."""
+    ids = torch.randint(0, 97, (4, 60), generator=torch.Generator().manual_seed(0))
+    narrow, wide = (gptkit.load(source, dtype)(ids).double() for dtype in ("float32", "float64"))
+    return float((narrow - wide).abs().max() / wide.abs().max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> None:
     for entry in hold(saved(name, tmp_path)).of("exact"):
         step = Step(entry.swap.option, entry.value)
-        done = gptkit.swap(tmp_path / name, tmp_path / "out", [step], dtype="float64", force=True)
+        try:
+            done = gptkit.swap(tmp_path / name, tmp_path / "out", [step], dtype="float64", force=True)
+        except GptkitError as refused:  # of a checkpoint that rounds by more in fp32 than the bound allows
+            assert "in float32" in refused.message and rounding(tmp_path / name) > EXACT_FP32, entry.asked
+            continue
         assert done.guarantee == "exact" and done.measured is not None, entry.asked
         found = done.measured.relative
         assert found["float64"] <= EXACT_FP64 and found["float32"] <= EXACT_FP32, entry.asked
