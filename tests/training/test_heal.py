@@ -76,7 +76,6 @@ def test_beside_an_original_in_gguf(tmp_path: Path) -> None:
     assert 0 < done.healed.kl < done.start.kl
 
 
-
 @few(1)
 @pytest.mark.parametrize("trained", ["changed", "norms", "lora:2"])
 def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path) -> None:
