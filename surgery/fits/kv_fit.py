@@ -4,7 +4,7 @@ Two models run side by side: the original, and the one that is made, whose fitte
 layer, for every group of old heads that becomes one:
 
 1. keys and queries in closed form (`regression.fit_keys`) on what comes to the layer in the new model,
-2. both refitted to the original's scores there (`scores.refit_scores`),
+2. both refitted to the original's scores there (`scores.refit_scores`), on `SCORED` tokens at most,
 3. values in closed form (`regression.fit_values`) on what the new pattern of attention mixes,
 4. the output projection by ridge regression to the original's attention output, and to what the streams have drifted
    apart by,
@@ -261,7 +261,7 @@ class _LayerFit:
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
             angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
-        some = slice(None, None, max(1, inputs.shape[0] * inputs.shape[1] // SCORED))  # sequences from all of the text
+        some = slice(None, None, -(-inputs.shape[:2].numel() // SCORED))  # sequences from all of the text
         theirs = self.pattern[some, list(readers)], self.scores[some, list(readers)]
         given = (queries.to(inputs), key.to(inputs), inputs[some], *theirs, scale, angles)
         found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)

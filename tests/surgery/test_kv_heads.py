@@ -270,3 +270,20 @@ def test_heads_are_compared_a_layer_at_a_time(tmp_path: Path) -> None:
     model = Counting(gptkit.open_checkpoint(tmp_path / "mha"))
     assert apply(model, Step("attention", "gqa:2")).guarantee == "exact"
     assert model.released >= len(model.spec.blocks)
+
+
+def test_scores_are_refitted_on_some_of_a_long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sequences from all of it, and what comes out is still better than plain."""
+    tokens: list[int] = []
+    refit = kv_fit.refit_scores
+
+    def watched(queries: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        tokens.append(inputs.shape[0] * inputs.shape[1])
+        return refit(queries, key, inputs, *rest, **options)
+
+    monkeypatch.setattr(kv_fit, "refit_scores", watched)
+    monkeypatch.setattr(kv_fit, "SCORED", 1024)
+    done = gptkit.swap("sample:llama", tmp_path / "out", attention="mqa", calibrate_tokens=3000)
+    assert tokens and all(0 < each <= 1024 for each in tokens)
+    assert done.measured is not None and done.naive is not None
+    assert done.measured.kl_text < 0.2 * done.naive.kl_text
