@@ -629,7 +629,7 @@ def test_thousands_of_mutations(kind: str, request: pytest.FixtureRequest, memor
 @pytest.mark.parametrize("written", ["dcp", "nanogpt", "llama2c"], indirect=True)
 def test_thousands_of_mutations_of_what_is_written(written: Path, memory_path: Path) -> None:
     opened, refused = mutated(written, memory_path / "mutated", 20_000)
-    assert min(opened, refused) > 800
+    assert min(opened, refused) > 600  # nearly all bytes of llama2.c's file are values, which any bits are
 
 
 # --- the programs themselves
