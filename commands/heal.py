@@ -35,7 +35,7 @@ def heal(
     ),
     seeds: int = option("N", "Run each kind so often, in other orders of the text.", default=1, min=1),
     beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
-    batch: str | None = option("N", "Tokens per step; by default 16 windows.", _HOW),
+    batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
     lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
     patience: int = option("N", "End a run after N evaluations without a better one; 0 never.", _HOW, default=0, min=0),

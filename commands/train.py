@@ -62,7 +62,7 @@ def train(
     ),
     budget: str | None = option("--tokens N", "Train on so many tokens: 1M, 500k, 2e9."),
     time: str | None = option("--time TIME", "Train for so long instead: 90s, 10m, 1.5h."),
-    batch: str | None = option("N", "Tokens per step; by default 16 windows.", _HOW),
+    batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the model's context, 1,024 at most.", _HOW),
     lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
     warmup: float = option("SHARE", "Reach that rate within this share of the budget.", _HOW, default=0.05, min=0),

@@ -187,8 +187,8 @@ def ablate(
             with told_as(called(each)):
                 require_trainable(each.spec, found.documents > 1, False)
         settings: dict[str, Any] = {
-            "context": length, "batch": asked.batch, "warmup": asked.warmup, "clip": asked.clip, "held_out": held,
-            "rate": asked.rate or usual_rate(size_of(base.spec)),
+            "context": length, "batch": asked.windows(length) * length, "warmup": asked.warmup, "clip": asked.clip,
+            "held_out": held, "rate": asked.rate or usual_rate(size_of(base.spec)),
             "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
         }  # fmt: skip
         runs = _Runs(asked, target, texts, found, settings, opening, tell)

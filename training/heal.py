@@ -43,8 +43,8 @@ from .parallel import Group, group
 from .state import Store, remove_empty
 from .train import (
     CONTEXT,
+    FURTHER,
     HELD_OUT,
-    WINDOWS,
     carries,
     family_of,
     folder_of,
@@ -56,6 +56,7 @@ from .train import (
     size_of,
     split,
     tokenized,
+    windows_of,
 )
 
 LOCAL = 0.25
@@ -460,7 +461,7 @@ def heal(
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
             raise UsageError(message, "Both must have the same tokens.")
         length = context or min(CONTEXT, longest(original.spec), longest(model.spec))
-        windows = WINDOWS if batch is None else batch // length
+        windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
         layers = changed_layers(original, model)
         share = (LOCAL if layers else 0.0) if local is None else local
         if share and not layers:

@@ -37,7 +37,7 @@ from ..errors import InvalidInput, UsageError
 from ..surgery.recipe import MOST_BYTES, read_recipe, told_as
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
-from .train import HELD_OUT, WINDOWS, longest, settings_of, size_of, tree_of
+from .train import FURTHER, HELD_OUT, STEPS, longest, settings_of, size_of, tree_of, windows_of
 
 _FOLDER = Path(__file__).parent / "plans"  # those that come along
 _WIDTHS = 17, 31  # by which it is seen what a unit of a feed-forward takes
@@ -82,6 +82,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip: float = 1.0
     every: int | None = None
     keep: bool = False
+
+    def windows(self, length: int) -> int:
+        """How many sequences of a length a step has, of every run: what suits the smallest of the budgets."""
+        steps = {"train": STEPS, "heal": FURTHER}[self.how]
+        return windows_of(self.batch, length, min(_each(self.tokens), default=None), 1, steps)
 
 
 def shipped() -> dict[str, Path]:
@@ -277,7 +282,7 @@ class Planned:
 
 def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
     """What is to be run of each seed. Raises InvalidInput and UsageError for numbers that make no sense."""
-    windows = WINDOWS if plan.batch is None else plan.batch // length
+    windows = plan.windows(length)
     how = {"rate": plan.rate or 1e-3, "warmup": plan.warmup, "decay": plan.decay or 0.0, "clip": plan.clip}
     settings_of(windows, length, 1, None, every=plan.every, accumulate=1, seed=plan.seed, **how)
     found = []

@@ -40,7 +40,11 @@ from .state import Store, remove_empty
 
 HELD_OUT = 0.05
 """The share of the text that is held out where nobody says how much."""
-WINDOWS = 16  # a step, by default
+WINDOWS = 16  # a step, by default, where that leaves steps enough
+STEPS, FURTHER = 1000, 250
+"""About so many steps a small budget in tokens has by default, from random weights and from a checkpoint's: on few
+tokens many small steps teach far more than few large ones.
+"""
 CONTEXT = 1024  # tokens at most, by default
 _EVALUATED = 2**16  # tokens that an evaluation looks at, at the most
 _SAMPLED = 48  # tokens of a sample
@@ -141,7 +145,7 @@ def train(
         out: the folder to make. Beside it, in `out`.training, are the run's checkpoints and measurements.
         tokens: how many to train on; rounded up to whole steps.
         seconds: how long to train instead; such a run is not the same twice.
-        batch: tokens a step, over all processes; by default 16 windows.
+        batch: tokens a step, over all processes; by default those of `windows_of`.
         context: tokens a window; by default the model's context, 1,024 at most.
         rate: AdamW's highest; by default by the number of parameters, and a tenth of that for a checkpoint.
         warmup: the share of the budget within which the rate is reached.
@@ -209,7 +213,7 @@ def train(
                 f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
             )
         length = context or min(CONTEXT, longest(tree.spec))
-        windows = WINDOWS if batch is None else batch // length
+        windows = windows_of(batch, length, tokens, us.size * accumulate, STEPS if scratch else FURTHER)
         settings = settings_of(
             windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
             every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
@@ -323,6 +327,15 @@ def _hashed(path: Path) -> str:
         return sha256_file(path)
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
+
+
+def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, steps: int) -> int:
+    """How many sequences of a length a step has: as `batch` tokens are, or by default `WINDOWS`, or fewer, that a
+    budget in tokens has about so many steps, but one for each part in which it is computed.
+    """
+    if batch is not None:
+        return batch // length
+    return max(1, parts, WINDOWS if tokens is None else min(WINDOWS, -(-tokens // (steps * length))))
 
 
 def settings_of(

@@ -83,6 +83,14 @@ def test_every_variant_is_run_with_every_seed_and_none_twice(tmp_path: Path) -> 
         ran(tmp_path, path)
 
 
+def test_all_runs_have_steps_of_one_size_where_the_plan_names_none(tmp_path: Path) -> None:
+    sizes = set[tuple[str, int]]()
+    path = plan(tmp_path, VARIANTS.partition('[[variant]]\nname = "no')[0], batch="", tokens="[320, 640]", seeds="1")
+    table = ran(tmp_path, path, tell=lambda name, _, step: sizes.add((name, step.tokens // step.step)))
+    assert sizes == {("base", 32), ("MHA", 32)}  # a window: what suits the smaller budget
+    assert [row.tokens for row in table.rows] == [320, 320, 640, 640]
+
+
 def test_a_killed_ablation_goes_on_where_it_was(tmp_path: Path) -> None:
     path = plan(tmp_path, VARIANTS.partition('[[variant]]\nname = "no')[0], seeds="1", tokens="10240", every="10")
     whole = ran(tmp_path, path, "whole")

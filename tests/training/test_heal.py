@@ -66,6 +66,13 @@ def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "out.healing").rglob("step-*"))
 
 
+def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed: Path, tmp_path: Path) -> None:
+    budget = {**BUDGET, "tokens": 1024}
+    large = heal(changed, TEACHER, [PLAY], tmp_path / "large", **budget, beside=False)
+    small = heal(changed, TEACHER, [PLAY], tmp_path / "small", **{**budget, "batch": None}, beside=False)
+    assert (small.steps, large.steps) == (16, 4) and small.healed.kl < large.healed.kl
+
+
 def test_beside_an_original_in_gguf(tmp_path: Path) -> None:
     """Its tokenizer lies in the mapped file, which the control, a copy of the model, has too."""
     teacher = tmp_path / "llama.gguf"

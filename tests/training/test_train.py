@@ -33,7 +33,7 @@ from gptkit.modules.load import load_random
 from gptkit.training import loop, state
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
 from gptkit.training.parallel import Group
-from gptkit.training.train import peak_flops, require_trainable
+from gptkit.training.train import FURTHER, STEPS, WINDOWS, peak_flops, require_trainable, windows_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,6 +72,31 @@ def test_it_learns_more_than_pairs(tmp_path: Path) -> None:
     kept = [json.loads(line) for line in (tmp_path / "out.training/metrics.jsonl").read_text().splitlines()]
     assert kept == [each.as_json() for each in lines]
     assert list((tmp_path / "out.training").glob("step-*")) == []
+
+
+def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(tmp_path: Path) -> None:
+    made(tmp_path)
+    small = trained(tmp_path, batch=None, tokens=6400)
+    large = trained(tmp_path, "large", tokens=6400)
+    assert (small.steps, large.steps) == (200, 13) and small.held_out < large.held_out - 0.5
+    assert trained(tmp_path, "further", model="sample:gpt2", batch=None, tokens=3200).steps == 100
+
+
+@pytest.mark.parametrize(
+    ("budget", "parts", "steps", "windows"),
+    [
+        (1, 1, STEPS, 1),
+        (32 * STEPS, 1, STEPS, 1),
+        (32 * STEPS + 1, 1, STEPS, 2),
+        (32 * FURTHER * 3, 1, FURTHER, 3),
+        (32 * FURTHER, 4, FURTHER, 4),  # a window for each of four processes
+        (10**9, 1, STEPS, WINDOWS),
+        (None, 1, STEPS, WINDOWS),  # of a time nobody knows how many steps it is
+    ],
+)
+def test_windows_of_a_budget(budget: int | None, parts: int, steps: int, windows: int) -> None:
+    assert windows_of(None, 32, budget, parts, steps) == windows
+    assert windows_of(512, 32, budget, parts, steps) == 16
 
 
 def test_a_checkpoint_is_trained_further(tmp_path: Path) -> None:
