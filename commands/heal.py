@@ -47,6 +47,7 @@ def heal(
         _HOW,
         complete=one_of(("float32", "bfloat16")),
     ),
+    compiled: bool = flag("--compile", "Compile the models with torch.compile.", _HOW),
     device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
     to: str | None = option(
         "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
@@ -77,6 +78,7 @@ def heal(
         "rate": lr,
         "patience": patience,
         "dtype": dtype,
+        "compiled": compiled,
     }
     where: dict[str, Any] = {"seed": seed, "device": device, "resume": resume, "force": force, "to": to}
     opening: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}

@@ -78,7 +78,7 @@ class FusedLinears:
     weights); in-place changes show through. Where gradients are needed, and in train mode, the matrix is concatenated
     every time, since a view's gradient would not reach the parameter, and whoever trains holds on to its memory. A
     linear that is no longer a plain one (an adapter in its place, a hook on it) is called for itself, and so are its
-    neighbours.
+    neighbours. Without gradients a compiled model calls each, too.
 
     `groups`: the linears' rows come in so many equal groups, and the family's own matrix has the first group's rows of
     each linear, then the second's, and so on. Where a row lies shows only where a group's results are no whole
@@ -105,6 +105,8 @@ class FusedLinears:
         wanted = torch.is_grad_enabled() and any(p.requires_grad for linear in plain for p in linear.parameters())
         if wanted or plain[0].training:
             weight, bias = self._concatenated(plain)
+        elif torch.compiler.is_compiling():  # a graph does not know where a tensor lies
+            return tuple(clipped(each(x), limit) for each in linears)
         else:
             biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
             if not (_are_rows([linear.weight for linear in plain], self.weight) and _are_rows(biases, self.bias)):
@@ -160,7 +162,8 @@ class StackedLinears:
         if sum(map(len, rows)) < sum(map(len, linears)) or any(hooked):
             each_alone = zip(linears, x, strict=True)
             return torch.stack([torch.cat([each(given) for each in row], dim=-1) for row, given in each_alone])
-        if torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row):
+        wanted = torch.is_grad_enabled() and any(weight.requires_grad for row in rows for weight in row)
+        if wanted or torch.compiler.is_compiling():
             return torch.bmm(x, self._stacked(rows))
         if self.weight is None or any(
             mine.data_ptr() != weight.data_ptr() or mine.dtype != weight.dtype or mine.stride() != weight.stride()

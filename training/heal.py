@@ -407,7 +407,7 @@ def heal(
         held_out: the share of the text that is held out, or a text by itself.
         seed: of the first run's order of windows; those of the others follow.
         dtype: what is multiplied in.
-        compiled: by torch.compile.
+        compiled: by torch.compile, both models.
         device: by default a GPU where there is one.
         to: the format of the result, as in `save`; by default files of the family that has the tree, else "local".
         resume: go on from the last checkpoints.
@@ -580,6 +580,11 @@ class _Runs:
         counted = max(1, self.windows.counted)
         return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
 
+    def _answering(self) -> Decoder:
+        """The original, compiled where the model that learns of it is, and none looks into it."""
+        found: Any = torch.compile(self.original) if self.settings.compiled and not self.hidden else self.original
+        return found  # type: ignore[no-any-return]
+
     def _fit(self, name: str, model: Decoder, loss: Loss, share: float, trained: set[str] | None, seed: int) -> Run:
         """One run, from its last checkpoint where there is one, which then stays until all have ended."""
         steps, seconds = self.settings.steps, self.settings.seconds
@@ -636,9 +641,8 @@ class _Runs:
                 run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
                 steps, taken = run.step, run.seconds
             whole = 1 - self.local if inside else 1.0
-            run = self._fit(
-                f"{name}-{seed}", model, distilled(self.original, self.hidden, self._sample()), whole, names, seed
-            )
+            loss = distilled(self._answering(), self.hidden, self._sample())
+            run = self._fit(f"{name}-{seed}", model, loss, whole, names, seed)
         return steps + run.step, taken + run.seconds, count
 
     def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:

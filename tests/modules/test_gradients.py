@@ -127,3 +127,15 @@ def test_a_training_step_is_one_graph(name: str) -> None:
         found.append([parameter.grad for parameter in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@few(1)
+@pytest.mark.parametrize("name", ["gpt2", "llama-3", "gemma2", "bloom"])
+def test_a_pass_without_gradients_is_one_graph(name: str) -> None:
+    """Where parameters lie, which joins projections when nothing is compiled, breaks no graph."""
+    torch.compiler.reset()
+    model = load_random(spec_of(CONFIGS[name])).eval().requires_grad_(False)
+    ids = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), model(ids))
+    torch.testing.assert_close(compiled(ids), model(ids))  # its parameters are views of one matrix by now

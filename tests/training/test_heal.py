@@ -19,6 +19,7 @@ from helpers.processes import python
 import gptkit
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, SwapRefused, UsageError
+from gptkit.modules import Decoder
 from gptkit.modules.load import load
 from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
@@ -71,6 +72,23 @@ def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed
     large = heal(changed, TEACHER, [PLAY], tmp_path / "large", **budget, beside=False)
     small = heal(changed, TEACHER, [PLAY], tmp_path / "small", **{**budget, "batch": None}, beside=False)
     assert (small.steps, large.steps) == (16, 4) and small.healed.kl < large.healed.kl
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_compiled_it_is_the_same(hidden: float, changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    compiled: list[object] = []
+
+    def traced(model: torch.nn.Module) -> object:  # without what takes a C++ compiler half a minute
+        compiled.append(type(model))
+        return compile_it(model, backend="aot_eager", fullgraph=True)
+
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
+    how: dict[str, Any] = {**BUDGET, "tokens": 1024, "beside": False, "local": 0, "hidden": hidden}
+    plain, done = (heal(changed, TEACHER, [PLAY], tmp_path / f"{c}", **how, compiled=c) for c in (False, True))
+    assert done.healed.kl == pytest.approx(plain.healed.kl, rel=1e-4) and done.healed.kl < 0.9 * done.start.kl
+    assert compiled == [Decoder] * (1 if hidden else 2)  # both models; where streams are compared, what learns alone
 
 
 def test_beside_an_original_in_gguf(tmp_path: Path) -> None:
