@@ -122,7 +122,7 @@ swaps: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/swaps.py --jobs $(JOBS)
 
 healing: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing.py --out docs/healing.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing.py --jobs $(JOBS) --out docs/healing.md
 
 # About twenty minutes of one core; what stopped goes on where it was (build/ablation).
 ablation: $(STAMP)

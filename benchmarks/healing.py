@@ -1,12 +1,16 @@
 """docs/healing.md: what seven changes cost the trained samples, and what a little training gives back, with controls.
 
-    python benchmarks/healing.py [--tokens 600000] [--rate R] [--seeds 3] [--only NAME] [--out docs/healing.md]
+    python benchmarks/healing.py [--tokens 600000] [--rate R] [--seeds 3] [--only NAME] [--jobs 2] [--out PAGE]
 
 Every row is a swap of a sample, healed on the play that comes with gptkit; its last twentieth is held out.
 """
 
 import argparse
+import multiprocessing
 import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import gptkit
@@ -52,28 +56,47 @@ as the changed model was.
 
 {table}
 
-± is the largest less the smallest over seeds; *seconds* are those of one healing run on one thread. `make healing`
-writes this page.
+± is the largest less the smallest over seeds; *seconds* are those of a processor for one healing run, on one thread
+beside another process. `make healing` writes this page.
 """
 
 
-def change(name: str, folder: Path, tokens: int, seeds: int, rate: float | None) -> Healed:
-    """One change, healed."""
-    gptkit.swap(TEACHER, folder / "changed", approximate=True, **CHANGES[name])
-    return heal(
-        folder / "changed", TEACHER, [PLAY], folder / "healed", tokens=tokens, context=128, batch=2048, seeds=seeds,
-        rate=rate, force=True,
-    )  # fmt: skip
+class Clock:
+    """The processor's seconds between the steps of healing, not of what runs beside it."""
+
+    def __init__(self) -> None:
+        self.spent, self.last = 0.0, 0.0
+
+    def begin(self, *_: object) -> None:
+        self.last = time.process_time()
+
+    def tell(self, name: str, _: object) -> None:
+        now = time.process_time()
+        self.spent += now - self.last if name.startswith("healed") else 0.0
+        self.last = now
 
 
-def row(name: str, done: Healed) -> list[str]:
+def change(name: str, tokens: int, seeds: int, rate: float | None) -> tuple[Healed, float]:
+    """One change, healed, and the seconds that one healing took of a processor."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        gptkit.swap(TEACHER, folder / "changed", approximate=True, **CHANGES[name])
+        done = heal(
+            folder / "changed", TEACHER, [PLAY], folder / "healed", tokens=tokens, context=128, batch=2048,
+            seeds=seeds, rate=rate, on_start=clock.begin, tell=clock.tell,
+        )  # fmt: skip
+    return done, clock.spent / seeds
+
+
+def row(name: str, done: Healed, seconds: float) -> list[str]:
     """A row of the table."""
     floor, spread = done.floor, done.healed.perplexities
     return [
         name, f"{done.start.kl:.3f}", f"{done.healed.kl:.4f}", f"{done.healed.kl_spread:.4f}",
         f"{100 * (done.recovered or 0):.1f} %", f"{done.start.perplexity:.2f}", f"{sum(spread) / len(spread):.2f}",
         f"{max(spread) - min(spread):.2f}", "–" if floor is None else f"{floor.kl:.3f}",
-        "–" if floor is None else f"{floor.kl_spread:.3f}", f"{done.healed.seconds / done.seeds:.0f}",
+        "–" if floor is None else f"{floor.kl_spread:.3f}", f"{seconds:.0f}",
     ]  # fmt: skip
 
 
@@ -84,15 +107,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=list(CHANGES))
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows, first = [], None
-    for name in [options.only] if options.only else CHANGES:
-        with tempfile.TemporaryDirectory() as folder:
-            done = change(name, Path(folder), options.tokens, options.seeds, options.rate)
-        first = first or done
-        rows.append(row(name, done))
-        print("  ".join(rows[-1]), flush=True)
+    run = partial(change, tokens=options.tokens, seeds=options.seeds, rate=options.rate)
+    names = [options.only] if options.only else list(CHANGES)
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name, (done, seconds) in zip(names, pool.map(run, names), strict=True):
+            first = first or done
+            rows.append(row(name, done, seconds))
+            print("  ".join(rows[-1]), flush=True)
     assert first is not None and first.control is not None
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     control = first.control.perplexities
