@@ -14,9 +14,13 @@ from .sheets import Layout, Row, Sheet, drawing, short
 
 _SIGNS = {"alpha": "α", "beta": "β"}
 _POINTS = 40  # of a line
+_NOTHING = 1e-6
+"""Below this a number of the law adds nothing: E, fitted by its logarithm, is never 0 itself."""
 
 
 def _number(value: float) -> str:
+    if abs(value) < _NOTHING:
+        return "0"
     return short(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
 
 

@@ -1,8 +1,8 @@
 """fit-scaling: the law that the losses of runs over sizes and tokens follow, L(N, D) = E + A / N^α + B / D^β.
 
 As Hoffmann et al. (2203.15556, section 3.3 and appendix D.3) fit theirs: Huber's loss (δ = 1e-3) of the logarithm of
-what is predicted less that of what was measured, by L-BFGS from the best of their grid of beginnings. N are all
-parameters, D the tokens trained on. Intervals are by bootstrap: the fit again of runs that are drawn with replacement.
+what is predicted less that of what was measured, from the best of their grid of beginnings. N are all parameters, D the
+tokens trained on. Intervals are by bootstrap: the fit again of runs that are drawn with replacement.
 Of a budget of C = 6·N·D FLOPs the best N and D follow in closed form. Beyond ten times what was run nothing is told.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..display import Record, Shown
 from ..errors import UsageError
@@ -27,11 +28,16 @@ FARTHEST = 10
 _LEAST = 6  # runs: there are five unknowns
 _DELTA = 1e-3
 _GRID = (
-    *((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    *((-1.0, -0.5, 0.0, 0.5, 1.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), (0.0, 5.0, 10.0, 15.0, 20.0, 25.0)),
     *((0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0, 1.5, 2.0)),
 )
-"""Where log A, log B, log E, α and β begin."""
+"""Where log E, log A, log B, α and β begin."""
 _BEGINNINGS = 8  # the best of the grid, from which is gone on
+_STEPS, _LOOKED = 2000, 100  # at the most, and after how many it is looked whether any fit still gets better
+_MOST = torch.tensor([300.0, 300.0, 300.0, 20.0, 20.0], dtype=torch.float64)
+"""How far the unknowns may go from 0, either way: powers and exponentials of these are still numbers."""
+_Values = np.ndarray[Any, np.dtype[np.float64]]
+"""Runs, (…, 3): parameters, tokens, loss."""
 NAMES = ("E", "A", "B", "alpha", "beta")
 
 
@@ -127,15 +133,17 @@ def fit_scaling(
     points = points or _points_of([each for each in runs if not isinstance(each, Point)])
     _require(points)
     values = np.array([(each.parameters, each.tokens, each.loss) for each in points], float)
-    law = _fitted(values, _beginnings(values))
+    beginnings = _beginnings(values)
+    (law,) = _laws(values[None], beginnings)
     if min(law.alpha, law.beta) <= 0:
         what = "parameters" if law.alpha <= 0 else "tokens"
         raise UsageError(f"the loss does not fall with {what} in these runs", "Run a wider range, or more seeds.")
-    generator, own, again = np.random.default_rng(seed), [_unknowns(law)], list[Law]()
-    while len(again) < drawn:
+    generator, draws = np.random.default_rng(seed), list[_Values]()
+    while len(draws) < drawn:
         some = values[generator.integers(0, len(values), len(values))]
         if all(len(set(some[:, column])) > 1 for column in (0, 1)):
-            again.append(_fitted(some, own))
+            draws.append(some)
+    again = _laws(np.stack(draws), beginnings) if draws else []
     spans = {name: _span([getattr(each, name) for each in again]) for name in NAMES} if again else {}
     predicted = np.array([law.loss(each.parameters, each.tokens) for each in points])
     sizes, lengths = ((int(values[:, n].min()), int(values[:, n].max())) for n in (0, 1))
@@ -160,49 +168,58 @@ def _require(points: Sequence[Point]) -> None:
 # --- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def _objective(unknowns: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Huber's loss, summed over runs, of unknowns (…, 5): log E, log A, log B, α, β."""
+def _predicted(unknowns: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of unknowns (…, 5), log E, log A, log B, α, β: the logarithms of the law's three parts, (3, …, runs), and that of
+    their sum less that of what was measured.
+    """
     e, a, b, alpha, beta = (each.unsqueeze(-1) for each in unknowns.unbind(-1))
     n, d, wanted = values.log().unbind(-1)
-    terms = torch.stack([a - alpha * n, b - beta * d, e.expand_as(a - alpha * n)])
-    off = torch.logsumexp(terms, dim=0) - wanted
+    terms = torch.stack([e.expand_as(a - alpha * n), a - alpha * n, b - beta * d])
+    return terms, torch.logsumexp(terms, dim=0) - wanted
+
+
+def _objective(unknowns: Tensor, values: Tensor) -> Tensor:
+    """Huber's loss, summed over runs."""
+    _, off = _predicted(unknowns, values)
     return torch.nn.functional.huber_loss(off, torch.zeros_like(off), reduction="none", delta=_DELTA).sum(-1)
 
 
-def _beginnings(values: np.ndarray[Any, Any]) -> list[list[float]]:
-    """The best of the grid."""
-    a, b, e, alpha, beta = zip(*itertools.product(*_GRID), strict=True)
-    grid = torch.tensor([e, a, b, alpha, beta], dtype=torch.float64).T
-    best = _objective(grid, torch.from_numpy(values)).argsort()[:_BEGINNINGS]
-    return [list(map(float, each)) for each in grid[best]]
+def _beginnings(values: _Values) -> Tensor:
+    """The best of the grid, (`_BEGINNINGS`, 5)."""
+    grid = torch.tensor(list(itertools.product(*_GRID)), dtype=torch.float64)
+    return grid[_objective(grid, torch.from_numpy(values)).argsort()[:_BEGINNINGS]]
 
 
-def _unknowns(law: Law) -> list[float]:
-    return [math.log(law.E), math.log(law.A), math.log(law.B), law.alpha, law.beta]
-
-
-def _fitted(values: np.ndarray[Any, Any], beginnings: Sequence[Sequence[float]]) -> Law:
-    """The best law that L-BFGS comes to from any of these."""
-    known, best = torch.from_numpy(values), (math.inf, Law(1.0, 1.0, 1.0, 1.0, 1.0))
-    for each in beginnings:
-        unknowns = torch.tensor(each, dtype=torch.float64, requires_grad=True)
-        optimiser = torch.optim.LBFGS(
-            [unknowns], max_iter=200, tolerance_grad=1e-9, tolerance_change=1e-12, line_search_fn="strong_wolfe"
-        )
-
-        def closure(unknowns: torch.Tensor = unknowns, optimiser: torch.optim.LBFGS = optimiser) -> torch.Tensor:
-            optimiser.zero_grad()
-            lost = _objective(unknowns, known)
-            lost.backward()  # type: ignore[no-untyped-call]
-            return lost
-
-        optimiser.step(closure)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            lost = float(_objective(unknowns, known))
-        if lost < best[0]:
-            e, a, b, alpha, beta = map(float, unknowns.detach())
-            best = lost, Law(math.exp(e), math.exp(a), math.exp(b), alpha, beta)
-    return best[1]
+def _laws(values: _Values, beginnings: Tensor) -> list[Law]:
+    """Of each set of runs, (sets, runs, 3), the law with the least objective of those that the beginnings, (K, 5), lead
+    to: by Gauss and Newton's steps, damped after Levenberg and Marquardt. Plain gradients and L-BFGS stop early in the
+    long flat valley that E, α and β lie in, and at another place from another beginning.
+    """
+    sets = torch.from_numpy(values)
+    runs = sets.repeat_interleave(len(beginnings), 0)
+    found, damping = beginnings.repeat(len(sets), 1), torch.full((len(runs),), 1e-3, dtype=torch.float64)
+    least = before = _objective(found, runs)
+    n, d, _ = runs.log().unbind(-1)
+    for number in range(1, _STEPS + 1):
+        terms, off = _predicted(found, runs)
+        e, a, b = torch.softmax(terms, dim=0)
+        slopes = torch.stack([e, a, b, -a * n, -b * d], dim=-1)
+        weighed = slopes * (_DELTA / off.abs().clamp_min(1e-30)).clamp_max(1).unsqueeze(-1)
+        curved, gradient = weighed.mT @ slopes, weighed.mT @ off.unsqueeze(-1)
+        damped = damping.unsqueeze(-1) * curved.diagonal(dim1=-2, dim2=-1).clamp_min(1e-12)
+        step = torch.linalg.solve_ex(curved + torch.diag_embed(damped), gradient)[0].squeeze(-1)
+        tried = (found - step).clamp(-_MOST, _MOST)
+        lost = _objective(tried, runs)
+        better = lost < least  # of what is no number too
+        found, least = torch.where(better.unsqueeze(-1), tried, found), torch.where(better, lost, least)
+        damping = torch.where(better, damping / 4, damping * 4).clamp(1e-15, 1e12)
+        if number % _LOOKED == 0:
+            if bool((least >= before * (1 - 1e-9)).all()):
+                break
+            before = least
+    best = least.view(len(sets), -1).argmin(-1)
+    each = found.view(len(sets), len(beginnings), -1)[torch.arange(len(sets)), best]
+    return [Law(*map(math.exp, row[:3]), *row[3:]) for row in each.tolist()]
 
 
 def _span(found: Sequence[float]) -> _Interval:

@@ -1,6 +1,8 @@
 """gptkit fit-scaling: a law that is known comes back, and nothing is told of what no run has shown."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,22 @@ LAW = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)  # Hoffmann et al., e
 SIZES, TOKENS = (1e7, 3e7, 1e8, 3e8, 1e9), (2e8, 1e9, 4e9, 2e10)
 
 
-def points(noise: float, seed: int = 0, sizes: tuple[float, ...] = SIZES) -> list[Point]:
+def points(
+    noise: float, seed: int = 0, sizes: Sequence[float] = SIZES, tokens: Sequence[float] = TOKENS
+) -> list[Point]:
     draw = np.random.default_rng(seed)
-    return [Point(int(n), int(d), LAW.loss(n, d) * float(np.exp(draw.normal(0, noise)))) for n in sizes for d in TOKENS]
+    return [Point(int(n), int(d), LAW.loss(n, d) * float(np.exp(draw.normal(0, noise)))) for n in sizes for d in tokens]
+
+
+def few_and_small(seed: int) -> list[Point]:
+    """Runs that hardly tell E, and from which a fit that stops early comes to another law each time."""
+    return points(0.002, seed, (1e5, 2e5, 4e5, 8e5), (1e5, 2e5, 4e5))
+
+
+def far(law: Law, runs: Sequence[Point]) -> float:
+    """Huber's loss of a law, as the fit has it."""
+    off = [abs(np.log(law.loss(each.parameters, each.tokens) / each.loss)) for each in runs]
+    return sum(each**2 / 2 if each < 1e-3 else 1e-3 * (each - 5e-4) for each in off)
 
 
 def test_a_law_without_noise_comes_back() -> None:
@@ -44,6 +59,27 @@ def test_a_law_with_noise_is_within_its_intervals() -> None:
         assert getattr(best, name) == pytest.approx(value, rel=0.1)
         assert best.intervals[name][0] <= getattr(best, name) <= best.intervals[name][1]
     assert json.loads(json.dumps(found.as_json()))["law"]["alpha"] == found.law.alpha
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fit_comes_to_the_best_law(seed: int) -> None:
+    runs = few_and_small(seed)
+    law = fit_scaling(runs, drawn=0).law
+    twice = fit_scaling(runs * 2, drawn=0).law
+    assert far(law, runs) <= far(LAW, runs)
+    for name in NAMES:
+        assert getattr(twice, name) == pytest.approx(getattr(law, name), rel=1e-4, abs=1e-6), name
+        for factor in (0.99, 1.01):  # whatever else the others then are: no law nearby is better
+            assert far(law, runs) <= far(replace(law, **{name: getattr(law, name) * factor}), runs), name
+
+
+def test_intervals_hold_the_law_of_few_and_small_runs() -> None:
+    inside = dict.fromkeys(NAMES, 0)
+    for seed in range(5):
+        found = fit_scaling(few_and_small(seed), drawn=30)
+        for name, (low, high) in found.intervals.items():
+            inside[name] += low <= getattr(LAW, name) <= high
+    assert min(inside.values()) >= 4, inside
 
 
 def test_what_no_run_has_shown_is_not_told() -> None:
