@@ -32,7 +32,7 @@ def few_and_small(seed: int) -> list[Point]:
 def far(law: Law, runs: Sequence[Point]) -> float:
     """Huber's loss of a law, as the fit has it."""
     off = [abs(np.log(law.loss(each.parameters, each.tokens) / each.loss)) for each in runs]
-    return sum(each**2 / 2 if each < 1e-3 else 1e-3 * (each - 5e-4) for each in off)
+    return float(sum(each**2 / 2 if each < 1e-3 else 1e-3 * (each - 5e-4) for each in off))
 
 
 def test_a_law_without_noise_comes_back() -> None:
