@@ -182,15 +182,7 @@ class Staging:
 
     def _claim(self, stack: contextlib.ExitStack) -> None:
         """Take the lock for the stack, and see that the target may be made. Raises UsageError, GptkitError."""
-        parent = self.target.parent
-        if not self.target.name:
-            raise UsageError(f"cannot write a checkpoint to {self.target}", "Name a folder to create.")
-        if not parent.is_dir():
-            what = "is not a folder" if parent.exists() else "does not exist"
-            raise UsageError(f"cannot create {self.target}: {parent} {what}", "Create the parent folder first.")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            hint = "Choose another place to write to."
-            raise UsageError(f"cannot create {self.target}: {parent} is not writable", hint)
+        require_place(self.target)
         try:
             if self._locked is None:
                 self._locked = stack.enter_context(locked(self.target))
@@ -283,6 +275,19 @@ class Staging:
             else:
                 _remove(path)
         self._stack.close()
+
+
+def require_place(target: Path) -> None:
+    """Raise UsageError where nothing of this name can be made: no folder to make it in, or not to be written to."""
+    parent = target.parent
+    if not target.name:
+        raise UsageError(f"cannot write to {target}", "Name a folder to create.")
+    if not parent.is_dir():
+        what = "is not a folder" if parent.exists() else "does not exist"
+        raise UsageError(f"cannot create {target}: {parent} {what}", "Create the parent folder first.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        hint = "Choose another place to write to."
+        raise UsageError(f"cannot create {target}: {parent} is not writable", hint)
 
 
 def _list_files(folder: Path, known: dict[str, FileRecord]) -> dict[str, dict[str, object]]:

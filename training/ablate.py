@@ -24,6 +24,7 @@ from ..components import to_json
 from ..converter.files import locked, read_small
 from ..converter.manifest import manifest_of
 from ..converter.names import json_bytes
+from ..converter.publish import require_place
 from ..converter.tree import write_spec
 from ..display import Record, Shown
 from ..errors import InvalidInput, UsageError
@@ -32,11 +33,31 @@ from ..surgery.swap import swap
 from .data import TOKENS, Progress, TokenFile, is_tokens, open_tokens
 from .heal import heal
 from .loop import Step, usual_rate
+from .parallel import group
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty
-from .train import CONTEXT, folder_of, longest, require_texts, require_trainable, size_of, tokenized, train, tree_of
+from .train import (
+    CONTEXT,
+    folder_of,
+    longest,
+    require_texts,
+    require_trainable,
+    size_of,
+    split,
+    tokenized,
+    train,
+    tree_of,
+)
 
 _RESULT = "ablation.json"
+_BEGUN = ".ablation-begun"  # within OUT, what is prepared beside an ablation that it may take the place of
+_CHANGED = {
+    "tree": "the variant's tree is another now",
+    "swaps": "the variant's swaps are others now",
+    "data": "it read other tokens",
+    "held_out": "another share or text was held out",
+}
+"""What a run of another plan is told by, where a value tells a person nothing."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +122,20 @@ class Row(Record):
 
 @dataclass(frozen=True)
 class Ablation(Record, Shown):
-    """The table, the base first, as far as it has come. left: runs that have not ended."""
+    """The table, the base first, as far as it has come. data: the sha256 of the tokens that all runs read.
+    held_out: the share of them that is held out, or the sha256 of those of a text by itself. left: runs that have not
+    ended.
+    """
 
-    JSON = "schema_version name description how seeds context left rows"
+    JSON = "schema_version name description how seeds context data held_out left rows"
 
     name: str
     description: str
     how: str
     seeds: int
     context: int
+    data: str
+    held_out: float | str
     rows: tuple[Row, ...]
     left: int
     schema_version: int = field(default=1, repr=False)
@@ -159,17 +185,19 @@ def ablate(
     base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
     length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
     rows, seeds = planned(asked, variants, length), range(asked.seed, asked.seed + asked.seeds)
-    results: dict[tuple[Planned, int], Result | None] = {(one, seed): None for seed in seeds for one in rows}
-    with ExitStack() as stack:
-        stack.enter_context(locked(target))
-        _claim(target, resume, force)
-        (target / "runs").mkdir(parents=True, exist_ok=True)
-        stack.callback(_leave, target)
-        if not (target / _RESULT).exists():
-            put(target / _RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
+    named = asked.base if isinstance(asked.base, str) else None
+    trained = named is not None and not tree_of(named, False, offline, allow_pickle)[1]
+    settings: dict[str, Any] = {
+        "context": length, "batch": asked.windows(length) * length, "warmup": asked.warmup, "clip": asked.clip,
+        "rate": usual_rate(size_of(base.spec)) if asked.rate is None else asked.rate,
+        "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
+    }  # fmt: skip
+
+    def prepared(folder: Path) -> tuple[_Runs, dict[str, Path | str]]:
+        """The runs with their tokens and models in a folder, once nothing but a run itself can go wrong."""
 
         def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
-            own = target / name
+            own = folder / name
             where = folder_of(paths, own)
             if where == own and is_tokens(own):
                 require_texts(paths, own)
@@ -177,48 +205,81 @@ def ablate(
                 tokenized(paths, own, tokenizer, base.spec.vocab_size, progress)
             return open_tokens(where)
 
-        named = asked.base if isinstance(asked.base, str) else None
-        trained = named is not None and not tree_of(named, False, offline, allow_pickle)[1]
-        found = take(texts, "data", named if trained else None)
-        held = asked.held_out
-        if isinstance(held, str):
-            held = str(take([held], "held-out", found.folder / "tokenizer.json").folder)
+        found, held = take(texts, "data", named if trained else None), asked.held_out
+        if found.vocabulary > base.spec.vocab_size:
+            message = f"the texts have {found.vocabulary:,} tokens, and the plan's models {base.spec.vocab_size:,}"
+            raise UsageError(message, "Name the texts themselves, or tokenise them with a smaller --vocabulary.")
         for each in variants:
             with told_as(called(each)):
                 require_trainable(each.spec, found.documents > 1, False)
-        settings: dict[str, Any] = {
-            "context": length, "batch": asked.windows(length) * length, "warmup": asked.warmup, "clip": asked.clip,
-            "held_out": held, "rate": asked.rate or usual_rate(size_of(base.spec)),
-            "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
-        }  # fmt: skip
-        runs = _Runs(asked, target, texts, found, settings, opening, tell)
-        results |= {(one, seed): runs.result(one, seed) for one, seed in results}
-        models = {each.name: runs.model(each) for each in variants}
+        with group(device) as us:
+            training, _ = split(found, held, take, us, length, True)
+        if len(training) < asked.windows(length):
+            message = f"a step takes {asked.windows(length):,} windows of {length:,} tokens, and the text has"
+            raise UsageError(
+                f"{message} {len(training):,}", "Give more text, or a smaller context or batch in the plan."
+            )
+        held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
+        runs = _Runs(asked, folder, texts, found, {**settings, "held_out": held}, opening, tell)
+        return runs, {each.name: runs.model(each) for each in variants}
+
+    with ExitStack() as stack:
+        require_place(target)
+        stack.enter_context(locked(target))
+        going_on = _claim(target, resume, force)
+        stack.callback(_leave, target)
+        begun = target / _BEGUN
+        if not going_on:
+            begun.mkdir(parents=True)
+            runs, _ = prepared(begun)
+            put(begun / _RESULT, json_bytes(_table(runs, rows, {}).as_json()))
+            _take_over(target, begun)
+        runs, models = prepared(target)
+        results = {(one, seed): runs.result(one, seed) for seed in seeds for one in rows}
+        (target / "runs").mkdir(exist_ok=True)
         for (one, seed), result in results.items():
             if result is None:
                 results[one, seed] = result = runs.run(one, seed, models[one.variant.name])
                 ended(one.variant.name, one.tokens, result)
-                put(target / _RESULT, json_bytes(_table(asked, rows, results, length).as_json()))
-        return _table(asked, rows, results, length)
+                put(target / _RESULT, json_bytes(_table(runs, rows, results).as_json()))
+        return _table(runs, rows, results)
 
 
-def _claim(target: Path, resume: bool, force: bool) -> None:
-    """Raise UsageError where something else is in the folder, or an ablation that is neither resumed nor lost."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
+def _claim(target: Path, resume: bool, force: bool) -> bool:
+    """Whether there is an ablation to go on with. Raises UsageError where something else is in the folder, or an
+    ablation that is neither resumed nor lost.
+    """
+    if not target.exists() or (target.is_dir() and all(each.name == _BEGUN for each in target.iterdir())):
+        shutil.rmtree(target / _BEGUN, ignore_errors=True)
+        return False
     try:
         read_ablation(target)
     except UsageError as error:
         raise UsageError(f"{target} exists, and no ablation made it", "Choose another name.") from error
     if not resume and not force:
         raise UsageError(f"an ablation lies in {target}", "--resume goes on from there; --force begins anew.")
-    if not resume:
-        shutil.rmtree(target)
+    shutil.rmtree(target / _BEGUN, ignore_errors=True)  # of a call that was killed
+    return resume
+
+
+def _take_over(target: Path, begun: Path) -> None:
+    """Put what was begun in the place of what was there. The table goes first, by which the folder is known."""
+    (begun / _RESULT).replace(target / _RESULT)
+    for each in target.iterdir():
+        if each.name not in (_RESULT, begun.name):
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+    for each in begun.iterdir():
+        each.rename(target / each.name)
+    begun.rmdir()
 
 
 def _leave(target: Path) -> None:
-    """Remove what is there of an ablation that never began."""
-    if not is_tokens(target / "data") and not any((target / "runs").iterdir()):
+    """Remove what was begun, and an ablation of which no run began."""
+    runs, mine = target / "runs", ["data", "held-out", "trees", "changed", "runs"]
+    empty = not runs.is_dir() or not any(runs.iterdir())
+    for name in (_BEGUN, *(mine if empty else ())):
+        shutil.rmtree(target / name, ignore_errors=True)
+    if empty:
         (target / _RESULT).unlink(missing_ok=True)
         remove_empty(target)
 
@@ -235,17 +296,27 @@ class _Runs:
     opening: dict[str, Any]
     tell: Callable[[str, int, Step], None]
 
+    @property
+    def read(self) -> str:
+        """The sha256 of all tokens."""
+        return _digest(self.data.folder)
+
+    @property
+    def held_out(self) -> float | str:
+        """The share that is held out, or the sha256 of another text's tokens: those of a folder of another name too."""
+        held: float | str = self.settings["held_out"]
+        return _digest(Path(held)) if isinstance(held, str) else held
+
     def _path(self, one: Planned, seed: int) -> Path:
         return self.folder / "runs" / f"{one.slug}-{seed}"
 
     def _about(self, one: Planned, seed: int) -> dict[str, Any]:
         """What a run is, in JSON values: by what it is told from another of the same name."""
-        data = manifest_of(self.data.folder)["files"][TOKENS]["sha256"]
         tree = hashlib.sha256(json_bytes(to_json(one.variant.spec))).hexdigest()
         start = one.variant.start if self.plan.how == "heal" else ""
         steps = [step.as_json() for step in one.variant.steps] if self.plan.how == "heal" else []
         about = {"how": self.plan.how, "tree": tree, "base": start, "swaps": steps, "tokens": one.tokens, "seed": seed}
-        return {**about, "data": data, **self.settings}
+        return {**about, **self.settings, "data": self.read, "held_out": self.held_out}
 
     def result(self, one: Planned, seed: int) -> Result | None:
         """What a run came to, where it has ended. Raises InvalidInput where it was another."""
@@ -259,8 +330,11 @@ class _Runs:
             raise InvalidInput(f"{path} cannot be read: {error}", "Remove it; --resume runs it again.") from error
         for key in about:
             if before.get(key) != json.loads(json.dumps(about[key])):
-                message = f"{path} is of another plan: its {key} is {before.get(key)}, not {about[key]}"
-                raise InvalidInput(message, "Put the plan back, or choose another OUT; --force begins anew.")
+                why = _CHANGED.get(key, f"its {key} is {before.get(key)}, not {about[key]}")
+                raise InvalidInput(
+                    f"{path} is of another plan: {why}",
+                    "Put the plan back, or choose another OUT; --force begins anew.",
+                )
         return result
 
     def model(self, variant: Arm) -> Path | str:
@@ -271,8 +345,8 @@ class _Runs:
             return write_spec(variant.spec, self.folder / "trees" / f"{name}.json", force=True)
         if not variant.steps:
             return str(variant.start)
-        steps = json_bytes([step.as_json() for step in variant.steps])
-        path = self.folder / "changed" / f"{name}-{hashlib.sha256(steps).hexdigest()[:8]}"
+        made = json_bytes([variant.start, self.read, *(step.as_json() for step in variant.steps)])
+        path = self.folder / "changed" / f"{name}-{hashlib.sha256(made).hexdigest()[:8]}"
         path.parent.mkdir(exist_ok=True)
         if not path.is_dir():
             with told_as(called(variant)):
@@ -311,10 +385,14 @@ class _Runs:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _table(
-    plan: Plan, rows: Sequence[Planned], results: Mapping[tuple[Planned, int], Result | None], length: int
-) -> Ablation:
+def _digest(folder: Path) -> str:
+    """The sha256 of a folder's tokens."""
+    return str(manifest_of(folder)["files"][TOKENS]["sha256"])
+
+
+def _table(runs: _Runs, rows: Sequence[Planned], results: Mapping[tuple[Planned, int], Result | None]) -> Ablation:
     """What has ended, beside the base of the same budget."""
+    plan, length = runs.plan, runs.settings["context"]
 
     def of(one: Planned) -> tuple[Result, ...]:
         return tuple(result for (each, _), result in results.items() if each is one and result is not None)
@@ -325,8 +403,9 @@ def _table(
         beside = None if one.variant.name == "base" else paired(of(one), bases[one.budget])
         about = one.variant.name, one.variant.comment, one.tokens, one.flops, costs(one.variant.spec, length)
         found.append(Row(*about, of(one), beside))
-    left = sum(result is None for result in results.values())
-    return Ablation(plan.name, plan.description, plan.how, plan.seeds, length, tuple(found), left)
+    left = plan.seeds * len(rows) - sum(len(each.runs) for each in found)
+    read = runs.read, runs.held_out
+    return Ablation(plan.name, plan.description, plan.how, plan.seeds, length, *read, tuple(found), left)
 
 
 def paired(runs: Sequence[Result], others: Sequence[Result]) -> Difference | None:

@@ -283,7 +283,12 @@ class Planned:
 def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
     """What is to be run of each seed. Raises InvalidInput and UsageError for numbers that make no sense."""
     windows = plan.windows(length)
-    how = {"rate": plan.rate or 1e-3, "warmup": plan.warmup, "decay": plan.decay or 0.0, "clip": plan.clip}
+    how = {
+        "rate": 1e-3 if plan.rate is None else plan.rate,
+        "warmup": plan.warmup,
+        "decay": plan.decay or 0.0,
+        "clip": plan.clip,
+    }
     settings_of(windows, length, 1, None, every=plan.every, accumulate=1, seed=plan.seed, **how)
     found = []
     for budget in _each(plan.flops) or _each(plan.tokens):

@@ -205,6 +205,8 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         ablate("nope.toml", tmp_path / "out", data=[tmp_path / "text.jsonl"])
     with pytest.raises(UsageError, match="names no data"):
         ablate(path, tmp_path / "out")
+    told = call("ablate", path, tmp_path / "nod/ir", "--data", tmp_path / "text.jsonl")
+    assert told.exit_code == 2 and "nod does not exist\n  Create the parent folder first." in told.stderr
     (tmp_path / "mine/runs").mkdir(parents=True)
     (tmp_path / "mine/file").write_text("kept")
     with pytest.raises(UsageError, match="no ablation made it"):
@@ -213,6 +215,56 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot read"):
         ablate(path, tmp_path / "out", data=[tmp_path / "nope.txt"])
     assert not (tmp_path / "out").exists()
+
+
+def test_an_ablation_is_lost_only_for_one_that_can_run(tmp_path: Path) -> None:
+    one = VARIANTS.partition('[[variant]]\nname = "no')[0]
+    path, text = plan(tmp_path, one, seeds="1", tokens="256"), tmp_path / "text.jsonl"
+    ran(tmp_path, path)
+    (tmp_path / "out/note").write_text("kept")
+    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    (tmp_path / "short.txt").write_text("Two words. " * 12)
+    for data, changes, why in (
+        (tmp_path / "nofile.txt", {}, "cannot read"),
+        (tmp_path / "short.txt", {}, "a step takes 8 windows"),
+        (text, {"held_out": "2.0"}, "held out is 2 of the text"),
+        (text, {"held_out": '"nofile.txt"'}, "cannot read"),
+        (text, {"batch": "1_000_000"}, "a step takes 31,250 windows"),
+    ):
+        other = plan(tmp_path, one, seeds="1", tokens="256", **changes)
+        with pytest.raises(GptkitError, match=why):
+            ablate(other, tmp_path / "out", data=[data], force=True)
+        assert {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()} == before
+        with pytest.raises(GptkitError, match=why):
+            ablate(other, tmp_path / "new", data=[data])
+        assert not (tmp_path / "new").exists()
+    # One that was killed while it was prepared is nothing to go on from, and nothing in the way.
+    (tmp_path / "new/.ablation-begun/data").mkdir(parents=True)
+    new = ran(tmp_path, plan(tmp_path, one, seeds="1", tokens="512"), "new")
+    table = ran(tmp_path, plan(tmp_path, one, seeds="1", tokens="512"), force=True)
+    assert [row.loss for row in table.rows] == [row.loss for row in new.rows]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["ablation.json", "data", "runs", "trees"]
+    assert len(list((tmp_path / "out/runs").iterdir())) == 2
+
+
+def test_a_run_of_another_plan_is_told_in_words(tmp_path: Path) -> None:
+    one, seen = '[[variant]]\nname = "x"\nset = {{ "blocks.*.feed_forward.activation" = "{}" }}\n', list[str]()
+    other = tmp_path / "other.txt"
+    other.write_text("Another text is held out. " * 40)
+    ran(tmp_path, plan(tmp_path, one.format("relu"), seeds="1", tokens="256"))
+    for changes, activation, why in (
+        ({}, "gelu", "x-256-0.json is of another plan: the variant's tree is another now"),
+        ({"held_out": "0.1"}, "relu", "another share or text was held out"),
+        ({"held_out": f'"{other}"'}, "relu", "another share or text was held out"),
+    ):
+        with pytest.raises(InvalidInput, match=why):
+            ran(tmp_path, plan(tmp_path, one.format(activation), seeds="1", tokens="256", **changes), resume=True)
+    # The same text under another name of OUT is the same.
+    path = plan(tmp_path, one.format("relu"), seeds="1", tokens="256", held_out=f'"{other}"')
+    ran(tmp_path, path, "held")
+    (tmp_path / "held").rename(tmp_path / "moved")
+    ran(tmp_path, path, "moved", resume=True, ended=lambda *each: seen.append(each[0]))
+    assert not seen
 
 
 def test_edits_go_by_paths() -> None:
