@@ -59,6 +59,7 @@ def swap(
     no_measure: bool = flag("--no-measure", "Do not compare logits before and after."),
     measure_steps: bool = flag("--measure-steps", "Measure each step by itself, of a large model too."),
     report: Path | None = option("--report --html FILE", "Write what the swap costs, FILE.html and FILE.json."),
+    resume: bool = flag("--resume", "Go on with a recipe's healing that was stopped: the same call again."),
     force: bool = FORCE,
     dry_run: bool = flag("--dry-run", "Say what would come out, and write nothing."),
     opening: ForWeights,
@@ -79,7 +80,7 @@ def swap(
     values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
     fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
     measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
-    writing: Any = {"to": to, "dtype": dtype, "force": force, "dry_run": dry_run}
+    writing: Any = {"to": to, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}
     swapping = {"recipe": recipe, "blocks": blocks, **fitting, **measuring, **writing, **opening, **values}
     watched = Healing(quiet)
     healing = partial(heal, on_start=watched.start, tell=watched.step)

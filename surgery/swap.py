@@ -86,6 +86,7 @@ def swap(
     calibrate_tokens: int | None = None,
     recipe: str | Path | None = None,
     dtype: str | None = None,
+    resume: bool = False,
     force: bool = False,
     dry_run: bool = False,
     measured: bool = True,
@@ -118,6 +119,7 @@ def swap(
             own format, for exactness to be measured from the file; else, and where an adapter is merged, the
             checkpoint's own. Anything narrower than float64 rounds them once, and an exact swap is then exact up to
             that rounding: what the rounding costs is measured from the files, exactness from the same tensors before.
+        resume: go on with the healing of a recipe that was stopped in it; the same call again.
         force: replace an existing checkpoint folder, in one step.
         dry_run: say what would come out; compute and write nothing.
         measured: compare logits before and after, in fp32 and fp64, from the files that were written.
@@ -135,6 +137,9 @@ def swap(
             published.
         InvalidInput, Offline, UsageError: as `convert`; weights or logits that are not finite.
     """
+    if resume:  # `training.healed` takes it from those that heal
+        hint = "Leave it out: files that a stopped swap has finished are taken over without it."
+        raise UsageError("--resume is for a recipe that ends with heal, and there is none", hint)
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:
         dtype, to = dtype or told.dtype, to or told.to

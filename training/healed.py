@@ -10,6 +10,7 @@ from typing import Any
 
 from ..converter.files import locked
 from ..converter.publish import Staging
+from ..errors import UsageError
 from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
@@ -33,22 +34,28 @@ def swap(
     *,
     recipe: str | Path | None = None,
     to: str | None = None,
+    resume: bool = False,
     force: bool = False,
     dry_run: bool = False,
     watched: Callable[..., Healed] = heal,
     **options: Any,
 ) -> SwapResult:
-    """As `surgery.swap`, and `watched` is what heals."""
+    """As `surgery.swap`, and `watched` is what heals. What it was stopped in goes on with `resume`: the swaps before it
+    are carried out again, to the same bytes.
+    """
     told = None if recipe is None else read_recipe(recipe)
     run = partial(exchange, model, recipe=recipe, dry_run=dry_run, **options)
     if told is None or told.heal is None:
-        return run(out=out, steps=steps, to=to, force=force)
+        return run(out=out, steps=steps, to=to, resume=resume, force=force)
     target, to = Path(out), to or told.to
     if dry_run:
         done = run(out=out, steps=steps, to=to, force=force)
         return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
     given = {"train": "trained"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
+    if len({"tokens", "seconds"} & healing.keys()) != 1:
+        hint = "In the file: settings = { tokens = 400_000 }, or seconds."
+        raise UsageError(f"{told.where}: heal is to have a budget, tokens or seconds", hint)
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
     beside = target.with_name(f"{target.name}.healing")
@@ -60,7 +67,7 @@ def swap(
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(
-            changed, model, [told.heal.value], target, **healing, **opening, force=force,
+            changed, model, [told.heal.value], target, **healing, **opening, resume=resume, force=force,
             to="hf:auto" if to == "auto" else to,
         )  # fmt: skip
     recipe_done = None if done.recipe is None else replace(done.recipe, heal=told.heal, to=to)

@@ -1,0 +1,56 @@
+"""gptkit swap with a recipe that ends with heal: stopped and gone on with, and what is refused before anything is done."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import call
+
+import gptkit
+from gptkit.errors import UsageError
+from gptkit.parity.diff import diff
+from gptkit.training.heal import heal
+
+PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
+
+
+def recipe(folder: Path, settings: str = "tokens = 1024") -> Path:
+    """One that heals."""
+    (folder / "play.txt").write_bytes(PLAY.read_bytes()[:20_000])
+    more = "context = 64, batch = 128, beside = false"
+    text = "[[step]]\nattention = 'mqa'\napproximate = true\n[[step]]\nheal = '{}'\nsettings = {{ {}, {} }}\n"
+    (folder / "mqa.toml").write_text(text.format(folder / "play.txt", settings, more))
+    return folder / "mqa.toml"
+
+
+def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path) -> None:
+    asked: Any = {"recipe": recipe(tmp_path), "measured": False}
+    gptkit.swap("sample:llama", tmp_path / "whole", **asked)
+
+    def stop(name: str, step: Any) -> None:
+        if (name, step.step) == ("healed-0", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gptkit.swap("sample:llama", tmp_path / "out", **asked, watched=partial(heal, tell=stop))
+    words = ["swap", "sample:llama", tmp_path / "out", "--recipe", asked["recipe"], "--no-measure"]
+    told = call(*words)
+    assert told.exit_code == 2 and "--resume goes on from there" in told.stderr
+    told = call(*words, "--resume")
+    assert told.exit_code == 0, told.output
+    assert re.findall(r"^healed-\S+ +(\d+)", told.stdout, re.MULTILINE) == ["3", "4", "5", "6"]
+    assert diff(tmp_path / "whole", tmp_path / "out", rank=False).same_bytes
+    assert not (tmp_path / "out.healing/changed").exists()
+
+
+def test_what_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.toml").write_text("[[step]]\nattention = 'mqa'\napproximate = true\n")
+    for words in (["--recipe", tmp_path / "plain.toml"], ["--norm", "rmsnorm"]):
+        told = call("swap", "sample:llama", tmp_path / "out", "--resume", *words)
+        assert told.exit_code == 2 and "--resume is for a recipe that ends with heal" in told.stderr
+    for settings in ("rate = 1e-3", "tokens = 1024, seconds = 1.0"):
+        with pytest.raises(UsageError, match=r"mqa\.toml: heal is to have a budget, tokens or seconds"):
+            gptkit.swap("sample:llama", tmp_path / "out", recipe=recipe(tmp_path, settings))
+    assert {each.name for each in tmp_path.iterdir()} == {"mqa.toml", "plain.toml", "play.txt"}
