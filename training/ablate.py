@@ -1,13 +1,15 @@
 """ablate: variants of one model, each trained or healed under the same budget, and what each gives and takes.
 
 A run of a seed begins with the same values wherever two trees have the same parameter, and meets the same windows in
-the same order: so variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
+the same order (where layers are healed by themselves first, the whole model begins with the first window again): so
+variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
 tokens, trees, a file of every run that has ended, the checkpoints of one that has not, and ablation.json.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -365,21 +367,31 @@ class _Runs:
             done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell)
             loss, seconds = done.healed.loss, done.healed.seconds
             kl, folder = done.healed.kl, path.with_name(f"{path.name}.healing")
-            metrics = folder / "healed-0" / METRICS
+            phases = [folder / "healed-layers-0", folder / "healed-0"]
         else:
             trained = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
             loss, seconds = trained.held_out, trained.seconds
             kl, folder = None, path.with_name(f"{path.name}.training")
-            metrics = folder / METRICS
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        curve = [{key: line[key] for key in ("tokens", "held_out")} for line in lines if line["held_out"] is not None]
-        pace = lines[0]["tokens"] / statistics.median(line["took"] for line in lines)
+            phases = [folder]
+        *before, lines = [_metrics(each) for each in phases if each.is_dir()]
+        first = sum(each[-1]["tokens"] for each in before)  # where layers are trained by themselves, no KL is evaluated
+        curve = [
+            {"tokens": first + line["tokens"], "held_out": line["held_out"]}
+            for line in lines
+            if line["held_out"] is not None
+        ]
+        pace = lines[0]["tokens"] / statistics.median(line["took"] for line in itertools.chain(*before, lines))
         result = Result(seed, loss, kl, seconds, pace, curve)
         put(path.with_suffix(".json"), json_bytes({"about": self._about(one, seed), "result": result.as_json()}))
         if not self.plan.keep:
             shutil.rmtree(path)
         shutil.rmtree(folder)
         return result
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run measured, a step each."""
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

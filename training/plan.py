@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..analysis.costs import training_flops
+from ..analysis.costs import forward_flops, training_flops
 from ..architectures import architecture_of
 from ..components import ModelSpec, from_json, to_json
 from ..converter.files import read_small
@@ -265,7 +265,9 @@ def called(variant: Arm) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """A variant at one of the plan's budgets: how many tokens that are, and FLOPs."""
+    """A variant at one of the plan's budgets: how many tokens that are, and FLOPs: of what is healed, those of the
+    original's answers too.
+    """
 
     variant: Arm
     budget: float
@@ -290,12 +292,23 @@ def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
         "clip": plan.clip,
     }
     settings_of(windows, length, 1, None, every=plan.every, accumulate=1, seed=plan.seed, **how)
-    found = []
+    found = list[Planned]()
     for budget in _each(plan.flops) or _each(plan.tokens):
         for each in variants:
             if length > longest(each.spec):
                 raise InvalidInput(f"context is {length:,}, and {called(each)} has {longest(each.spec):,} positions")
             a_step = training_flops(each.spec, length, windows).dense
+            if plan.how == "heal" and each is not variants[0]:  # the original answers first
+                a_step += forward_flops(variants[0].spec, length, windows).dense
             steps = max(1, round(budget / a_step)) if plan.flops is not None else -(-budget // (windows * length))
-            found.append(Planned(each, budget, steps * windows * length, steps * a_step))
+            one = Planned(each, budget, steps * windows * length, steps * a_step)
+            for other in found:
+                if (other.variant, other.tokens) == (each, one.tokens):
+                    message = (
+                        f"budgets of {other.budget:,} and {budget:,} are both {one.tokens:,} tokens of {called(each)}"
+                    )
+                    raise InvalidInput(
+                        message, f"A step has {windows * length:,}: name budgets that are further apart."
+                    )
+            found.append(one)
     return found

@@ -17,6 +17,7 @@ from helpers.families import spec_of
 from helpers.training import made
 
 import gptkit
+from gptkit.analysis.costs import forward_flops, training_flops
 from gptkit.components import to_json
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.initialise import finite_logits
@@ -136,11 +137,18 @@ def test_what_is_healed_is_laid_beside_the_base_that_went_on_learning(tmp_path: 
     play = tmp_path / "play.txt"
     play.write_text((ROOT / "samples" / "play.txt").read_text()[:12_000])
     text = '[[variant]]\nname = "MQA"\nswap = ["attention=mqa"]\n'
-    path = plan(tmp_path, text, how='"heal"', base='"sample:gpt2"', seeds="1", tokens="512")
+    path = plan(tmp_path, text, how='"heal"', base='"sample:gpt2"', seeds="1", tokens="1024")
     table = ablate(path, tmp_path / "out", data=[play])
     base, changed = table.rows
     assert base.runs[0].kl is None and changed.runs[0].kl is not None and 0 < changed.runs[0].kl < 1
     assert changed.costs.cache_bytes() * 4 == base.costs.cache_bytes()
+    # The original's answers are counted too, and the curve's tokens from the first, in which layers are healed alone.
+    original, mqa = (each.spec for each in arms_of(read_plan(path), offline=True, allow_pickle=False))
+    windows = changed.tokens // table.context
+    answers = forward_flops(original, table.context, windows).dense
+    assert base.flops == training_flops(original, table.context, windows).dense
+    assert changed.flops == training_flops(mqa, table.context, windows).dense + answers
+    assert [each["tokens"] for each in changed.runs[0].curve][-1] == changed.tokens == base.tokens
     with pytest.raises(InvalidInput, match=r"how is heal, and .*tree\.json has no weights"):
         ran(tmp_path, plan(tmp_path, text, how='"heal"'), "no")
     recipe = tmp_path / "mqa.toml"
@@ -184,6 +192,9 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "context": ({"context": "128", "batch": "256"}, VARIANTS, "context is 128, and variant 'base' has 64 positions"),
     "rate": ({"rate": "20"}, VARIANTS, "rate is 20"),
+    "one budget twice": (
+        {"tokens": "[1000, 1001]"}, VARIANTS, "budgets of 1,000 and 1,001 are both 1,024 tokens of variant 'base'"
+    ),
     "batch": ({"batch": "8"}, VARIANTS, "fewer tokens than one window"),
     "set of a healed one": ({"how": '"heal"'}, VARIANTS, "variant 'no positions': set and remove are for trees"),
 }  # fmt: skip

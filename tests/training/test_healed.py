@@ -1,4 +1,4 @@
-"""gptkit swap with a recipe that ends with heal: stopped and gone on with, and what is refused before anything is done."""
+"""gptkit swap with a recipe that ends with heal: gone on with, and refused before anything is done."""
 
 import re
 from functools import partial
