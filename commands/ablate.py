@@ -56,7 +56,9 @@ def fit_scaling(
     runs: list[Path] = argument("RUNS…", "Folders that gptkit ablate wrote, of several sizes and budgets."),
     *,
     flops: list[float] | None = option("--flops C", "Tell the best parameters and tokens of such a budget: 1e18."),
-    draws: int = option("N", "Fit so many times to runs drawn again, for intervals.", default=100, min=0),
+    draws: int = option(
+        "N", "Fit so many times to runs drawn again, for intervals; 0 leaves them out.", default=100, min=0
+    ),
     seed: int = option("N", "The seed of what is drawn.", default=0, min=0),
     drawn: Pictures,
     json: bool = JSON,

@@ -239,6 +239,7 @@ def ablate(
         runs, models = prepared(target)
         results = {(one, seed): runs.result(one, seed) for seed in seeds for one in rows}
         (target / "runs").mkdir(exist_ok=True)
+        put(target / _RESULT, json_bytes(_table(runs, rows, results).as_json()))
         for (one, seed), result in results.items():
             if result is None:
                 results[one, seed] = result = runs.run(one, seed, models[one.variant.name])

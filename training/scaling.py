@@ -106,11 +106,32 @@ class Scaling(Record, Shown):
 
 
 def _points_of(folders: Sequence[str | Path]) -> list[Point]:
-    """Every run of some ablations, which must have read the same tokens. Raises UsageError."""
-    found = []
+    """Every run of some ablations, which must have been trained on the same tokens, and held to the same. Raises
+    UsageError.
+    """
+    found, read = list[Point](), dict[tuple[object, object], str | Path]()
     for each in folders:
-        for row in read_ablation(each)["rows"]:
-            found += [Point(row["costs"]["parameters"], row["tokens"], run["loss"]) for run in row["runs"]]
+        table = read_ablation(each)
+        if table.get("how") == "heal":
+            message = f"the runs of {each} were healed: the law is of models that are trained from random weights"
+            raise UsageError(message, 'Leave it out; how = "train" in a plan trains them.')
+        if "data" not in table and len(folders) > 1:
+            message = f"{each} does not say what its runs read, for an older gptkit wrote its ablation.json"
+            raise UsageError(message, f"gptkit ablate PLAN {each} --resume adds it, and runs nothing again.")
+        read.setdefault((table.get("data"), table.get("held_out")), each)
+        try:
+            for row in table["rows"]:
+                size, tokens = int(row["costs"]["parameters"]), int(row["tokens"])
+                found += [Point(size, tokens, float(run["loss"])) for run in row["runs"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{each}: its ablation.json is damaged", "gptkit ablate --resume writes it anew."
+            ) from error
+    if len(read) > 1:
+        one, other, *_ = read.values()
+        what = "texts" if len({data for data, _ in read}) > 1 else "held-out texts"
+        message = f"the runs of {one} and of {other} have other {what}: their losses are of no one law"
+        raise UsageError(message, "Fit those together that read the same tokens.")
     return found
 
 
@@ -126,9 +147,15 @@ def fit_scaling(
         seed: of what is drawn.
 
     Raises:
-        UsageError: runs of one size, or of one number of tokens, or too few; a loss that falls with neither; a budget
-            whose best run is more than `FARTHEST` times beyond those that were made.
+        UsageError: runs of one size, or of one number of tokens, or too few; a loss that falls with neither; runs that
+            were healed, or that read other texts; a budget that is none, or whose best run is more than `FARTHEST`
+            times beyond those that were made.
     """
+    for budget in flops:
+        if not 0 < budget < math.inf:
+            raise UsageError(f"a budget of {budget:g} FLOPs is none", "Give a number above 0, as 1e18.")
+    if drawn < 0:
+        raise UsageError(f"runs cannot be drawn {drawn} times", "0 leaves intervals out.")
     points = [each for each in runs if isinstance(each, Point)]
     points = points or _points_of([each for each in runs if not isinstance(each, Point)])
     _require(points)
@@ -161,8 +188,8 @@ def _require(points: Sequence[Point]) -> None:
             raise UsageError(message, "gptkit ablate sizes OUT --data FILE makes runs of several.")
     if len(points) < _LEAST:
         raise UsageError(f"{len(points)} runs do not tell five unknowns", f"{_LEAST} are the least; more tell more.")
-    if not all(each.loss > 0 and math.isfinite(each.loss) for each in points):
-        raise UsageError("a run has a loss that is no positive number")
+    if not all(0 < each.loss < math.inf and min(each.parameters, each.tokens) > 0 for each in points):
+        raise UsageError("a run has parameters, tokens or a loss that are no positive number")
 
 
 # --- the fit ----------------------------------------------------------------------------------------------------------

@@ -73,9 +73,11 @@ def test_every_variant_is_run_with_every_seed_and_none_twice(tmp_path: Path) -> 
     assert table.rows[1].costs.cache_bytes() == 2 * base.costs.cache_bytes() == table.rows[3].costs.cache_bytes()
     assert json.loads((tmp_path / "out/ablation.json").read_text()) == table.as_json()
     assert {each.suffix for each in (tmp_path / "out/runs").iterdir()} == {".json"}  # no checkpoint is left
+    (tmp_path / "out/ablation.json").write_text('{"rows": []}')  # as an older gptkit wrote it, or somebody spoilt it
     # Again: nothing is run. One seed more: that alone. Another rate is another plan.
     seen.clear()
     assert ran(tmp_path, path, resume=True, ended=lambda *each: seen.append(each)).as_json() == table.as_json()
+    assert json.loads((tmp_path / "out/ablation.json").read_text()) == table.as_json() and not seen
     more = ran(tmp_path, plan(tmp_path, seeds="3"), resume=True, ended=lambda *each: seen.append(each[2].seed))
     assert seen == [2] * 4 and more.rows[1].runs[:2] == table.rows[1].runs
     with pytest.raises(InvalidInput, match=r"of another plan: its rate is 0.003, not 0.002"):

@@ -1,6 +1,7 @@
 """gptkit fit-scaling: a law that is known comes back, and nothing is told of what no run has shown."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,12 +97,46 @@ def test_what_no_run_has_shown_is_not_told() -> None:
         fit_scaling(rising, drawn=0)
 
 
+def table(folder: Path, sizes: Sequence[float] = SIZES, **head: object) -> Path:
+    """An ablation of the law's runs, as ablation.json has it."""
+    rows = [{"costs": {"parameters": each.parameters}, "tokens": each.tokens, "runs": [{"loss": each.loss}]}
+            for each in points(0.0, sizes=sizes)]  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "ablation.json").write_text(json.dumps({**head, "rows": rows}))
+    return folder
+
+
+def test_runs_that_are_of_no_one_law_are_refused_by_name(tmp_path: Path) -> None:
+    about = {"how": "train", "data": "a" * 64, "held_out": 0.05}
+    one = table(tmp_path / "one", SIZES[:3], **about)
+    other = table(tmp_path / "other", SIZES[3:], **about)
+    assert len(fit_scaling([one, other], drawn=0).points) == len(SIZES) * len(TOKENS)
+    for head, why in (
+        ({**about, "data": "b" * 64}, "one and of .*other have other texts"),
+        ({**about, "held_out": 0.1}, "one and of .*other have other held-out texts"),
+        ({**about, "how": "heal"}, "the runs of .*other were healed"),
+        ({"how": "train"}, "other does not say what its runs read"),
+    ):
+        told = call("fit-scaling", one, table(tmp_path / "other", SIZES[3:], **head), "--draws", "0")
+        assert told.exit_code == 2 and re.search(why, told.stderr.replace("\n", " ")), told.stderr
+    (tmp_path / "other/ablation.json").write_text('{"rows": [{"a": 1}]}')
+    told = call("fit-scaling", tmp_path / "other")
+    assert told.exit_code == 2 and "other: its ablation.json is damaged" in told.stderr
+
+
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    runs = table(tmp_path / "one")
+    for budget in ("0", "-1", "inf", "nan"):
+        told = call("fit-scaling", runs, "--draws", "0", "--flops", budget)
+        assert told.exit_code == 2 and f"a budget of {budget} FLOPs is none" in told.stderr
+    assert call("fit-scaling", runs, "--draws", "-1").exit_code == 2
+    told = call("fit-scaling", runs, "--draws", "0")
+    assert told.exit_code == 0 and "there are no intervals" in " ".join(told.stdout.split())
+
+
 @pytest.mark.exhaustive
 def test_beyond_ten_times_the_runs_nothing_is_told(tmp_path: Path) -> None:
-    rows = [{"costs": {"parameters": each.parameters}, "tokens": each.tokens, "runs": [{"loss": each.loss}]}
-            for each in points(0.0)]  # fmt: skip
-    (tmp_path / "ablation.json").write_text(json.dumps({"rows": rows}))
-    words = ["fit-scaling", tmp_path, "--draws", "0"]
+    words = ["fit-scaling", table(tmp_path), "--draws", "0"]
     told = call(*words, "--flops", "1e21", "--html", tmp_path / "law.html")
     assert told.exit_code == 0, told.output
     assert "10,000,000 to 1,000,000,000 parameters" in told.stdout and "10 times beyond" in told.stdout
