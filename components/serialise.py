@@ -5,6 +5,8 @@ and a gptkit that is older than a field reads every file that does without it. A
 parts, "attention_norm" and "attention", its sub-layers in their order.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -73,6 +75,39 @@ def from_json(data: Any) -> ModelSpec:
     return found
 
 
+class _Explained(msgspec.ValidationError):
+    """What is wrong of a component, which it is and what there is."""
+
+
+def explained(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
+    """What msgspec says of a value that is no `kind`, and for an unknown field or word the nearest one, or all."""
+    from msgspec import inspect
+
+    told = str(error)
+    match = re.match(r"(?:Object contains unknown field `(.*?)`|Invalid enum value '(.*?)')(?: - at `\$(.*?)`)?$", told)
+    if match is None:
+        return told
+    unknown, word, path = match.groups()
+    nodes: list[Any] = [inspect.type_info(kind)]
+    for name in re.findall(r"\.(\w+)", path or ""):
+        fields = [each for node in nodes for each in getattr(node, "fields", ()) if each.encode_name == name]
+        parts = [part for each in fields for part in getattr(each.type, "types", [each.type])]
+        nodes = [getattr(part, "item_type", part) for part in parts]
+    if word is None:
+        known = [each.encode_name for node in nodes for each in getattr(node, "fields", ())]
+    else:
+        known = [str(value) for node in nodes for value in getattr(node, "values", ())]
+    return f"{told}; {nearest(unknown if word is None else word, known)}" if known else told
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The name that somebody may have meant, or all."""
+    from difflib import get_close_matches  # here, because most commands never need it
+
+    near = get_close_matches(name[:60], known, 1, 0.7)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+
+
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
     """A tree with the parts of blocks gathered by sub-layer."""
     blocks = plain.get("blocks")
@@ -87,10 +122,15 @@ def _component(kind: type[Any], value: Any) -> Any:
         raise msgspec.ValidationError(f"a component was expected, not {value!r:.40}")
     name = value.get("type", kind.__name__)
     if not isinstance(name, str) or name not in KINDS:
-        raise msgspec.ValidationError(
-            f"this gptkit has no component {name!r:.40}, which a newer one or a plugin may have"
-        )
-    found = msgspec.convert(value, KINDS[name], dec_hook=_component)
+        named = f"this gptkit has no component {name!r:.40}, which a newer one or a plugin may have"
+        likely = [each for each, known in KINDS.items() if issubclass(known, kind)]
+        raise _Explained(f"{named}; {nearest(str(name), likely)}")
+    try:
+        found = msgspec.convert(value, KINDS[name], dec_hook=_component)
+    except _Explained:  # of a component within it
+        raise
+    except msgspec.ValidationError as error:
+        raise _Explained(f"{name}: {explained(error, KINDS[name])}") from error
     if not isinstance(found, kind):
         raise msgspec.ValidationError(f"a {kind.__name__} was expected, not {name}")
     return found

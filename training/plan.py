@@ -19,6 +19,7 @@ what is there, and one without is laid over it. `include` begins with what other
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ import msgspec
 from ..analysis.costs import forward_flops, training_flops
 from ..architectures import architecture_of
 from ..components import ModelSpec, from_json, to_json
+from ..components.serialise import explained
 from ..converter.files import read_small
-from ..errors import InvalidInput, UsageError
+from ..errors import ConfigError, InvalidInput, UsageError
 from ..surgery.recipe import MOST_BYTES, read_recipe, told_as
 from ..surgery.registry import Step, steps_named
 from ..surgery.shapes import steps_from, swapped
@@ -107,10 +109,32 @@ def read_plan(reference: str | Path) -> Plan:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInput(f"{where} cannot be read as TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{where}: {error}".replace("$.", ""), "The keys are in docs: Ablate a model.") from error
+        raise InvalidInput(f"{where}: {_told(error)}", "The keys are in docs: Ablate a model.") from error
     for wrong in _wrong(plan):
         raise InvalidInput(f"{where}: {wrong}")
     return msgspec.structs.replace(plan, name=plan.name or path.stem)
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "a table",
+}  # fmt: skip
+
+
+def _told(error: msgspec.ValidationError) -> str:
+    """What msgspec says of a plan, in a person's words."""
+
+    def words(kinds: str) -> str:
+        return " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
+
+    told = explained(error, Plan).replace("$.", "")
+    told = re.sub(r"^Object contains unknown field `(.*?)` - at `(.*?)`", r"\2: no key is called \1", told)
+    told = re.sub(r"^Object contains unknown field `(.*?)`", r"no key is called \1", told)
+    told = re.sub(r"^Object missing required field `(.*?)` - at `(.*?)`", r"\2: \1 is missing", told)
+    told = re.sub(r"^Object missing required field `(.*?)`", r"\1 is missing", told)
+    told = re.sub(r"^Invalid enum value ('.*?') - at `(.*?)`", r"\2 cannot be \1", told)
+    expected = re.match(r"Expected `(.*?)`, got `(.*?)` - at `(.*?)`$", told)
+    return f"{expected[3]} is to be {words(expected[1])}, not {words(expected[2])}" if expected else told
 
 
 def _wrong(plan: Plan) -> Iterator[str]:
@@ -135,8 +159,8 @@ def _wrong(plan: Plan) -> Iterator[str]:
         yield "parameters: what is healed keeps the size that its swaps give it"
     least = {"seeds": 1, "seed": 0, "context": 1, "batch": 1, "every": 1, "tokens": 1, "flops": 1}
     for key, bound in least.items():
-        if any(each < bound for each in _each(getattr(plan, key))):
-            yield f"{key} is {getattr(plan, key)}, and is to be {bound} or more"
+        if not all(bound <= each < math.inf for each in _each(getattr(plan, key))):
+            yield f"{key} is {getattr(plan, key)}, and is to be {bound} or more, and finite"
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -164,7 +188,11 @@ def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] =
         for above, name in _places(tree, path):
             if above.pop(name, None) is None:
                 raise InvalidInput(f"remove {path!r}: {name} is not there")
-    return from_json(tree)
+    try:
+        return from_json(tree)
+    except ConfigError as error:
+        error.hint = None  # for files, which a newer gptkit may have written
+        raise
 
 
 def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:

@@ -175,8 +175,13 @@ def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[dict[str, str], str, str]] = {
-    "seeds": ({"seeds": '"two"'}, VARIANTS, r"Expected `int`, got `str`.*seeds"),
-    "unknown key": ({"sedes": "2"}, VARIANTS, "unknown field `sedes`"),
+    "seeds": ({"seeds": '"two"'}, VARIANTS, r"plan\.toml: seeds is to be a whole number, not text"),
+    "a word for a number": ({"tokens": '"1M"'}, VARIANTS, "tokens is to be a whole number or a list, not text"),
+    "a word": ({"how": '"heel"'}, VARIANTS, "how cannot be 'heel'; did you mean heal"),
+    "unknown key": ({"sedes": "2"}, VARIANTS, "no key is called sedes; did you mean seeds"),
+    "another key": ({"steps": "2"}, VARIANTS, "no key is called steps; known: base, variant, name, .*, keep"),
+    "no base": ({"base": ""}, VARIANTS, r"plan\.toml: base is missing"),
+    "endless": ({"tokens": "", "flops": "inf"}, VARIANTS, "flops is inf"),
     "no budget": ({"tokens": ""}, VARIANTS, "tokens or flops"),
     "two budgets": ({"flops": "1e9"}, VARIANTS, "tokens or flops"),
     "no seeds": ({"seeds": "0"}, VARIANTS, "seeds is 0"),
@@ -184,10 +189,21 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "two of a name": ({}, VARIANTS + '[[variant]]\nname = "mha"\nswap = ["tie"]', "variant 'mha': two have this name"),
     "nothing changed": ({}, '[[variant]]\nname = "x"', "variant 'x' changes nothing"),
     "include": ({}, '[[variant]]\nname = "x"\ninclude = ["y"]', "variant 'x': include names 'y'"),
-    "key of a variant": ({}, '[[variant]]\nname = "x"\nswaps = ["tie"]', "unknown field `swaps`"),
+    "key of a variant": ({}, '[[variant]]\nname = "x"\nswaps = ["tie"]', "no key is called swaps; did you mean swap"),
     "swap": ({}, '[[variant]]\nname = "x"\nswap = ["nrom=rmsnorm"]', "variant 'x': .*nrom"),
     "path": ({}, '[[variant]]\nname = "x"\nset = { "blocks.*.attn.heads" = 2 }', "variant 'x': .*heads' is nowhere"),
-    "field": ({}, '[[variant]]\nname = "x"\nset = { "head.colour" = 2 }', "variant 'x': .*colour"),
+    "field": ({}, '[[variant]]\nname = "x"\nset = { "head.colour" = 2 }', r"`colour` - at `\$\.head`; known: "),
+    "field of a layer": (
+        {}, '[[variant]]\nname = "x"\nset = { "blocks.*.feed_forward.activatoin" = "gelu" }',
+        r"FeedForward: Object contains unknown field `activatoin`; did you mean activation\?$"
+    ),
+    "word of a layer": (
+        {}, '[[variant]]\nname = "x"\nset = { "blocks.*.feed_forward.activation" = "gelo" }', "did you mean gelu"
+    ),
+    "component": (
+        {}, '[[variant]]\nname = "x"\nset = { "blocks.*.attention.position" = { type = "ALiBy" } }',
+        "no component 'ALiBy'.*did you mean ALiBi"
+    ),
     "remove": ({}, '[[variant]]\nname = "x"\nremove = ["final_nrom"]', "variant 'x': .*final_nrom is not there"),
     "vocabulary": (
         {}, '[[variant]]\nname = "x"\nmodel = "sample:llama"', "variant 'x': it has 512 tokens, and the base 257"
