@@ -156,8 +156,8 @@ def _differences(table: Ablation) -> Figure:
     found = [(name, row.difference) for name, row in zip(_names(table.rows), table.rows, strict=True) if row.difference]
     errors = {
         "type": "data", "symmetric": False, "color": "var(--c1)", "thickness": 2,
-        "array": [(each.high or each.mean) - each.mean for _, each in found],
-        "arrayminus": [each.mean - (each.low or each.mean) for _, each in found],
+        "array": [0.0 if each.high is None else each.high - each.mean for _, each in found],
+        "arrayminus": [0.0 if each.low is None else each.mean - each.low for _, each in found],
     }  # fmt: skip
     hints = [f"<b>{safe(name)}</b><br>{_signed(each.mean)}<br>{_interval(each)}" for name, each in found]
     marks = {"marker": {"color": "var(--c1)", "size": 9}, "error_x": errors, "hovertext": hints, "hoverinfo": "text"}

@@ -150,7 +150,7 @@ def ablate(
     plan: str | Path,
     out: str | Path,
     *,
-    data: Sequence[str | Path] = (),
+    data: str | Path | Sequence[str | Path] = (),
     device: str | None = None,
     resume: bool = False,
     force: bool = False,
@@ -165,7 +165,7 @@ def ablate(
     Args:
         plan: a TOML file, or the name of a plan that comes along.
         out: the folder of all of it; ablation.json in it is written anew when a run has ended.
-        data: texts, or one folder that `tokenize` wrote, in place of the plan's.
+        data: a text, several, or one folder that `tokenize` wrote, in place of the plan's.
         device: by default a GPU where there is one.
         resume: go on where `out` was left; variants and seeds that the plan did not have are run too.
         force: begin anew in an `out` that an ablation made.
@@ -180,7 +180,7 @@ def ablate(
         UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as `train`, `heal` and `swap`.
     """
     asked, target = read_plan(plan), Path(out)
-    texts = list(data) or list(asked.data)
+    texts = ([data] if isinstance(data, str | Path) else list(data)) or list(asked.data)
     if not texts:
         raise UsageError("the plan names no data", '--data FILE, or data = ["FILE"] in the plan.')
     variants = arms_of(asked, offline, allow_pickle)

@@ -228,12 +228,16 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
     """The base and every variant. Raises InvalidInput, SwapRefused and ConfigError, with the variant's name."""
     asked = {each.name: each for each in plan.variant}
 
+    hint = 'Trees alone are for how = "train".'
+
     def tree(model: str | dict[str, Any]) -> ModelSpec:
         if isinstance(model, dict):
+            if plan.how == "heal":
+                raise InvalidInput("how is heal, and a table has no weights", hint)
             return architecture_of(model).spec(model)
         found, scratch = tree_of(model, False, offline, allow_pickle)
         if scratch and plan.how == "heal":
-            raise InvalidInput(f"how is heal, and {model} has no weights", 'Trees alone are for how = "train".')
+            raise InvalidInput(f"how is heal, and {model} has no weights", hint)
         return found.spec
 
     def changed(before: Arm, each: _Variant) -> Arm:

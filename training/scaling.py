@@ -34,6 +34,7 @@ _GRID = (
 """Where log E, log A, log B, α and β begin."""
 _BEGINNINGS = 8  # the best of the grid, from which is gone on
 _STEPS, _LOOKED = 2000, 100  # at the most, and after how many it is looked whether any fit still gets better
+_TOGETHER = 200  # sets of runs that are fitted at once, for their memory's sake
 _MOST = torch.tensor([300.0, 300.0, 300.0, 20.0, 20.0], dtype=torch.float64)
 """How far the unknowns may go from 0, either way: powers and exponentials of these are still numbers."""
 _Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -50,6 +51,11 @@ class Point(Record):
     loss: float
 
 
+def _exp(power: float) -> float:
+    """As `math.exp`, within what a float holds: laws that were fitted to runs drawn again may be anything."""
+    return math.exp(max(-700.0, min(power, 700.0)))
+
+
 @dataclass(frozen=True)
 class Law(Record):
     """L(N, D) = E + A / N^α + B / D^β."""
@@ -62,13 +68,14 @@ class Law(Record):
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Predicted, in nats a token."""
-        return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
+        terms = (self.A, self.alpha, parameters), (self.B, self.beta, tokens)
+        return self.E + sum(_exp(math.log(factor) - power * math.log(of)) for factor, power, of in terms)
 
     def best(self, flops: float) -> tuple[float, float]:
         """The parameters and the tokens of the least loss for a budget of 6·N·D FLOPs."""
-        share = self.alpha * self.A / (self.beta * self.B)
-        parameters = share ** (1 / (self.alpha + self.beta)) * (flops / 6) ** (self.beta / (self.alpha + self.beta))
-        return parameters, flops / 6 / parameters
+        whole, share = math.log(flops / 6), math.log(self.alpha / self.beta) + math.log(self.A) - math.log(self.B)
+        parameters = (share + self.beta * whole) / (self.alpha + self.beta)
+        return _exp(parameters), _exp(whole - parameters)
 
 
 _Interval = tuple[float, float]
@@ -170,7 +177,8 @@ def fit_scaling(
         some = values[generator.integers(0, len(values), len(values))]
         if all(len(set(some[:, column])) > 1 for column in (0, 1)):
             draws.append(some)
-    again = _laws(np.stack(draws), beginnings) if draws else []
+    parts = [np.stack(draws[first : first + _TOGETHER]) for first in range(0, len(draws), _TOGETHER)]
+    again = [each for part in parts for each in _laws(part, beginnings)]
     spans = {name: _span([getattr(each, name) for each in again]) for name in NAMES} if again else {}
     predicted = np.array([law.loss(each.parameters, each.tokens) for each in points])
     sizes, lengths = ((int(values[:, n].min()), int(values[:, n].max())) for n in (0, 1))

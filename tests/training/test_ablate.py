@@ -56,7 +56,7 @@ def plan(folder: Path, text: str = VARIANTS, **changes: str) -> Path:
 
 
 def ran(folder: Path, path: Path, out: str = "out", **options: Any) -> Ablation:
-    return ablate(path, folder / out, data=[folder / "text.jsonl"], **options)
+    return ablate(path, folder / out, data=str(folder / "text.jsonl"), **options)
 
 
 def test_every_variant_is_run_with_every_seed_and_none_twice(tmp_path: Path) -> None:
@@ -214,6 +214,10 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
         {"tokens": "[1000, 1001]"}, VARIANTS, "budgets of 1,000 and 1,001 are both 1,024 tokens of variant 'base'"
     ),
     "batch": ({"batch": "8"}, VARIANTS, "fewer tokens than one window"),
+    "a table is healed": (
+        {"how": '"heal"', "base": '{ model_type = "gpt2" }'}, '[[variant]]\nname = "x"\nswap = ["norm=rmsnorm"]',
+        "base: how is heal, and a table has no weights"
+    ),
     "set of a healed one": ({"how": '"heal"'}, VARIANTS, "variant 'no positions': set and remove are for trees"),
 }  # fmt: skip
 

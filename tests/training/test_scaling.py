@@ -62,6 +62,11 @@ def test_a_law_with_noise_is_within_its_intervals() -> None:
     assert json.loads(json.dumps(found.as_json()))["law"]["alpha"] == found.law.alpha
 
 
+def test_a_law_that_hardly_falls_is_told_of_in_numbers() -> None:
+    law = Law(E=0.0, A=1e100, B=1e-100, alpha=1e-4, beta=1e-4)
+    assert all(np.isfinite(each) for each in (*law.best(1e18), law.loss(*law.best(1e18))))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_fit_comes_to_the_best_law(seed: int) -> None:
     runs = few_and_small(seed)
