@@ -133,6 +133,12 @@ class _Interrupt:
         self.number = number
         signal.signal(number, self._before[number])
 
+    def error(self, step: int, store: Store) -> BaseException:
+        """What ends a run whose step is kept: SIGTERM's where this process got that, else that of Ctrl-C."""
+        found = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
+        found.add_note(f"step {step:,} is kept in {store.folder}: the same command with --resume goes on")
+        return found
+
     def __enter__(self) -> _Interrupt:
         main = threading.current_thread() is threading.main_thread()
         known = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if main else {}
@@ -209,7 +215,8 @@ def fit(
                 (before + time.monotonic() - began) if first else 0.0, float(interrupt.number)
             )
             over = run.done(settings) >= 1
-            evaluated = not stopped and (over or run.step % settings.every == 0)
+            # One that is stopped too: what a run measures, and where it ends, must not hang on where it was.
+            evaluated = over or run.step % settings.every == 0
             lost = engine.evaluate(held_out) if evaluated else None
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
@@ -221,10 +228,10 @@ def fit(
             if stopped or evaluated:
                 store.write(run.step, {**vars(run), "threads": threads}, model, optimiser)
             if stopped:
-                # The largest of the signals that the processes got.
-                error = Terminated() if interrupt.number == signal.SIGTERM else KeyboardInterrupt()
-                error.add_note(f"step {run.step:,} is kept in {store.folder}: the same command with --resume goes on")
-                raise error
+                raise interrupt.error(run.step, store)
+        # A signal that came while the last step was evaluated and kept.
+        if any(group.total(float(interrupt.number))):
+            raise interrupt.error(run.step, store)
     return run
 
 

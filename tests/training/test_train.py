@@ -248,6 +248,34 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@few(2)
+@pytest.mark.parametrize(("at", "where"), [(7, "step"), (11, "step"), (8, "evaluation"), (12, "evaluation")])
+def test_a_step_that_is_evaluated_is_so_where_it_is_stopped_too(
+    tmp_path: Path, monkeypatch, at: int, where: str
+) -> None:
+    """Where the signal comes in that step, or while it is evaluated: of the last one too."""
+    made(tmp_path)
+    trained(tmp_path, "whole")
+    evaluate, told = loop._Engine.evaluate, list[loop.Step]()
+
+    def slow(self: loop._Engine, windows: Windows) -> float:
+        if where == "evaluation" and len(told) + 1 == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self, windows)
+
+    def tell(step: loop.Step) -> None:
+        told.append(step)
+        if where == "step" and step.step == at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop._Engine, "evaluate", slow)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, tell=tell)
+    assert not (tmp_path / "out").exists()
+    trained(tmp_path, resume=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_curve_of_one(tmp_path: Path) -> None:
     made(tmp_path)
