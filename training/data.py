@@ -160,6 +160,16 @@ def open_tokens(folder: Path) -> TokenFile:
     return TokenFile(folder, **msgspec.structs.asdict(found))
 
 
+def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:
+    """Raise UsageError where tokens are of another tokenizer than a model's, its `own` where somebody has read it; a
+    model without any takes theirs.
+    """
+    own = own or _tokenizer_of(model, **opening)[0]
+    if own is not None and tokens.load_tokenizer().to_json() != own.to_json():
+        message = f"{tokens.folder} has tokens of another tokenizer than {model} has"
+        raise UsageError(message, f"Name the texts themselves, or tokenise them with --tokenizer {model}.")
+
+
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
@@ -247,18 +257,24 @@ def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary
     if path.is_file() and path.suffix == ".json":
         beside = token_files(path.parent) if path.name == "tokenizer.json" else []
         return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
-    where = resolve(named, weights=False, companions=True).path
-    # A file of weights may hold a tokenizer itself, as a GGUF does.
-    inside: Mapping[str, bytes] = {}
-    if where is not None and where.is_file():
-        inside = open_checkpoint(named, headers_only=True).texts
-    folder = None if where is None or where.is_file() else where
-    found = load_tokenizer(folder or Path(), inside) if folder or inside else None
+    found, folder, inside = _tokenizer_of(named)
     if found is None:
         raise UsageError(f"{named} has no tokenizer", "Name a tokenizer.json, or leave --tokenizer out to train one.")
     files = {**{each.name: each.read_bytes() for each in (token_files(folder) if folder else ())}, **inside}
     files.setdefault("generation_config.json", json_bytes({"eos_token_id": list(found.eos_ids)}))
     return {**files, "tokenizer.json": files.get("tokenizer.json") or found.to_json().encode()}
+
+
+def _tokenizer_of(
+    model: str | Path, offline: bool = False, allow_pickle: bool = False
+) -> tuple[Tokenizer | None, Path | None, Mapping[str, bytes]]:
+    """A model's tokenizer, where it has one, and what it was read from: a folder, or texts in a file, as a GGUF's."""
+    where = resolve(model, weights=False, companions=True, offline=offline).path
+    inside: Mapping[str, bytes] = {}
+    if where is not None and where.is_file():
+        inside = open_checkpoint(model, headers_only=True, allow_pickle=allow_pickle).texts
+    folder = None if where is None or where.is_file() else where
+    return (load_tokenizer(folder or Path(), inside) if folder or inside else None), folder, inside
 
 
 def tokenize(

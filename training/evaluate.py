@@ -37,7 +37,7 @@ from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
 from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
-from .data import Text, around, is_tokens, open_tokens
+from .data import Text, around, is_tokens, open_tokens, require_tokenizer
 
 MOST = 2048
 """Tokens of a window where nobody says how many, at most: attention grows with the square."""
@@ -156,7 +156,7 @@ class _Document:
 def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) -> list[_Document]:
     """The documents of a file of text, or of a folder of tokens that the checkpoint's tokenizer made."""
     if is_tokens(path):
-        return _stored(path, tokenizer)
+        return _stored(path, tokenizer, checkpoint.reference)
     if tokenizer is None:
         hint = "gptkit tokenize makes a folder of tokens, which --data takes."
         raise UsageError(f"{checkpoint.reference} has no tokenizer to read {path} with", hint)
@@ -180,12 +180,11 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
     return found
 
 
-def _stored(folder: Path, tokenizer: Tokenizer | None) -> list[_Document]:
+def _stored(folder: Path, tokenizer: Tokenizer | None, model: str) -> list[_Document]:
     """A folder of tokens, in which no token's own bytes are known: each counts as many as the others."""
     opened = open_tokens(folder)
-    if tokenizer is not None and opened.load_tokenizer().to_json() != tokenizer.to_json():
-        hint = "Name the texts themselves, or tokenise them with --tokenizer MODEL."
-        raise UsageError(f"{folder} has tokens of another tokenizer than the model's", hint)
+    if tokenizer is not None:
+        require_tokenizer(opened, model, tokenizer)
     share, first, found = opened.bytes / opened.tokens, 0, []
     for number, end in enumerate(opened.ends.tolist(), 1):
         ids = opened.read(first, end - first)

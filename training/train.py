@@ -33,7 +33,7 @@ from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
-from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, tokenize
+from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, require_tokenizer, tokenize
 from .loop import Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, remove_empty
@@ -172,7 +172,8 @@ def train(
 
     Raises:
         UsageError: `out` exists; a budget, a size or a rate that is none; a text too short for one step; a tokenizer
-            with more tokens than the model; another run than the one to resume.
+            with more tokens than the model; tokens of another tokenizer than the checkpoint's; another run than the one
+            to resume.
         InvalidInput, Offline: as `load` and `tokenize`; a text or a token file that changed.
         GptkitError: the loss or a gradient is no number; the disk is full. The last checkpoint stays.
         KeyboardInterrupt: once a checkpoint is written.
@@ -207,6 +208,12 @@ def train(
             return open_tokens(where)
 
         found = take(data, "data")
+        if found.folder != store.folder / "data":
+            if tokenizer is not None:
+                message = f"{found.folder} is a folder of tokens, which has its tokenizer"
+                raise UsageError(message, "Name the texts themselves, or leave out --tokenizer.")
+            if not scratch:  # what such weights have learnt of ids is of their own tokenizer's
+                require_tokenizer(found, model, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > tree.spec.vocab_size:
             raise UsageError(
                 f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",

@@ -24,6 +24,7 @@ from helpers.families import ONE_STACK, Variant, spec_of
 from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
+import gptkit
 from gptkit import generate, load, open_checkpoint
 from gptkit.analysis.memory import training_memory
 from gptkit.components import operations as ops
@@ -476,6 +477,26 @@ def test_held_out_text_is_another(tmp_path: Path) -> None:
     tokenize([tmp_path / "other.txt"], tmp_path / "apart", vocabulary=257)
     with pytest.raises(UsageError, match="by another tokenizer"):
         trained(tmp_path, "third", model="sample:gpt2", held_out=tmp_path / "apart")
+
+
+def test_tokens_are_of_the_checkpoints_tokenizer(tmp_path: Path) -> None:
+    made(tmp_path)
+    text = tmp_path / "text.jsonl"
+    own, other = (
+        [tokenize([text], tmp_path / name, tokenizer=each, vocabulary=None if each else 300).folder]
+        for name, each in (("own", "sample:gpt2"), ("foreign", None))
+    )
+    options: dict[str, Any] = {"model": "sample:gpt2", "tokens": 512}
+    with pytest.raises(UsageError, match=r"foreign has tokens of another tokenizer than sample:gpt2 has"):
+        trained(tmp_path, data=other, **options)
+    gptkit.convert("sample:gpt2", tmp_path / "model.gguf", "gguf")
+    with pytest.raises(UsageError, match="another tokenizer"):
+        trained(tmp_path, data=other, **{**options, "model": tmp_path / "model.gguf"})
+    with pytest.raises(UsageError, match=r"own is a folder of tokens, which has its tokenizer\n.*--tokenizer"):
+        trained(tmp_path, data=own, tokenizer="sample:gpt2", **options)
+    assert not (tmp_path / "out").exists()
+    trained(tmp_path, data=own, **options)
+    trained(tmp_path, "anew", data=other, random=True, **options)
 
 
 def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
