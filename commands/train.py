@@ -64,7 +64,7 @@ def train(
     time: str | None = option("--time TIME", "Train for so long instead: 90s, 10m, 1.5h."),
     batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the model's context, 1,024 at most.", _HOW),
-    lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
+    lr: float | None = option("RATE", "AdamW's highest rate, above 0; by default by the model's size.", _HOW, min=0),
     warmup: float = option("SHARE", "Reach that rate within this share of the budget.", _HOW, default=0.05, min=0),
     decay: float = option("NUMBER", "Decoupled weight decay of matrices.", _HOW, default=0.1, min=0),
     clip: float = option("NORM", "Cut each gradient to this norm; 0 leaves it.", _HOW, default=1.0, min=0),

@@ -160,6 +160,11 @@ def open_tokens(folder: Path) -> TokenFile:
     return TokenFile(folder, **msgspec.structs.asdict(found))
 
 
+def paths_of(data: str | Path | Sequence[str | Path]) -> list[Path]:
+    """One path, or several."""
+    return [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
+
+
 def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:
     """Raise UsageError where tokens are of another tokenizer than a model's, its `own` where somebody has read it; a
     model without any takes theirs.
@@ -278,7 +283,7 @@ def _tokenizer_of(
 
 
 def tokenize(
-    files: Sequence[str | Path],
+    files: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -289,7 +294,7 @@ def tokenize(
     """Write texts as a folder of tokens, which appears complete or not at all.
 
     Args:
-        files: each a document in UTF-8, but of a .jsonl each line is one: an object with its `text`.
+        files: one or several, each a document in UTF-8, but of a .jsonl each line is one: an object with its `text`.
         out: the folder to make.
         tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; where there is none, a byte-level BPE is
             trained on the texts.
@@ -302,7 +307,7 @@ def tokenize(
         InvalidInput: what is no text in UTF-8, or no tokenizer; texts without a token.
         GptkitError: the disk is full; nothing is published.
     """
-    texts = [Text(Path(file)) for file in files]
+    texts = [Text(path) for path in paths_of(files)]
     if not texts:
         raise UsageError("there is no text to tokenise", "Name one file or more.")
     with Staging(Path(out), force) as staging:

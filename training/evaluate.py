@@ -37,7 +37,7 @@ from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
 from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
-from .data import Text, around, is_tokens, open_tokens, require_tokenizer
+from .data import Text, around, is_tokens, open_tokens, paths_of, require_tokenizer
 
 MOST = 2048
 """Tokens of a window where nobody says how many, at most: attention grows with the square."""
@@ -468,7 +468,7 @@ def evaluate(
         MissingComponent: a model that predicts no next token.
         GptkitError: logits that are NaN.
     """
-    paths = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
+    paths = paths_of(data)
     opened = [
         open_checkpoint(each, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
         for each in (model, against)

@@ -24,10 +24,20 @@ from torch import Tensor, nn
 from ..converter.files import failed, fsync, read_small
 from ..converter.names import json_bytes
 from ..errors import InvalidInput, UsageError
+from .data import is_tokens
 from .parallel import Group
 
 _RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
+_HASHED = {
+    "texts": "it reads other texts",
+    "tokenizer": "it has another tokenizer",
+    "tokens": "it reads other tokens",
+    "tree": "it trains another tree",
+    "weights": "it began from other weights",
+    "held_out": "it holds out other text",
+}
+"""What a run is told by in hashes, in words; what causes another before it."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
 
 
@@ -56,12 +66,14 @@ class Store:
         if self.goes_on(resume, force):
             try:
                 before = json.loads(read_small(path, 2**26))
-                other = sorted(name for name in {*before, *kept} if before.get(name) != kept.get(name))
+                other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error}", "Begin anew with --force.") from error
             if other:
-                name = other[0]
-                message = f"the run in {self.folder} is another: its {name} is {before.get(name)}, not {kept.get(name)}"
+                plain = min(other - _HASHED.keys(), default=None)
+                told = f"its {plain} is {before.get(plain)}, not {kept.get(plain)}" if plain else None
+                told = told or next(words for name, words in _HASHED.items() if name in other)
+                message = f"the run in {self.folder} is another: {told}"
                 raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
         else:
             for each in self._ours():
@@ -162,6 +174,33 @@ class Store:
         for each in self._ours():
             shutil.rmtree(each)
         (self.folder / _RUN).unlink(missing_ok=True)
+
+
+def beside(out: Path, name: str) -> Path:
+    """The folder of a run beside its result, OUT.training. Raises UsageError for the root, which has nothing beside."""
+    whole = out if out.name not in ("", "..") else out.resolve()
+    if not whole.name:
+        raise UsageError(f"{whole} is no folder that can be made", "Name another.")
+    return whole.with_name(f"{whole.name}.{name}")
+
+
+def make(folder: Path) -> None:
+    """Make a folder, which may be there. Raises GptkitError."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise failed("make", folder, error) from error
+
+
+def remove_unbegun(folder: Path) -> None:
+    """Remove what is there of a run that made no step, neither kept nor measured: its tokens, and what it was to be."""
+    if any((*folder.rglob("step-*"), *folder.rglob(METRICS))):
+        return
+    for each in (folder / "data", folder / "held-out"):
+        if is_tokens(each):
+            shutil.rmtree(each)
+    for path in folder.rglob(_RUN):
+        path.unlink()
 
 
 def remove_empty(folder: Path) -> None:

@@ -33,10 +33,21 @@ from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
-from .data import TOKENS, Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, require_tokenizer, tokenize
+from .data import (
+    TOKENS,
+    Progress,
+    Stretch,
+    TokenFile,
+    Windows,
+    is_tokens,
+    open_tokens,
+    paths_of,
+    require_tokenizer,
+    tokenize,
+)
 from .loop import Settings, Step, fit, usual_rate
 from .parallel import Group, group
-from .state import Store, remove_empty
+from .state import Store, beside, make, remove_empty, remove_unbegun
 
 HELD_OUT = 0.05
 """The share of the text that is held out where nobody says how much."""
@@ -106,7 +117,7 @@ class Trained(Record):
 
 def train(
     model: str | Path,
-    data: Sequence[str | Path],
+    data: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     tokens: int | None = None,
@@ -141,7 +152,7 @@ def train(
 
     Args:
         model: a tree (a preset, a config.json, a spec), which gets random weights, or a checkpoint.
-        data: texts, or one folder that `tokenize` wrote.
+        data: a text or several, or one folder that `tokenize` wrote.
         out: the folder to make. Beside it, in `out`.training, are the run's checkpoints and measurements.
         tokens: how many to train on; rounded up to whole steps.
         seconds: how long to train instead; such a run is not the same twice.
@@ -178,16 +189,17 @@ def train(
         GptkitError: the loss or a gradient is no number; the disk is full. The last checkpoint stays.
         KeyboardInterrupt: once a checkpoint is written.
     """
-    target = Path(out)
+    target, texts = Path(out), paths_of(data)
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
-        store = Store(target.with_name(f"{target.name}.training"), us)
+        store = Store(beside(target, "training"), us)
 
         def claim() -> None:
             Staging(target, force).check()
-            store.folder.mkdir(exist_ok=True)
+            make(store.folder)
             stack.callback(remove_empty, store.folder)
             stack.enter_context(locked(store.folder))
+            stack.callback(remove_unbegun, store.folder)
             store.goes_on(resume, force)
 
         us.lead(claim)
@@ -198,6 +210,15 @@ def train(
             "progress": progress,
         }
 
+        length = min(CONTEXT, longest(tree.spec)) if context is None else context
+        windows = windows_of(batch, length, tokens, us.size * accumulate, STEPS if scratch else FURTHER)
+        usual = usual_rate(size_of(tree.spec)) / (1 if scratch else 10)
+        settings = settings_of(
+            windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
+            every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
+            rate=usual if rate is None else rate,
+        )  # fmt: skip
+
         def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
             own = store.folder / name
             where = folder_of(paths, own)
@@ -207,7 +228,7 @@ def train(
                 us.lead(lambda: tokenized(paths, own, **{**made, **another}))
             return open_tokens(where)
 
-        found = take(data, "data")
+        found = take(texts, "data")
         if found.folder != store.folder / "data":
             if tokenizer is not None:
                 message = f"{found.folder} is a folder of tokens, which has its tokenizer"
@@ -219,13 +240,6 @@ def train(
                 f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",
                 f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
             )
-        length = context or min(CONTEXT, longest(tree.spec))
-        windows = windows_of(batch, length, tokens, us.size * accumulate, STEPS if scratch else FURTHER)
-        settings = settings_of(
-            windows, length, tokens, seconds, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip, seed=seed,
-            every=every, compiled=compiled, dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
-            rate=rate or usual_rate(size_of(tree.spec)) / (1 if scratch else 10),
-        )  # fmt: skip
         require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, documents_apart)
         if len(training) < windows:
@@ -233,12 +247,12 @@ def train(
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
         family, _ = expressed(tree.spec)
         to = "local" if family is None else f"hf:{family_of(tree, family)}"
-        about = _about(tree, scratch, found, held, settings, us, documents_apart)
-        us.lead(lambda: store.begin(about, resume, force))
         suit(tree.spec)
         decoder = load(
             model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
         )
+        about = _about(decoder, scratch, found, held, settings, us, documents_apart)
+        us.lead(lambda: store.begin(about, resume, force))
         last = store.last()
         flops = training_flops(tree.spec, length, windows).dense
         peak, by = peak_flops(us.device, settings.dtype)
@@ -322,7 +336,7 @@ def tokenized(
 def require_texts(texts: Sequence[str | Path], own: Path) -> None:
     """Raise InvalidInput where the texts are not those that the run began with."""
     before = {each.name: each.sha256 for each in open_tokens(own).sources}
-    now = {str(text): _hashed(Path(text)) for text in texts}
+    now = {str(text): _hashed(text) for text in map(Path, texts)}  # as `tokenize` names them: ./a is a
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             message = f"{name} is not the text that the run in {own.parent} began with"
@@ -338,8 +352,11 @@ def _hashed(path: Path) -> str:
 
 def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, steps: int) -> int:
     """How many sequences of a length a step has: as `batch` tokens are, or by default `WINDOWS`, or fewer, that a
-    budget in tokens has about so many steps, but one for each part in which it is computed.
+    budget in tokens has about so many steps, but one for each part in which it is computed. Raises UsageError for a
+    length below 1.
     """
+    if length < 1:
+        raise UsageError(f"a window of {length:,} tokens", "--context takes 1 or more.")
     if batch is not None:
         return batch // length
     return max(1, parts, WINDOWS if tokens is None else min(WINDOWS, -(-tokens // (steps * length))))
@@ -351,11 +368,17 @@ def settings_of(
     """Settings of a budget, and of the `others` in ranges that make sense. Raises UsageError."""
     if (tokens is None) == (seconds is None):
         raise UsageError("training needs a budget, one alone", "Give --tokens 1M, or --time 10m.")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"a budget of {seconds:g} seconds", "--time takes a time, as 10m.")
     if windows < 1:
         raise UsageError(
             f"a step of fewer tokens than one window of {length:,}", "Give a larger --batch, or --context."
         )
-    ranges = {"rate": (0, 10), "warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
+    if not 0 < others["rate"] <= 10:
+        raise UsageError(f"the rate is {others['rate']:g}, expected more than 0, and 10 at most")
+    if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
+        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
+    ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
     for name, (least, most) in ranges.items():
         if not least <= others[name] <= most:
             raise UsageError(f"the {name} is {others[name]:g}, expected {least:g} to {most:g}")
@@ -398,7 +421,7 @@ def split(
 ) -> tuple[Stretch, Windows]:
     """What is trained on, and the windows that are evaluated."""
     most = max(us.size, _EVALUATED // length)
-    if isinstance(held_out, float):
+    if isinstance(held_out, int | float):
         if not 0 < held_out < 1:
             raise UsageError(f"held out is {held_out:g} of the text", "Give a share, as 0.05, or a text.")
         cut = found.tokens - max(int(found.tokens * held_out), length + 1)
@@ -419,13 +442,13 @@ def split(
 
 
 def _about(
-    tree: Outline, scratch: bool, found: TokenFile, held: Windows, settings: Settings, us: Group, apart: bool
+    model: Decoder, scratch: bool, found: TokenFile, held: Windows, settings: Settings, us: Group, apart: bool
 ) -> dict[str, Any]:
     """What a run is, in JSON values: what its result's manifest tells, and what it is resumed by."""
     hashed = {each: entry["sha256"] for each, entry in manifest_of(found.folder).get("files", {}).items()}
     return {
-        "weights": "random" if scratch else "of the checkpoint",
-        "tree": hashlib.sha256(json_bytes(to_json(tree.spec))).hexdigest(),
+        "weights": "random" if scratch else _digest(model),
+        "tree": hashlib.sha256(json_bytes(to_json(model.spec))).hexdigest(),
         "texts": [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources],
         "tokens": hashed.get(TOKENS),
         "tokenizer": found.tokenizer,
@@ -434,6 +457,14 @@ def _about(
         "processes": us.size,
         **msgspec.to_builtins(settings),
     }
+
+
+def _digest(model: Decoder) -> str:
+    """The sha256 of a model's parameters, whatever files they lay in."""
+    found = hashlib.sha256()
+    for _, each in model.named_parameters():
+        found.update(each.detach().cpu().reshape(-1).numpy())
+    return found.hexdigest()
 
 
 @cache

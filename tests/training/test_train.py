@@ -245,6 +245,10 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
         trained(tmp_path)
     with pytest.raises(UsageError, match="its seed is 1, not 2"):
         trained(tmp_path, seed=2, resume=True)
+    with pytest.raises(UsageError, match="is another: it holds out other text"):
+        trained(tmp_path, held_out=0.1, resume=True)
+    with pytest.raises(UsageError, match="its context is 32, not 16"):
+        trained(tmp_path, context=16, resume=True)
     trained(tmp_path, resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -343,7 +347,14 @@ def test_a_process_of_two_takes_its_share_of_memory(tmp_path: Path) -> None:
         ({"model": "sample:gpt2", "context": 300, "batch": 4800}, "300"),
         ({"batch": 10**6}, "a step takes"),
         ({"held_out": 2.0}, "held out is 2"),
+        ({"held_out": 0}, "held out is 0"),
+        ({"held_out": 1}, "held out is 1"),
         ({"rate": -1.0}, "the rate is -1"),
+        ({"rate": 0.0}, "the rate is 0, expected more than 0"),
+        ({"context": 0}, "a window of 0 tokens"),
+        ({"tokens": None, "seconds": 0.0}, "a budget of 0 seconds"),
+        ({"tokens": None, "seconds": math.nan}, "a budget of nan seconds"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"device": "nowhere"}, "cannot compute on"),
         ({"model": "sample:nothing"}, "no such sample"),
         ({"data": ["missing.txt"]}, "cannot read"),
@@ -354,7 +365,19 @@ def test_a_wrong_call_is_refused(tmp_path: Path, options: dict[str, Any], said: 
     made(tmp_path, lines=200)
     with pytest.raises(GptkitError, match=said) as caught:
         trained(tmp_path, **options)
-    assert caught.value.exit_code in (2, 4) and not (tmp_path / "out").exists()
+    assert caught.value.exit_code in (2, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl", "tree.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path, lines=200)
+    monkeypatch.chdir(tmp_path)
+    for out, said in ((".", "exists"), ("..", "exists"), ("/", "no folder that can be made"), ("a/b", "a/b")):
+        done = call("train", "tree.json", out, "--data", "text.jsonl", "--tokens", "1k")
+        assert done.exit_code in (1, 2) and said in done.output and "bug" not in done.output, done.output
+    Path("out.training").write_text("a file")
+    with pytest.raises(GptkitError, match=r"out\.training"):
+        trained(tmp_path)
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
@@ -457,6 +480,38 @@ def test_another_text_is_not_gone_on_with(tmp_path: Path) -> None:
     before = open_tokens(tmp_path / "out.training/data").tokens
     trained(tmp_path, force=True)
     assert open_tokens(tmp_path / "out.training/data").tokens > before
+
+
+def stopped(folder: Path, **options: Any) -> None:
+    """A run that Ctrl-C ends at its fifth step."""
+
+    def interrupt(step: loop.Step) -> None:
+        if step.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder, tell=interrupt, **options)
+
+
+def test_other_weights_are_not_gone_on_with(tmp_path: Path) -> None:
+    made(tmp_path)
+    half = load("sample:gpt2")
+    with torch.no_grad():
+        half.blocks[0].attention_norm.weight[0] *= 0.5
+    gptkit.save(half, tmp_path / "half", "hf")
+    shutil.copytree(Path(gptkit.__file__).parent / "samples/gpt2", tmp_path / "copy")
+    stopped(tmp_path, model="sample:gpt2")
+    with pytest.raises(UsageError, match="is another: it began from other weights"):
+        trained(tmp_path, model=tmp_path / "half", resume=True)
+    trained(tmp_path, model=tmp_path / "copy", resume=True)  # the same, wherever they lie
+
+
+def test_a_text_may_be_one_path_and_written_in_another_way(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    stopped(tmp_path, data="./text.jsonl")
+    trained(tmp_path, data="text.jsonl", resume=True)
+    assert tokenize("text.jsonl", "tokens", vocabulary=300).tokens > 0
 
 
 def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
