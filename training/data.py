@@ -10,7 +10,8 @@ A folder of tokens has
 
 A document begins with what its tokenizer puts before a text and ends with the token that ends one, where there is such.
 Texts are read and written piece by piece, so that memory does not grow with them; a document that is longer than a
-piece is cut between a letter and a line's end, where no tokenizer that works by lines or words joins anything.
+piece is cut between a letter and a line's end (in an endless line, a space), where no tokenizer that works by lines or
+words joins anything.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _VOCABULARY = 4096
 _END = "<|endoftext|>"  # what ends a document for a tokenizer that is trained here; its first token
 _SMALLEST = 257  # every byte, and `_END`
 _PIECE = 2**20  # bytes of text that are tokenised at once
-_SEAM = re.compile(r"(?<=[^\W_])(?=\n)")
+_SEAMS = tuple(re.compile(rf"(?<=[^\W_])(?={end})") for end in ("\n", " "))
+_LETTER = "a"
 NOWHERE = -100
 """The target of a token that has none: the last of a document whose successor is another's first."""
 
@@ -204,12 +206,9 @@ class Text:
         decode, kept = codecs.getincrementaldecoder("utf-8")().decode, ""
         with self.path.open("rb") as file:
             while data := self._take(file.read(_PIECE)):
-                text = kept + decode(data)
-                *_, seam = (0, *(each.start() for each in _SEAM.finditer(text)))
-                seam = seam or (len(text) if len(text) > 2 * _PIECE else 0)  # of one endless line
-                if seam:
-                    yield text[:seam], False
-                kept = text[seam:]
+                if seam := _seam(kept, len(kept) > _PIECE):  # only now, when more follows
+                    yield kept[:seam], False
+                kept = kept[seam:] + decode(data)
         yield kept + decode(b"", True), True
 
     def _lines(self) -> Iterator[tuple[str, bool]]:
@@ -224,8 +223,31 @@ class Text:
                 if not isinstance(text, str):
                     message = f"{self.path}, line {number:,} is no JSON object with a string named text"
                     raise InvalidInput(message, 'Each line of a .jsonl is a document: {"text": "…"}.')
-                for at in range(0, len(text), _PIECE):
-                    yield text[at : at + _PIECE], at + _PIECE >= len(text)
+                first = 0
+                while len(text) - first > _PIECE:
+                    end = first + _seam(text[first : first + _PIECE], True)
+                    yield text[first:end], False
+                    first = end
+                yield text[first:], True
+
+
+def _seam(text: str, must: bool) -> int:
+    """Where a text is cut, 0 for nowhere: at its last line's end; where it must be, else at a word's, or at its own."""
+    for kind in _SEAMS if must else _SEAMS[:1]:
+        if found := [each.start() for each in kind.finditer(text)]:
+            return found[-1]
+    return len(text) if must else 0
+
+
+def encode(coder: Tokenizer, piece: str, first: bool) -> tuple[list[int], list[int]]:
+    """The ids of a piece of a document, without special tokens, and where in it, in characters, each one's part ends.
+    Of one that is not the first they are as they stand behind a letter, without what begins a text (as ▁).
+    """
+    if not first:
+        letter, (ids, ends) = coder.encode(_LETTER, special=False), coder.encode_with_ends(_LETTER + piece)
+        if ids[: len(letter)] == letter:
+            return ids[len(letter) :], [end - len(_LETTER) for end in ends[len(letter) :]]
+    return coder.encode_with_ends(piece)
 
 
 def _train(texts: Iterable[str], vocabulary: int) -> bytes:
@@ -333,7 +355,7 @@ def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Descript
         for text in texts:
             begun, seen = False, 0
             for piece, last in text.pieces():
-                ids = [*([] if begun else before), *coder.encode(piece, special=False)] if piece else []
+                ids = [*([] if begun else before), *encode(coder, piece, not begun)[0]] if piece else []
                 begun = begun or bool(piece)
                 ids += after if begun and last else []
                 if ids:

@@ -37,7 +37,7 @@ from ..parity.compare import perplexity
 from ..parity.probe import TOGETHER, WINDOW
 from ..surgery.registry import steps_named
 from ..surgery.shapes import swapped
-from .data import Text, around, is_tokens, open_tokens, paths_of, require_tokenizer
+from .data import Text, around, encode, is_tokens, open_tokens, paths_of, require_tokenizer
 
 MOST = 2048
 """Tokens of a window where nobody says how many, at most: attention grows with the square."""
@@ -164,7 +164,7 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
     found, ids, ends = list[_Document](), list[int](), list[Array]()
     size = 0
     for text, last in Text(path).pieces():
-        new, places = tokenizer.encode_with_ends(text)
+        new, places = encode(tokenizer, text, not ids)
         signs = np.frombuffer(text.encode("utf-32-le"), "<u4")
         until = np.concatenate(([0], np.cumsum(1 + (signs >= 0x80) + (signs >= 0x800) + (signs >= 0x10000))))
         if new:

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.command import call
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import gptkit
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.training import data
-from gptkit.training.data import NOWHERE, Stretch, open_tokens, tokenize
+from gptkit.training.data import NOWHERE, Stretch, Text, open_tokens, tokenize
 
 SAMPLES = Path(data.__file__).parents[1] / "samples"
 PLAY = SAMPLES / "play.txt"
@@ -68,15 +69,41 @@ def test_a_file_of_weights_has_its_tokenizer(tmp_path: Path) -> None:
         tokenize([text], tmp_path / "none", tokenizer=alone)
 
 
-@pytest.mark.parametrize("tokenizer", ["sample:gpt2", None])
-def test_pieces_give_the_tokens_of_the_whole(tmp_path: Path, monkeypatch, tokenizer: str | None) -> None:
+def sentencepiece(folder: Path, scheme: str | None) -> Path:
+    """A tokenizer as SentencePiece's: spaces are ▁, and one stands before a text; bytes for what it has not."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    if scheme is None:  # as Llama 2's, and Mistral's first
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    letters = sorted({*PLAY.read_text()} - {"\n", " "})
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator([word for word in PLAY.read_text().split() if len(word) > 1], trainer)
+    made.save(str(folder / "sentencepiece.json"))
+    return folder / "sentencepiece.json"
+
+
+@pytest.mark.parametrize("lines", [True, False])
+@pytest.mark.parametrize("tokenizer", ["sample:gpt2", None, "always", "first", "prepended"])
+def test_pieces_give_the_tokens_of_the_whole(tmp_path: Path, monkeypatch, tokenizer: str | None, lines: bool) -> None:
+    """Of what has lines, and of one endless line; of a .jsonl too."""
     text = tmp_path / "text"
     text.write_text(PLAY.read_text()[:40_000] + "\n\n  Ünï.\r\n\n" * 50)
+    if not lines:
+        text.write_text(" ".join(text.read_text().split()))
+    if tokenizer in ("always", "first", "prepended"):
+        tokenizer = str(sentencepiece(tmp_path, None if tokenizer == "prepended" else tokenizer))
+    (tmp_path / "text.jsonl").write_text(words(text.read_bytes().decode()))
     options = {"tokenizer": tokenizer, "vocabulary": 400 if tokenizer is None else None}
+    assert [*Text(text).pieces()] == [(text.read_bytes().decode(), True)]
     tokenize([text], tmp_path / "whole", **options)
     monkeypatch.setattr(data, "_PIECE", 3001)
-    tokenize([text], tmp_path / "pieces", **options)
-    assert (tmp_path / "whole/tokens.bin").read_bytes() == (tmp_path / "pieces/tokens.bin").read_bytes()
+    for given in (text, tmp_path / "text.jsonl"):
+        assert len([*Text(given).pieces()]) > 5
+        tokenize([given], tmp_path / f"{given.name}-pieces", **options)
+        found = (tmp_path / f"{given.name}-pieces/tokens.bin").read_bytes()
+        assert found == (tmp_path / "whole/tokens.bin").read_bytes()
 
 
 @pytest.mark.parametrize(
