@@ -38,7 +38,9 @@ def heal(
     batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
     lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
-    patience: int = option("N", "End a run after N evaluations without a better one; 0 never.", _HOW, default=0, min=0),
+    patience: int = option(
+        "N", "End a run after N evaluations without a better one, and keep the best; 0 never.", _HOW, default=0, min=0
+    ),
     held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
     seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
     dtype: str | None = option(

@@ -6,11 +6,12 @@ import json
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from ..errors import UsageError
 from ..terminal import printable, say
 from ..training.loop import Step
+from ..training.state import append
 from ..training.train import Prepared, Trained
 
 
@@ -27,7 +28,7 @@ class Watched:
     """
 
     def __init__(self, quiet: bool, metrics: Path | None = None, board: Path | None = None) -> None:
-        self.quiet, self._path, self._file, self._bar, self._board = quiet, metrics, None, None, None
+        self.quiet, self._path, self._bar, self._board = quiet, metrics, None, None
         if board is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -36,13 +37,12 @@ class Watched:
             self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
         self._seen, self._took = 0, 0.0  # steps, and the seconds of one, smoothed
 
-    _file: IO[str] | None
     _bar: Any
     _board: Any
 
     def __enter__(self) -> Watched:
         if self._path is not None:
-            self._file = self._path.open("a")
+            append(self._path, "")  # a place that is none is refused now
         return self
 
     def __exit__(
@@ -50,8 +50,6 @@ class Watched:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._file is not None:
-            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -82,9 +80,8 @@ class Watched:
 
     def step(self, step: Step) -> None:
         """Tell a step."""
-        if self._file is not None:
-            self._file.write(json.dumps(step.as_json()) + "\n")
-            self._file.flush()
+        if self._path is not None:
+            append(self._path, json.dumps(step.as_json()) + "\n")
         for name, value in step.as_json().items() if self._board is not None else ():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, step.step)

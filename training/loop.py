@@ -29,7 +29,7 @@ from ..modules import Decoder
 from ..process import Terminated
 from .data import NOWHERE, Windows
 from .parallel import Group
-from .state import METRICS, Store
+from .state import METRICS, Store, append, cut
 
 Logits = Callable[..., Tensor]
 Loss = Callable[[Logits, "Batch"], Tensor]
@@ -67,8 +67,8 @@ class Settings(msgspec.Struct, frozen=True):
     steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
     accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
     within which it is reached. decay: of the weights. clip: what the gradient's norm is cut to; 0 leaves it. every:
-    steps between two evaluations and checkpoints. patience: evaluations without a better one after which a run ends;
-    0 is never. dtype: what is multiplied in; parameters are in float32.
+    steps between two evaluations and checkpoints. patience: evaluations without a better one after which a run ends, as
+    it was at the best, which may be the beginning; 0 is never. dtype: what is multiplied in; parameters are in float32.
     """
 
     windows: int
@@ -120,7 +120,17 @@ class Run:
         if settings.steps is not None:
             return (self.step + ahead) / settings.steps
         assert settings.seconds is not None
-        return self.seconds / settings.seconds
+        # A step takes what those before it took; the first one, which nobody knows, a thousandth.
+        each = self.seconds / self.step if self.step else settings.seconds / 1000
+        return (self.seconds + ahead * each) / settings.seconds
+
+    def best(self, settings: Settings) -> int | None:
+        """The step of the best evaluation, where a run waits for a better one."""
+        return min(self.curve, key=lambda each: each["held_out"])["step"] if settings.patience else None
+
+
+class NoNumber(GptkitError):
+    """A loss or a gradient is no number; no parameter has it."""
 
 
 class _Interrupt:
@@ -181,7 +191,8 @@ def fit(
 
     Raises:
         UsageError: fewer windows than processes and parts.
-        GptkitError: a loss or a gradient that is no number, before it reaches a parameter; a write that failed.
+        NoNumber: a loss or a gradient that is none, before it reaches a parameter.
+        GptkitError: a write that failed.
         KeyboardInterrupt: once a checkpoint is written.
     """
     parts = group.size * settings.accumulate
@@ -201,9 +212,17 @@ def fit(
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     engine = _Engine(model, loss, optimiser, settings, group)
-    metrics = _Metrics(store, run.step)
+    metrics = store.folder / METRICS
+    group.lead(lambda: cut(metrics, run.step))
     before, began = run.seconds, time.monotonic()
+
+    def keep() -> None:
+        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, run.best(settings))
+
     with _Interrupt() as interrupt:
+        if settings.patience and not run.curve:  # a better one than the beginning
+            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": engine.evaluate(held_out)})
+            keep()
         while run.done(settings) < 1:
             rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
             start = time.monotonic()
@@ -223,38 +242,19 @@ def fit(
             told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
             if evaluated:
                 run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
-            metrics.write(told)
+            line = json.dumps(told.as_json()) + "\n"
+            group.lead(lambda line=line: append(metrics, line))
             tell(told)
             if stopped or evaluated:
-                store.write(run.step, {**vars(run), "threads": threads}, model, optimiser)
+                keep()
             if stopped:
                 raise interrupt.error(run.step, store)
         # A signal that came while the last step was evaluated and kept.
         if any(group.total(float(interrupt.number))):
             raise interrupt.error(run.step, store)
+    if (best := run.best(settings)) not in (None, run.step):
+        store.read(model, optimiser, best)
     return run
-
-
-class _Metrics:
-    """The lines of metrics.jsonl, of the first process; those behind the step that a run goes on from are cut off."""
-
-    def __init__(self, store: Store, step: int) -> None:
-        self.path, self.writes = store.folder / METRICS, store.group.rank == 0
-        if not self.writes or not self.path.is_file():
-            return
-        kept = []
-        for line in self.path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(f"{line}\n")
-            except (ValueError, KeyError, TypeError):  # the last, half written
-                continue
-        self.path.write_text("".join(kept))
-
-    def write(self, step: Step) -> None:
-        if self.writes:
-            with self.path.open("a") as file:
-                file.write(json.dumps(step.as_json()) + "\n")
 
 
 class _Engine:
@@ -312,14 +312,15 @@ class _Engine:
                 found += float(self._lost(windows.part(part, parts).part(self.group.rank, self.group.size)))
         return self.group.total(found)[0] / max(1, windows.counted)
 
-    def _no_number(self, number: int, where: str) -> GptkitError:
+    def _no_number(self, number: int, where: str) -> NoNumber:
         message = f"training stopped at step {number + 1:,}: the {where} is no number"
-        return GptkitError(message, "A smaller --lr, or --clip, may help; the last checkpoint is kept.")
+        return NoNumber(message, "A smaller --lr may help: --force begins anew.")
 
     def _first(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
         for name, parameter in self.model.named_parameters():
             found = get(parameter)
-            if found is not None and not bool(self.group.local(found).isfinite().all()):
+            broken = found is not None and not bool(self.group.local(found).isfinite().all())
+            if any(self.group.total(float(broken))):  # in any share: all processes go the same way from here
                 return what.format(name)
         return None
 

@@ -38,6 +38,8 @@ _HASHED = {
     "held_out": "it holds out other text",
 }
 """What a run is told by in hashes, in words; what causes another before it."""
+_FREE = {"rate", "clip"}
+"""What may be another where a run is gone on with that came to what is no number, and would again."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
 
 
@@ -55,8 +57,9 @@ class Store:
             raise UsageError(message, "--resume goes on from there; --force begins anew.")
         return last is not None and resume
 
-    def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> None:
-        """Note what the run is, or see that it is the one to go on with, else begin anew.
+    def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
+        """Note what the run is, or see that it is the one to go on with, else begin anew. A run that `broke` may have
+        another rate and clip from its last checkpoint on; returned is each such change, with the step behind which.
 
         Raises:
             UsageError: as `goes_on`; there is a run of something else.
@@ -66,25 +69,39 @@ class Store:
         if self.goes_on(resume, force):
             try:
                 before = json.loads(read_small(path, 2**26))
+                changes, broke = before.pop("changes", []), before.pop("broke", False)
                 other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error}", "Begin anew with --force.") from error
-            if other:
+            free = other & _FREE if broke else set()
+            if other := other - free:
                 plain = min(other - _HASHED.keys(), default=None)
                 told = f"its {plain} is {before.get(plain)}, not {kept.get(plain)}" if plain else None
                 told = told or next(words for name, words in _HASHED.items() if name in other)
                 message = f"the run in {self.folder} is another: {told}"
                 raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
-        else:
-            for each in self._ours():
-                shutil.rmtree(each)
-            (self.folder / METRICS).unlink(missing_ok=True)
-            put(path, json_bytes(kept))
+            if free:
+                changes.append({"behind": self._number(self.last()), **{name: kept[name] for name in sorted(free)}})
+                put(path, json_bytes({**kept, "changes": changes}))
+            return list(changes)
+        for each in self._ours():
+            shutil.rmtree(each)
+        (self.folder / METRICS).unlink(missing_ok=True)
+        put(path, json_bytes(kept))
+        return []
+
+    def broke(self) -> None:
+        """Note that the run came to what is no number."""
+        path = self.folder / _RUN
+        put(path, json_bytes({**json.loads(read_small(path, 2**26)), "broke": True}))
 
     def last(self) -> Path | None:
         """The last checkpoint's folder."""
         found = [each for each in self._ours() if _STEP.fullmatch(each.name) and (each / _STATE).is_file()]
         return max(found, key=self._number, default=None)
+
+    def _of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def _ours(self) -> list[Path]:
         return [each for each in self.folder.glob("step-*") if each.is_dir()] if self.folder.is_dir() else []
@@ -93,9 +110,16 @@ class Store:
         match = None if path is None else _STEP.fullmatch(path.name)
         return -1 if match is None else int(match[1])
 
-    def write(self, step: int, about: Mapping[str, Any], model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Keep what a run is behind a step, and nothing before it. Raises GptkitError: the last one stays."""
-        path = self.folder / f"step-{step:08d}"
+    def write(
+        self,
+        step: int,
+        about: Mapping[str, Any],
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        best: int | None = None,
+    ) -> None:
+        """Keep what a run is behind a step, and before it the `best` alone. Raises GptkitError: the last one stays."""
+        path = self._of(step)
         partial = path.with_suffix(".partial")
         tensors = _tensors(model, optimiser)
 
@@ -106,7 +130,7 @@ class Store:
         def publish() -> None:
             _write(partial / _STATE, json_bytes(dict(about)))
             fsync(partial)
-            before = [each for each in self._ours() if each != partial]
+            before = [each for each in self._ours() if each != partial and self._number(each) != best]
             partial.rename(path)
             fsync(self.folder)
             for each in before:
@@ -145,11 +169,13 @@ class Store:
             raise OSError(int(code[1]) if code else errno.EIO, str(error)[:200]) from error
         fsync(path)
 
-    def read(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Fill parameters and moments from the last checkpoint, and return what was told of it; None where there is
-        none. Raises InvalidInput.
+    def read(
+        self, model: nn.Module, optimiser: torch.optim.Optimizer, step: int | None = None
+    ) -> dict[str, Any] | None:
+        """Fill parameters and moments from a step's checkpoint, by default the last, and return what was told of it;
+        None where there is none. Raises InvalidInput.
         """
-        path = self.last()
+        path = self.last() if step is None else self._of(step)
         if path is None:
             return None
         try:
@@ -217,6 +243,28 @@ def put(path: Path, data: bytes) -> None:
         path.with_suffix(".new").replace(path)
     except OSError as error:
         raise failed("write", path, error) from error
+
+
+def append(path: Path, line: str) -> None:
+    """Write a line behind a file's others. Raises GptkitError."""
+    try:
+        with path.open("a") as file:
+            file.write(line)
+    except OSError as error:
+        raise failed("write", path, error) from error
+
+
+def cut(metrics: Path, step: int) -> None:
+    """Leave of a run's measurements, where there are any, those up to a step. Raises GptkitError."""
+    kept = []
+    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(f"{line}\n")
+        except (ValueError, KeyError, TypeError):  # the last, half written
+            continue
+    if kept or metrics.is_file():
+        put(metrics, "".join(kept).encode())
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -45,7 +45,7 @@ from .data import (
     require_tokenizer,
     tokenize,
 )
-from .loop import Settings, Step, fit, usual_rate
+from .loop import NoNumber, Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, beside, make, remove_empty, remove_unbegun
 
@@ -173,7 +173,8 @@ def train(
         compiled: by torch.compile.
         device: by default a GPU where there is one.
         sample: a prompt that is continued at every evaluation.
-        resume: go on from the last checkpoint, to the bits that a run without a pause has.
+        resume: go on from the last checkpoint, to the bits that a run without a pause has; where the loss or a gradient
+            was no number, at another rate or clip.
         force: replace `out`, and forget a run that has not ended.
         offline: use local files and the hub's cache only.
         allow_pickle: read .bin files too (weights only).
@@ -186,7 +187,8 @@ def train(
             with more tokens than the model; tokens of another tokenizer than the checkpoint's; another run than the one
             to resume.
         InvalidInput, Offline: as `load` and `tokenize`; a text or a token file that changed.
-        GptkitError: the loss or a gradient is no number; the disk is full. The last checkpoint stays.
+        NoNumber: the loss or a gradient is none. The last checkpoint stays, and here too:
+        GptkitError: the disk is full.
         KeyboardInterrupt: once a checkpoint is written.
     """
     target, texts = Path(out), paths_of(data)
@@ -252,7 +254,8 @@ def train(
             model, "float32", random=scratch, seed=seed, device=us.device, offline=offline, allow_pickle=allow_pickle
         )
         about = _about(decoder, scratch, found, held, settings, us, documents_apart)
-        us.lead(lambda: store.begin(about, resume, force))
+        changes: list[dict[str, Any]] = []
+        us.lead(lambda: changes.extend(store.begin(about, resume, force)))
         last = store.last()
         flops = training_flops(tree.spec, length, windows).dense
         peak, by = peak_flops(us.device, settings.dtype)
@@ -273,12 +276,19 @@ def train(
             coder = found.load_tokenizer()
             generate_tokens(decoder, coder.encode(sample), 0)  # a prompt that it cannot read is refused now
             text = partial(_sampled, coder=coder, prompt=sample, seed=seed)
-        run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
+        try:
+            run = fit(decoder, step_of, held, settings, group=us, store=store, sample=text, tell=tell)
+        except NoNumber as error:
+            us.lead(store.broke)
+            if (kept := store.last()) is None:
+                raise
+            hint = f"Step {int(kept.name[5:]):,} is kept: --resume goes on from there, with a smaller --lr or --clip."
+            raise NoNumber(error.message, hint) from error
         whole = gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
         # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
         whole.source = replace(decoder.source or tree, path=found.folder, texts={})
-        record = {"trained": {**about, "curve": run.curve}}
+        record = {"trained": {**about, **({"changes": changes} if changes else {}), "curve": run.curve}}
         us.lead(lambda: save(whole, target, to, dtype="float32", force=force, record=record))
         us.lead(store.done)
         return done

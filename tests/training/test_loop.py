@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from gptkit.errors import UsageError
 from gptkit.modules.decoder import Decoder, positions_in
 from gptkit.modules.load import load
 from gptkit.training.data import NOWHERE, Windows
-from gptkit.training.loop import FLOOR, Settings, _Engine, adamw, decays, next_token, rate_at
+from gptkit.training.loop import FLOOR, Run, Settings, Step, _Engine, adamw, decays, fit, next_token, rate_at
 from gptkit.training.parallel import Group
+from gptkit.training.state import Store
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -57,6 +59,47 @@ def test_the_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
     assert rate_at(0.0, 2.0, 0.0) == 2.0
     rates = [rate_at(done / 100, 2.0, 0.2) for done in range(20, 101)]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_run_on_time_has_a_rate_from_its_first_step_on() -> None:
+    settings = Settings(1, 8, seconds=100.0, warmup=0.5)
+    assert 0 < rate_at(Run().done(settings, ahead=1), 1.0, settings.warmup) < 0.01
+    assert Run(step=4, seconds=8.0).done(settings, ahead=1) == pytest.approx(0.1)
+    assert Run(step=4, seconds=8.0).done(settings) == 0.08
+
+
+@pytest.mark.parametrize("rate", [0.3, 1e-3])
+def test_a_run_that_waits_for_a_better_one_ends_as_the_best(tmp_path: Path, rate: float) -> None:
+    """Which is the beginning, of a model that a high rate spoils; wherever it was stopped."""
+    model = load("sample:llama", "float32")
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    read = [windows(model, 4, 12) for _ in range(2)]
+    settings = Settings(4, 12, steps=9, rate=rate, warmup=0, every=2, patience=2)
+    ends = []
+    for stop in (None, 3):
+        tuned, store = load("sample:llama", "float32"), Store(tmp_path / f"{stop}", ALONE)
+        store.folder.mkdir()
+
+        def tell(step: Step, stop: int | None = stop) -> None:
+            if step.step == stop:
+                raise RuntimeError("enough")
+
+        given: dict[str, Any] = {"group": ALONE, "store": store}
+        if stop is not None:
+            with pytest.raises(RuntimeError):
+                fit(tuned, lambda _: read[0], read[1], settings, **given, tell=tell)
+            tuned = load("sample:llama", "float32")
+        run = fit(tuned, lambda _: read[0], read[1], settings, **given)
+        losses = [each["held_out"] for each in run.curve]
+        assert _Engine(tuned, next_token, torch.optim.SGD(tuned.parameters()), settings, ALONE).evaluate(
+            read[1]
+        ) == min(losses)
+        ends.append((losses, {name: each.detach().clone() for name, each in tuned.named_parameters()}))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(each, ends[1][1][name]) for name, each in ends[0][1].items())
+    spoilt = rate == 0.3
+    assert (len(losses) == 3) is spoilt and (losses.index(min(losses)) == 0) is spoilt
+    assert all(torch.equal(each, before[name]) for name, each in ends[0][1].items()) is spoilt
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

@@ -402,10 +402,35 @@ def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, wh
 
     plain, count = loop.next_token, list[int]()
     monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": broken})
-    with pytest.raises(GptkitError, match=r"stopped at step \d+: the (gradient of \S+|loss) is no number"):
+    with pytest.raises(
+        GptkitError, match=r"stopped at step \d+: the (gradient of \S+|loss) is no number\nStep 4 is kept"
+    ):
         trained(tmp_path)
     (kept,) = (tmp_path / "out.training").glob("step-*")
     assert kept.name == "step-00000004" and not (tmp_path / "out").exists()
+    # What would come to the same again is gone on with otherwise, in its rate alone, and the manifest says so.
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="its seed is 1, not 2"):
+        trained(tmp_path, rate=1e-3, seed=2, resume=True)
+    trained(tmp_path, rate=1e-3, resume=True)
+    record = manifest_of(tmp_path / "out")["history"][-1]["trained"]
+    assert record["changes"] == [{"behind": 4, "rate": 1e-3}] and record["rate"] == 1e-3
+    assert [each["step"] for each in record["curve"]] == [4, 8, 12]
+
+
+def test_another_rate_is_for_a_run_that_broke_alone(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    stopped(tmp_path)
+    with pytest.raises(UsageError, match=r"its rate is 0\.003, not 0\.001"):
+        trained(tmp_path, rate=1e-3, resume=True)
+    monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": nowhere})
+    with pytest.raises(GptkitError, match=r"is no number\n.*--force begins anew") as caught:
+        trained(tmp_path, "first")
+    assert "kept" not in str(caught.value) and not (tmp_path / "first.training").exists()
+
+
+def nowhere(model: loop.Logits, batch: loop.Batch) -> torch.Tensor:
+    return loop.next_token(model, batch) * math.nan
 
 
 def test_an_output_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -444,6 +469,20 @@ def test_a_full_disk_costs_no_checkpoint(tmp_path: Path, monkeypatch) -> None:
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000004"]
     trained(tmp_path, resume=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_named_where_measurements_are_written(tmp_path: Path, monkeypatch) -> None:
+    made(tmp_path)
+    Path(tmp_path / "out.training").mkdir()
+    (tmp_path / "out.training/metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(GptkitError, match=r"could not write .*/out\.training/metrics\.jsonl: No space left"):
+        loop.append(tmp_path / "out.training/metrics.jsonl", "{}\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tree.json", "out", "--data", "text.jsonl", "--tokens", "1k", "--context", "32"]
+    done = call(*words, "--metrics", "/dev/full")
+    assert done.exit_code == 1 and "could not write /dev/full: No space left" in done.output
+    done = call(*words, "--metrics", "no/such/file", "--force")
+    assert done.exit_code == 1 and "could not write no/such/file" in done.output
 
 
 def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
