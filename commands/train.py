@@ -31,7 +31,7 @@ def amounts(
     counts = {"tokens": budget, "batch": batch, "context": context}
     found: dict[str, Any] = {name: None if text is None else tokens(f"--{name}", text) for name, text in counts.items()}
     found["seconds"] = None if time is None else _seconds("--time", time)
-    share = re.fullmatch(r"\d*\.?\d+", held_out)
+    share = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", held_out, re.ASCII | re.IGNORECASE)
     return {**found, "held_out": float(held_out) if share else held_out}
 
 

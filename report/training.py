@@ -22,6 +22,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def steps(count: int) -> str:
+    """1 step, 2,000 steps."""
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
+def nats(loss: float) -> str:
+    """3.8311, and in as many signs 3.16e+03."""
+    return f"{loss:.4f}" if loss < 999.99995 else f"{loss:.2e}"
+
+
 class Watched:
     """What a person sees of a run: lines on standard output, and a bar on standard error where somebody is looking.
     `metrics` gets a line of JSON a step; `board` is a folder for TensorBoard. Raises UsageError where there is none.
@@ -58,7 +68,7 @@ class Watched:
         self.about = prepared
         settings = prepared.settings
         step = settings["windows"] * settings["context"]
-        budget = f"{settings['steps']:,} steps" if settings["steps"] else duration(settings["seconds"])
+        budget = steps(settings["steps"]) if settings["steps"] else duration(settings["seconds"])
         begun = "from random weights" if prepared.from_scratch else "from its checkpoint"
         lines = [
             f"{prepared.model}: {prepared.parameters:,} parameters, {begun}",
@@ -95,7 +105,8 @@ class Watched:
             words = f"step {step.step:,}  loss {step.loss:.3f}  {pace:,.0f} tokens/s  {share} of peak"
             self._bar.update(self._task, completed=done, description=words)
         if step.held_out is not None:
-            row = f"{step.step:>8,}{step.tokens:>14,}{step.loss:>9.4f}{step.held_out:>10.4f}{step.rate:>11.2e}"
+            losses = f"{nats(step.loss):>9}{nats(step.held_out):>10}"
+            row = f"{step.step:>8,}{step.tokens:>14,}{losses}{step.rate:>11.2e}"
             self._say([f"{row}{pace:>10,.0f}{share:>9}"])
             if step.sample is not None:
                 self._say([f"    {printable(' '.join(step.sample.split())):.76}"])
@@ -111,8 +122,9 @@ class Watched:
 def result_lines(done: Trained) -> list[str]:
     """What came out, in lines."""
     first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
+    before = f" ({nats(first['held_out'])} behind step {first['step']:,})" if len(done.curve) > 1 else ""
     return [
         "",
-        f"held-out loss {done.held_out:.4f} nats per token ({first['held_out']:.4f} behind step {first['step']:,})",
-        f"{printable(str(done.folder))}: {form}, float32, {done.steps:,} steps in {duration(done.seconds)}",
+        f"held-out loss {nats(done.held_out)} nats per token{before}",
+        f"{printable(str(done.folder))}: {form}, float32, {steps(done.steps)} in {duration(done.seconds)}",
     ]

@@ -282,6 +282,10 @@ def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary
         raise UsageError("a vocabulary is for a tokenizer that is trained", "Leave out --vocabulary, or --tokenizer.")
     path = Path(named)
     if path.is_file() and path.suffix == ".json":
+        try:
+            Tokenizer(path)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, "Name a tokenizer.json, or a model that has one.") from error
         beside = token_files(path.parent) if path.name == "tokenizer.json" else []
         return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
     found, folder, inside = _tokenizer_of(named)

@@ -446,7 +446,8 @@ def split(
             raise UsageError(f"{held_out} was tokenised by another tokenizer than the text", hint)
         training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
     if not len(held):
-        message = f"the held-out text is shorter than one window of {length:,} tokens"
+        which = "text" if isinstance(held_out, int | float) else "held-out text"
+        message = f"the {which} is shorter than one window of {length:,} tokens"
         raise UsageError(message, "Give more text, or a smaller --context.")
     return training, held.spread(most)
 

@@ -31,6 +31,7 @@ from gptkit.components import operations as ops
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, MissingComponent, UsageError
 from gptkit.modules.load import load_random
+from gptkit.report.training import Watched
 from gptkit.training import loop, state
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
 from gptkit.training.parallel import Group
@@ -607,6 +608,19 @@ def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
     assert {("loss", 1), ("loss", 2), ("held_out", 2)} <= told
 
 
+def test_a_large_loss_keeps_its_column(capsys) -> None:
+    watched = Watched(False)
+    watched.about = mock.Mock(settings={"windows": 1, "context": 8, "steps": 2}, flops=1, peak=1.0)
+    for loss in (999.9999, 3163.8079, 12345678.9):
+        watched.step(loop.Step(1, 1280, 1.0, 1.0, loss, 1e-3, 1.0, loss * 2))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1:4] for row in rows] == [
+        ["1,280", "999.9999", "2.00e+03"],
+        ["1,280", "3.16e+03", "6.33e+03"],
+        ["1,280", "1.23e+07", "2.47e+07"],
+    ]
+
+
 def test_what_is_measured_is_said() -> None:
     peak, by = peak_flops(torch.device("cpu"), "float32")
     assert peak > 1e8 and "measured" in by
@@ -622,6 +636,15 @@ def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
     assert "held-out loss" in done.output and max(map(len, done.output.splitlines())) <= 100
     assert Path("all.jsonl").read_text() == Path("out.training/metrics.jsonl").read_text()
     assert call(*words).exit_code == 2 and "exists" in call(*words).output
+    done = call(*words[:2], "once", *words[3:5], "--tokens", "1k", "--batch", "1024", "--context", "32")
+    assert "1 step of 1,024 tokens" in done.output and ", float32, 1 step in" in done.output
+    assert "held-out loss" in done.output and "behind step" not in done.output
+    for share in ("-0.1", "1e1", "+2."):
+        refused = call(*words[:2], "more", *words[3:], "--held-out", share)
+        assert refused.exit_code == 2 and f"held out is {float(share):g} of the text" in refused.output
+    assert call(*words[:2], "tenth", *words[3:], "--held-out", "1e-1", "-q").exit_code == 0
+    short = call(*words[:2], "more", *words[3:5], "--tokens", "1M", "--context", "100000")
+    assert short.exit_code == 2 and "the text is shorter than one window of 100,000 tokens" in short.output
     assert call(*words[:4], "--time", "soon", "out").exit_code == 2
     assert BUDGET["context"] == 32
 
