@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -242,8 +243,7 @@ def fit(
             told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
             if evaluated:
                 run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
-            line = json.dumps(told.as_json()) + "\n"
-            group.lead(lambda line=line: append(metrics, line))
+            group.lead(partial(append, metrics, json.dumps(told.as_json()) + "\n"))
             tell(told)
             if stopped or evaluated:
                 keep()
