@@ -108,29 +108,41 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
     return shares
 
 
-def not_met(error: Exception) -> GptkitError:
-    """The error of processes that do not find one another, to be raised by the caller."""
+def _not_met(error: Exception) -> GptkitError:
+    """The error of processes that do not find one another."""
     message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
     return GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.")
+
+
+def meet(backend: str) -> None:
+    """Meet the others in a group that is torch's own from then on, and which waits for a message as long as it takes.
+    Raises GptkitError where they stay away.
+    """
+    import torch.distributed as dist
+
+    c10d: Any = dist  # which exports more than it says
+    global _joined
+    _joined += 1
+    try:
+        store, rank, size = next(c10d.rendezvous("env://", timeout=_MEETING))
+        store = c10d.PrefixStore(f"gptkit/{_joined}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _not_met(error) from error
 
 
 def _meet() -> tuple[Any, int, int]:
     """Meet the others: their group, this process's rank in it, its size. Raises GptkitError where they stay away."""
     import torch.distributed as dist
 
-    c10d: Any = dist  # which exports more than it says
-    global _joined
-    _joined += 1
     group = None
-    try:
-        if dist.is_initialized():  # a program of the user's own that converts too
+    if dist.is_initialized():  # a program of the user's own that converts too
+        try:
             group = dist.new_group(backend="gloo", timeout=_FOREVER)
-        else:
-            store, rank, size = next(c10d.rendezvous("env://", timeout=_MEETING))
-            store = c10d.PrefixStore(f"gptkit/{_joined}", store)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_FOREVER)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise not_met(error) from error
+        except (RuntimeError, ValueError, OSError) as error:
+            raise _not_met(error) from error
+    else:
+        meet("gloo")
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 

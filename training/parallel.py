@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..converter.distributed import not_met, several
+from ..converter.distributed import meet, several
 from ..errors import Elsewhere, UsageError
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
@@ -117,10 +117,7 @@ def group(device: str | None = None) -> Iterator[Group]:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
     _give_back()
-    try:
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    except (RuntimeError, ValueError, OSError) as error:
-        raise not_met(error) from error
+    meet("nccl" if where.type == "cuda" else "gloo")  # whose others wait while the first tokenises, or writes
     try:
         yield Group(dist.get_rank(), dist.get_world_size(), where)
     finally:
