@@ -265,7 +265,9 @@ def _train(texts: Iterable[str], vocabulary: int) -> bytes:
     return made.to_str(pretty=True).encode()
 
 
-def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary: int | None) -> dict[str, bytes]:
+def _tokenizer_files(
+    texts: Sequence[Text], named: str | Path | None, vocabulary: int | None, offline: bool
+) -> dict[str, bytes]:
     """The files of a tokenizer that is named, or of one that is trained on the texts."""
     if named is None:
         wanted = _VOCABULARY if vocabulary is None else vocabulary
@@ -288,7 +290,7 @@ def _tokenizer_files(texts: Sequence[Text], named: str | Path | None, vocabulary
             raise InvalidInput(error.message, "Name a tokenizer.json, or a model that has one.") from error
         beside = token_files(path.parent) if path.name == "tokenizer.json" else []
         return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
-    found, folder, inside = _tokenizer_of(named)
+    found, folder, inside = _tokenizer_of(named, offline)
     if found is None:
         raise UsageError(f"{named} has no tokenizer", "Name a tokenizer.json, or leave --tokenizer out to train one.")
     files = {**{each.name: each.read_bytes() for each in (token_files(folder) if folder else ())}, **inside}
@@ -315,6 +317,7 @@ def tokenize(
     tokenizer: str | Path | None = None,
     vocabulary: int | None = None,
     force: bool = False,
+    offline: bool = False,
     progress: Progress | None = None,
 ) -> TokenFile:
     """Write texts as a folder of tokens, which appears complete or not at all.
@@ -326,6 +329,7 @@ def tokenize(
             trained on the texts.
         vocabulary: how many tokens one that is trained has at the most; by default 4,096.
         force: replace a folder that gptkit wrote.
+        offline: use local files and the hub's cache only.
         progress: called with the bytes read now and those of all texts.
 
     Raises:
@@ -338,7 +342,7 @@ def tokenize(
         raise UsageError("there is no text to tokenise", "Name one file or more.")
     with Staging(Path(out), force) as staging:
         try:
-            for name, data in _tokenizer_files(texts, tokenizer, vocabulary).items():
+            for name, data in _tokenizer_files(texts, tokenizer, vocabulary, offline).items():
                 (staging.path / name).write_bytes(data)
             found = _write(texts, staging.path, progress or (lambda done, total: None))
             (staging.path / DESCRIPTION).write_bytes(json_bytes(msgspec.to_builtins(found)))

@@ -210,6 +210,7 @@ def train(
             "tokenizer": tokenizer or (None if scratch else str(model)),
             "vocabulary": tree.spec.vocab_size,
             "progress": progress,
+            "offline": offline,
         }
 
         length = min(CONTEXT, longest(tree.spec)) if context is None else context
@@ -336,11 +337,16 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
 
 
 def tokenized(
-    texts: Sequence[str | Path], out: Path, tokenizer: str | Path | None, vocabulary: int, progress: Progress | None
+    texts: Sequence[str | Path],
+    out: Path,
+    tokenizer: str | Path | None,
+    vocabulary: int,
+    progress: Progress | None,
+    offline: bool = False,
 ) -> None:
     """Texts as a folder of tokens: by the tokenizer that is named, or by one of so many tokens made of them."""
     new = vocabulary if tokenizer is None else None
-    tokenize(texts, out, tokenizer=tokenizer, vocabulary=new, force=True, progress=progress)
+    tokenize(texts, out, tokenizer=tokenizer, vocabulary=new, force=True, offline=offline, progress=progress)
 
 
 def require_texts(texts: Sequence[str | Path], own: Path) -> None:
@@ -474,7 +480,7 @@ def _digest(model: Decoder) -> str:
     """The sha256 of a model's parameters, whatever files they lay in."""
     found = hashlib.sha256()
     for _, each in model.named_parameters():
-        found.update(each.detach().cpu().reshape(-1).numpy())
+        found.update(each.detach().cpu().reshape(-1).numpy().data)
     return found.hexdigest()
 
 

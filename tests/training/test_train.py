@@ -21,6 +21,7 @@ from helpers import covering
 from helpers.command import call
 from helpers.covering import exhaustive, few
 from helpers.families import ONE_STACK, Variant, spec_of
+from helpers.hubserver import Hub, Repo
 from helpers.processes import python
 from helpers.training import BUDGET, made, trained
 
@@ -544,6 +545,20 @@ def test_other_weights_are_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is another: it began from other weights"):
         trained(tmp_path, model=tmp_path / "half", resume=True)
     trained(tmp_path, model=tmp_path / "copy", resume=True)  # the same, wherever they lie
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_offline_nobody_is_asked_for_a_tokenizer(tmp_path: Path, hub: Hub, tokens: bool) -> None:
+    made(tmp_path)
+    sample = Path(gptkit.__file__).parent / "samples/gpt2"
+    hub.repos["org/model"] = Repo({path.name: path.read_bytes() for path in sample.iterdir() if path.is_file()})
+    load("org/model")
+    data = tmp_path / "text.jsonl"
+    if tokens:
+        data = tokenize(data, tmp_path / "tokens", tokenizer="org/model").folder
+    before = len(hub.asked)
+    trained(tmp_path, model="org/model", data=data, tokens=512, offline=True)
+    assert hub.asked[before:] == []
 
 
 def test_a_text_may_be_one_path_and_written_in_another_way(tmp_path: Path, monkeypatch) -> None:
