@@ -27,7 +27,7 @@ from ..errors import InvalidInput, UsageError
 from .data import is_tokens
 from .parallel import Group
 
-_RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
+RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
 _HASHED = {
     "texts": "it reads other texts",
@@ -65,7 +65,7 @@ class Store:
             UsageError: as `goes_on`; there is a run of something else.
             InvalidInput: what is there is no run.
         """
-        path, kept = self.folder / _RUN, json.loads(json.dumps(run))
+        path, kept = self.folder / RUN, json.loads(json.dumps(run))
         if self.goes_on(resume, force):
             try:
                 before = json.loads(read_small(path, 2**26))
@@ -92,7 +92,7 @@ class Store:
 
     def broke(self) -> None:
         """Note that the run came to what is no number."""
-        path = self.folder / _RUN
+        path = self.folder / RUN
         put(path, json_bytes({**json.loads(read_small(path, 2**26)), "broke": True}))
 
     def last(self) -> Path | None:
@@ -199,7 +199,7 @@ class Store:
         """The result is there: checkpoints go, what was measured stays."""
         for each in self._ours():
             shutil.rmtree(each)
-        (self.folder / _RUN).unlink(missing_ok=True)
+        (self.folder / RUN).unlink(missing_ok=True)
 
 
 def beside(out: Path, name: str) -> Path:
@@ -225,7 +225,7 @@ def remove_unbegun(folder: Path) -> None:
     for each in (folder / "data", folder / "held-out"):
         if is_tokens(each):
             shutil.rmtree(each)
-    for path in folder.rglob(_RUN):
+    for path in folder.rglob(RUN):
         path.unlink()
 
 
