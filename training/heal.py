@@ -29,7 +29,7 @@ from ..converter.files import locked
 from ..converter.manifest import MANIFEST
 from ..converter.publish import Staging
 from ..converter.threads import suit
-from ..converter.tokenizer import load_tokenizer
+from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
 from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
@@ -37,7 +37,7 @@ from ..modules.load import load
 from ..modules.save import save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens
+from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
 from .state import Store, remove_empty
@@ -440,7 +440,7 @@ def heal(
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
-        _require_one_tokenizer(original, model)
+        coder = _tokenizer_of(original, model)
         for each in (original, model):
             require_trainable(each.spec, False, not us.alone)
         if trained.startswith("lora:") and not us.alone:
@@ -456,6 +456,8 @@ def heal(
             return open_tokens(where)
 
         found = take(data, "data")
+        if found.folder != folder / "data":
+            require_tokenizer(found, str(teacher), coder, offline)
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
@@ -532,14 +534,17 @@ def _recipe(
     return {"swap": {"recipe": replace(found, to=to, heal=healing).as_json()}}
 
 
-def _require_one_tokenizer(*models: Decoder) -> None:
-    """Raise UsageError where two models have tokenizers that do not encode alike; one without any takes the other's."""
+def _tokenizer_of(*models: Decoder) -> Tokenizer | None:
+    """The tokenizer of two models, of which one without any takes the other's; UsageError where they do not encode
+    alike.
+    """
     about = [model.source for model in models]
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
     told = [None if coder is None else coder.encode(_SAMPLE) for coder in coders]
     if None not in told and told[0] != told[1]:
         message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
         raise UsageError(message, "--teacher is the model that it was made from.")
+    return coders[0] or coders[1]
 
 
 @dataclass

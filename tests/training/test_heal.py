@@ -214,6 +214,15 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_tokens_of_another_tokenizer_are_refused(changed: Path, tmp_path: Path) -> None:
+    gptkit.tokenize([PLAY], tmp_path / "other", vocabulary=512)  # as many as the models have, and other ones
+    with pytest.raises(UsageError, match="tokens of another tokenizer"):
+        heal(changed, TEACHER, [tmp_path / "other"], tmp_path / "out", **BUDGET)
+    gptkit.tokenize([PLAY], tmp_path / "own", tokenizer=TEACHER)
+    done = heal(changed, TEACHER, [tmp_path / "own"], tmp_path / "out", **{**BUDGET, "tokens": 512}, beside=False)
+    assert done.healed.kl < done.start.kl
+
+
 def test_the_command_tells_all_of_it(changed: Path, tmp_path: Path) -> None:
     words = ["heal", changed, tmp_path / "out", "--teacher", TEACHER, "--data", PLAY, "--tokens", "512"]
     words += ["--context", "64", "--batch", "256", "--held-out", "0.005"]
