@@ -32,7 +32,7 @@ import numpy as np
 
 from ..converter.checkpoint import open_checkpoint
 from ..converter.files import failed, read_small
-from ..converter.manifest import check_manifest
+from ..converter.manifest import check_manifest, manifest_of
 from ..converter.names import json_bytes
 from ..converter.publish import Staging
 from ..converter.resolve import resolve
@@ -100,6 +100,12 @@ class TokenFile(Record):
     @property
     def texts(self) -> list[Any]:
         return [msgspec.to_builtins(each) for each in self.sources]
+
+    @property
+    def digest(self) -> str | None:
+        """The sha256 of tokens.bin, as the manifest has it."""
+        found: dict[str, Any] = manifest_of(self.folder).get("files", {}).get(TOKENS, {})
+        return found.get("sha256")
 
     @cached_property
     def ends(self) -> _Ids:

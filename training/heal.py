@@ -8,6 +8,7 @@ tokens as a language model; the *floor* is the changed tree from random weights,
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,12 +41,13 @@ from ..surgery.registry import Step as Asked
 from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
-from .state import Store, remove_empty
+from .state import RUN, Store, remove_empty, remove_unbegun
 from .train import (
     CONTEXT,
     FURTHER,
     HELD_OUT,
     carries,
+    digest_of,
     family_of,
     folder_of,
     gathered,
@@ -435,8 +437,12 @@ def heal(
             folder.mkdir(exist_ok=True)
             stack.callback(remove_empty, folder)
             stack.enter_context(locked(folder))
+            stack.callback(remove_unbegun, folder)
+            for each in _stores(folder, us):
+                each.goes_on(resume, force)
 
         us.lead(claim)
+        going_on = any(each.goes_on(resume, force) for each in _stores(folder, us))
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
@@ -449,7 +455,7 @@ def heal(
         def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
             own = folder / name
             where = folder_of(paths, own)
-            if where == own and resume and is_tokens(own):
+            if where == own and going_on and is_tokens(own):
                 us.lead(lambda: require_texts(paths, own))
             elif where == own:
                 us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
@@ -457,7 +463,7 @@ def heal(
 
         found = take(data, "data")
         if found.folder != folder / "data":
-            require_tokenizer(found, str(teacher), coder, offline)
+            require_tokenizer(found, str(teacher), coder, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
@@ -483,11 +489,21 @@ def heal(
         if len(training) < windows:
             message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
             raise UsageError(message, "Give more text, or a smaller --context or --batch.")
+        texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+        about = {
+            "teacher": digest_of(original), "changed": digest_of(model), "texts": texts, "tokens": found.digest,
+            "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size, "train": trained,
+            "local": share, "layers": layers, "hidden": hidden,
+        }  # fmt: skip
         suit(model.spec)
         original.requires_grad_(False).eval()
-        runs = _Runs(original, held, settings, share, layers, hidden, found, training, us, folder, resume, force, tell)
+        runs = _Runs(
+            original, held, settings, share, layers, hidden, found, training, us, folder, about, resume, force, tell
+        )
         unchanged, start = runs.held(original), runs.held(model)
         on_start(trained, unchanged, start)
+        if not going_on:
+            us.lead(runs.done)  # what --force forgets: a later --resume would go on with it
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
         control = floor = None
         if beside:
@@ -499,9 +515,8 @@ def heal(
             unchanged, start, outcome, control, floor,
         )  # fmt: skip
         family, _ = expressed(finished.spec)
-        about = model.source
-        form = to or ("local" if family is None else f"hf:{family if about is None else family_of(about, family)}")
-        texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
+        tree = model.source
+        form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
         record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
         record |= {name: value for name, value in result.as_json().items() if name != "folder"}
         given = {
@@ -547,6 +562,11 @@ def _tokenizer_of(*models: Decoder) -> Tokenizer | None:
     return coders[0] or coders[1]
 
 
+def _stores(folder: Path, us: Group) -> list[Store]:
+    """What earlier calls left of their runs."""
+    return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
+
+
 @dataclass
 class _Runs:
     """What all runs have in common."""
@@ -561,6 +581,7 @@ class _Runs:
     training: Any
     group: Group
     folder: Path
+    about: Mapping[str, Any]
     resume: bool
     force: bool
     tell: Callable[[str, Step], None]
@@ -603,8 +624,7 @@ class _Runs:
 
         def begin() -> None:
             store.folder.mkdir(parents=True, exist_ok=True)
-            about = {"run": name, "hidden": self.hidden, **msgspec.to_builtins(settings)}
-            store.begin(about, self.resume, self.force)
+            store.begin({"run": name, **self.about, **msgspec.to_builtins(settings)}, self.resume, self.force)
 
         def step_of(number: int) -> Windows:
             if number % settings.every == 0:
@@ -683,6 +703,5 @@ class _Runs:
 
     def done(self) -> None:
         """All have ended: their checkpoints go, what was measured stays."""
-        for each in self.folder.iterdir():
-            if (each / "run.json").is_file():
-                Store(each, self.group).done()
+        for each in _stores(self.folder, self.group):
+            each.done()

@@ -196,7 +196,7 @@ class Store:
         return about
 
     def done(self) -> None:
-        """The result is there: checkpoints go, what was measured stays."""
+        """The result is there, or nobody wants it: checkpoints go, what was measured stays."""
         for each in self._ours():
             shutil.rmtree(each)
         (self.folder / RUN).unlink(missing_ok=True)

@@ -19,7 +19,6 @@ from ..architectures import expressed
 from ..components import ModelSpec, to_json
 from ..components import operations as ops
 from ..converter.files import locked, sha256_file
-from ..converter.manifest import manifest_of
 from ..converter.names import json_bytes
 from ..converter.outline import Outline, outline
 from ..converter.publish import Staging
@@ -33,18 +32,7 @@ from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
-from .data import (
-    TOKENS,
-    Progress,
-    Stretch,
-    TokenFile,
-    Windows,
-    is_tokens,
-    open_tokens,
-    paths_of,
-    require_tokenizer,
-    tokenize,
-)
+from .data import Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, paths_of, require_tokenizer, tokenize
 from .loop import NoNumber, Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, beside, make, remove_empty, remove_unbegun
@@ -462,12 +450,11 @@ def _about(
     model: Decoder, scratch: bool, found: TokenFile, held: Windows, settings: Settings, us: Group, apart: bool
 ) -> dict[str, Any]:
     """What a run is, in JSON values: what its result's manifest tells, and what it is resumed by."""
-    hashed = {each: entry["sha256"] for each, entry in manifest_of(found.folder).get("files", {}).items()}
     return {
-        "weights": "random" if scratch else _digest(model),
+        "weights": "random" if scratch else digest_of(model),
         "tree": hashlib.sha256(json_bytes(to_json(model.spec))).hexdigest(),
         "texts": [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources],
-        "tokens": hashed.get(TOKENS),
+        "tokens": found.digest,
         "tokenizer": found.tokenizer,
         "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(),
         "documents": "apart" if apart else "as one text",
@@ -476,9 +463,9 @@ def _about(
     }
 
 
-def _digest(model: Decoder) -> str:
-    """The sha256 of a model's parameters, whatever files they lay in."""
-    found = hashlib.sha256()
+def digest_of(model: Decoder) -> str:
+    """The sha256 of a model's tree and parameters, whatever files they lay in."""
+    found = hashlib.sha256(json_bytes(to_json(model.spec)))
     for _, each in model.named_parameters():
         found.update(each.detach().cpu().reshape(-1).numpy().data)
     return found.hexdigest()

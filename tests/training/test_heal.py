@@ -413,6 +413,61 @@ def test_an_interruption_loses_nothing(changed: Path, whole: Path, tmp_path: Pat
     assert diff(whole, tmp_path / "out", rank=False).same_bytes
 
 
+def stopped(changed: Path, out: Path, text: Path = PLAY, name: str = "healed-0", **options: Any) -> None:
+    """A run that was stopped in its third step."""
+    stop = stopped_at(name, 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        heal(changed, TEACHER, [text], out, **{**PARTS, **options}, tell=stop)
+
+
+def test_only_the_same_call_goes_on(changed: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stopped(changed, out)
+    teacher = load(TEACHER, "float32")
+    with torch.no_grad():
+        next(teacher.parameters()).mul_(1.01)
+    gptkit.save(teacher, tmp_path / "other")
+    for another, what in (
+        ({"trained": "norms"}, "train is all, not norms"),
+        ({"held_out": 0.01}, "its held_out is"),
+        ({"decay": 0.1}, "its decay is"),
+        ({"teacher": tmp_path / "other"}, "its teacher is"),
+        ({"changed": tmp_path / "other"}, "its changed is"),
+    ):
+        call_of: dict[str, Any] = {"changed": changed, "teacher": TEACHER, **PARTS, **another}
+        with pytest.raises(UsageError, match=what):
+            heal(data=[PLAY], out=out, **call_of, resume=True)
+    assert not out.exists()
+    # A call that does not go on spoils nothing, whatever it is given.
+    (tmp_path / "other.txt").write_text(PLAY.read_text()[1000:])
+    with pytest.raises(UsageError, match="a run that has not ended"):
+        heal(changed, TEACHER, [tmp_path / "other.txt"], out, **PARTS)
+    heal(changed, TEACHER, [PLAY], out, **PARTS, resume=True)
+    assert diff(whole, out, rank=False).same_bytes
+
+
+def test_what_is_begun_anew_does_not_meet_the_run_before(changed: Path, tmp_path: Path) -> None:
+    """Its last runs would be those of another call, met when all others have ended."""
+    out, options = tmp_path / "out", {"beside": "control", "tokens": 4 * 256}
+    stopped(changed, out, name="control-0", **options)
+    options |= {"decay": 0.1, "force": True}
+    stopped(changed, out, **options)
+    assert {each.parent.name for each in out.with_name("out.healing").rglob("step-*")} == {"healed-0"}
+    done = heal(changed, TEACHER, [PLAY], out, **{**PARTS, **options, "force": False}, resume=True)
+    assert done.control is not None
+
+
+def test_a_run_that_never_began_leaves_nothing(changed: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time.")
+    before = set(tmp_path.iterdir())
+    for text in (tmp_path / "text.txt", tmp_path / "none.txt"):
+        with pytest.raises((UsageError, InvalidInput)):
+            heal(changed, TEACHER, [text], tmp_path / "out", **PARTS)
+        assert set(tmp_path.iterdir()) == before
+    # Nor is it a run to go on from, of another text.
+    heal(changed, TEACHER, [PLAY], tmp_path / "out", **{**PARTS, "tokens": 512}, resume=True)
+
+
 def test_a_text_that_is_too_short_is_refused(changed: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text(PLAY.read_text()[:300])
     with pytest.raises(UsageError, match=r"a step takes 4 windows of 64 tokens|shorter than one window"):
