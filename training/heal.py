@@ -150,8 +150,8 @@ class Healed(Record, Shown):
 
 
 def distilled(teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None) -> Loss:
-    """The KL divergence of a model's next-token distribution from a teacher's, over the tokens that both have; where it
-    is trained, and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
+    """The KL divergence of a model's next-token distribution from a teacher's (see `divergence`); where it is trained,
+    and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
     |Δ|² over its |x|², a mean over layers; |x|² is that of the `sample`.
     """
     sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
@@ -182,9 +182,11 @@ def _student(model: Logits) -> Decoder:
 def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
     """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T). It is
     differentiable by `given`.
+
+    Vocabularies may differ behind the tokens that both have. What `given` has more takes probability from the others,
+    and counts against it. What it has not, it cannot answer: `wanted` is then what it is among the tokens of both.
     """
-    vocabulary = min(wanted.shape[-1], given.shape[-1])
-    rows = (each[..., :vocabulary].reshape(-1, vocabulary) for each in (wanted, given))
+    rows = (each.flatten(0, -2) for each in (wanted[..., : given.shape[-1]], given))
     found: Tensor = _Divergence.apply(*rows, counted.reshape(-1))  # type: ignore[no-untyped-call]
     return found
 
@@ -196,16 +198,18 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-        """Logits (N, vocabulary), and which rows count, (N,)."""
+        """Logits (N, vocabulary), those wanted of no more tokens than are given, and which rows count, (N,)."""
+        both = wanted.shape[-1]
         step = max(1, (_CACHED if given.device.type == "cpu" else 64 * _CACHED) // given.shape[-1])
         gradient = torch.empty_like(given) if given.requires_grad else None
         total = torch.zeros((), device=given.device)
         for rows in (slice(start, start + step) for start in range(0, len(given), step)):
             p, q = (F.log_softmax(each[rows].float(), dim=-1) for each in (wanted, given))
             likely, counts = p.exp(), counted[rows].to(p.dtype)
-            total += ((p.sub_(q).mul_(likely)).sum(dim=-1) * counts).sum()
+            total += ((p.sub_(q[:, :both]).mul_(likely)).sum(dim=-1) * counts).sum()
             if gradient is not None:
-                gradient[rows] = q.exp_().sub_(likely).mul_(counts[:, None])
+                q.exp_()[:, :both].sub_(likely)
+                gradient[rows] = q.mul_(counts[:, None])
         ctx.save_for_backward(gradient)
         return total
 

@@ -164,9 +164,12 @@ def test_losses_are_what_they_are_called() -> None:
     p, q = wanted.softmax(-1), given.softmax(-1)
     plain = sum(float((p[i, j] * (p[i, j] / q[i, j]).log()).sum()) for i, j in counted.nonzero())
     assert float(divergence(wanted, given, counted)) == pytest.approx(plain, rel=1e-5)
-    # Another vocabulary: over the tokens that both have.
-    more = torch.cat([given, torch.full((2, 3, 2), 9.0)], dim=-1)
-    assert float(divergence(wanted, more, counted)) == pytest.approx(plain, rel=1e-5)
+    # Another vocabulary: what it has more takes probability from the others, what it lacks is left out.
+    more = torch.cat([given, torch.full((2, 3, 2), 1.0)], dim=-1)
+    lost = sum(float(more[i, j].logsumexp(-1) - given[i, j].logsumexp(-1)) for i, j in counted.nonzero())
+    assert float(divergence(wanted, more, counted)) == pytest.approx(plain + lost, rel=1e-5)
+    fewer = divergence(wanted, given[..., :5], counted)
+    assert float(fewer) == pytest.approx(float(divergence(wanted[..., :5], given[..., :5], counted)), rel=1e-5)
     assert Held(0.0, math.log(8)).perplexity == pytest.approx(8)
 
 
@@ -475,19 +478,27 @@ def test_a_text_that_is_too_short_is_refused(changed: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_larger_vocabulary_has_a_gap(tmp_path: Path) -> None:
+    """Rows that no token has take probability from those that have one."""
+    gptkit.swap(TEACHER, tmp_path / "more", vocab="multiple:100", measured=False)
+    done = heal(tmp_path / "more", TEACHER, [PLAY], tmp_path / "out", **{**BUDGET, "tokens": 512}, beside=False)
+    assert done.start.kl == pytest.approx(done.start.loss - done.original.loss, rel=1e-2) and done.start.kl > 1e-3
+    assert done.recovered is not None  # there is a gap
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_divergence_and_its_gradient_are_those_of_the_formula(dtype: torch.dtype) -> None:
     wanted, given = torch.randn(3, 40, 5000).to(dtype), torch.randn(3, 40, 5003).to(dtype)  # more than fits at once
     counted = torch.rand(3, 40) > 0.3
     p = wanted.double().softmax(dim=-1)
     plain = given.double().requires_grad_()
-    formula = (p * (p.log() - plain[..., :5000].log_softmax(dim=-1))).sum(dim=-1)[counted].sum()
+    formula = (p * (p.log() - plain.log_softmax(dim=-1)[..., :5000])).sum(dim=-1)[counted].sum()
     (formula / 7).backward()
     given.requires_grad_()
     found = divergence(wanted, given, counted)
     (found / 7).backward()
     assert float(found.detach()) == pytest.approx(float(formula.detach()), rel=1e-6)
-    assert given.grad is not None and plain.grad is not None and not given.grad[..., 5000:].any()
+    assert given.grad is not None and plain.grad is not None and given.grad[..., 5000:].any()
     torch.testing.assert_close(
         given.grad.double(), plain.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-8
     )
