@@ -15,11 +15,12 @@ from ..converter.convert import adapted, plan_conversion
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.outline import Outline
 from ..converter.publish import Staging
-from ..converter.targets import FOLDERS, target
+from ..converter.targets import FOLDERS, Target, target
 from ..converter.tokenizer import token_files
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..converter.weights import Stored, Weights
+from ..converter.write import Plan
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
 from .decoder import Decoder
@@ -67,10 +68,8 @@ def save(
         GptkitError: the disk is too small or a write fails; nothing is published.
     """
     to = target(as_, FOLDERS)
-    stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
     with Staging(Path(folder), force) as staging:
-        source, to = adapted(_in_memory(model, stored, record), to)
-        plan = plan_conversion(source, to, stored, max_shard_bytes)
+        source, to, plan = _planned(model, to, dtype, max_shard_bytes, record)
         done = transfer(plan, source, staging)
         manifest = {
             "gptkit": __version__,
@@ -81,6 +80,24 @@ def save(
         }
         staging.commit(manifest, files=done.files)
     return Path(folder)
+
+
+def require_form(model: Decoder, as_: str, dtype: torch.dtype | str | None = None) -> None:
+    """Raise what `save` would raise for the tree and the values of a model in this format, and write nothing."""
+    _planned(model, target(as_, FOLDERS), dtype)
+
+
+def _planned(
+    model: Decoder,
+    to: Target,
+    dtype: torch.dtype | str | None,
+    max_shard_bytes: int | None = None,
+    record: dict[str, Any] | None = None,
+) -> tuple[Checkpoint, Target, Plan]:
+    """What is written of a model, as what, and how."""
+    stored = None if dtype is None else HF_NAMES[parse_dtype(str(dtype))]
+    source, to = adapted(_in_memory(model, stored, record), to)
+    return source, to, plan_conversion(source, to, stored, max_shard_bytes)
 
 
 def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] | None = None) -> Checkpoint:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -35,13 +36,14 @@ from ..display import Record, Shown
 from ..errors import InvalidInput, UsageError
 from ..modules import Decoder
 from ..modules.load import load
-from ..modules.save import save
+from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens, require_tokenizer
+from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens, paths_of, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
-from .state import RUN, Store, remove_empty, remove_unbegun
+from .state import RUN, Store, make, remove_empty, remove_unbegun
+from .state import beside as beside_of
 from .train import (
     CONTEXT,
     FURTHER,
@@ -306,15 +308,27 @@ def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
 
 
 def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
-    """The names of the parameters that a choice trains. Raises UsageError for none of `CHOICES`."""
+    """The names of the parameters that "all", "changed" or "norms" trains."""
     if what == "all":
         return {each.name for each in declared}
     if what == "changed":
         return changed()
-    if what == "norms":
-        gains = {each.name.rpartition(".")[0] for each in declared if each.role == "gain"}
-        return {each.name for each in declared if each.name.rpartition(".")[0] in gains}
-    raise UsageError(f"nothing is called {what!r:.40} among what can be trained", f"known: {', '.join(CHOICES)}")
+    gains = {each.name.rpartition(".")[0] for each in declared if each.role == "gain"}
+    return {each.name for each in declared if each.name.rpartition(".")[0] in gains}
+
+
+def rank_of(what: str) -> int:
+    """The rank in "lora:RANK", 0 of the others of `CHOICES`. Raises UsageError for none of them."""
+    match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
+    if match is None and what not in CHOICES[:-1]:
+        hint = f"known: {', '.join(CHOICES)}, where RANK is 1 or more."
+        raise UsageError(f"nothing is called {what!r:.40} among what can be trained", hint)
+    return 0 if match is None else int(match[1])
+
+
+def _matrices(declared: Sequence[Parameter]) -> list[str]:
+    """What updates of a low rank are added to."""
+    return [each.name for each in declared if len(each.shape) == 2 and each.role in ("reads", "writes", "inner")]
 
 
 class _LowRank(nn.Module):
@@ -333,8 +347,7 @@ class _LowRank(nn.Module):
 @contextmanager
 def _adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterator[set[str]]:
     """The model with such an update to each of its matrices, which is added up in the end; their names."""
-    matrices = [each.name for each in declared if len(each.shape) == 2 and each.role in ("reads", "writes", "inner")]
-    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in matrices}
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in _matrices(declared)}
     for name, module in modules.items():
         weight = getattr(module, name.rpartition(".")[2])
         parametrize.register_parametrization(module, name.rpartition(".")[2], _LowRank(weight, rank))
@@ -351,7 +364,7 @@ def _adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterat
 def heal(
     changed: str | Path,
     teacher: str | Path,
-    data: Sequence[str | Path],
+    data: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     tokens: int | None = None,
@@ -427,18 +440,19 @@ def heal(
     Raises:
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
     """
-    target = Path(out)
+    target, paths = Path(out), paths_of(data)
+    rank = rank_of(trained)
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
     if not 0 <= hidden < math.inf:
         raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
-        folder = target.with_name(f"{target.name}.healing")
+        folder = beside_of(target, "healing")
 
         def claim() -> None:
             Staging(target, force).check()
-            folder.mkdir(exist_ok=True)
+            make(folder)
             stack.callback(remove_empty, folder)
             stack.enter_context(locked(folder))
             stack.callback(remove_unbegun, folder)
@@ -453,8 +467,19 @@ def heal(
         coder = _tokenizer_of(original, model)
         for each in (original, model):
             require_trainable(each.spec, False, not us.alone)
-        if trained.startswith("lora:") and not us.alone:
+        if rank and not us.alone:
             raise UsageError("several processes share out what is trained, and have no shares of lora's updates")
+        if rank > model.spec.hidden_size:
+            raise UsageError(f"a rank of {rank:,} is not low: the stream has {model.spec.hidden_size:,} numbers")
+        declared = list(model.spec.parameters())
+        names = set(_matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
+        if not names:
+            raise UsageError(f"nothing is left to train: {trained} names no parameter of this model")
+        family, _ = expressed(model.spec)
+        tree = model.source
+        form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
+        with _moved(model, names):
+            require_form(model, form, "float32")
 
         def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
             own = folder / name
@@ -465,14 +490,14 @@ def heal(
                 us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
             return open_tokens(where)
 
-        found = take(data, "data")
+        found = take(paths, "data")
         if found.folder != folder / "data":
             require_tokenizer(found, str(teacher), coder, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
             raise UsageError(message, "Both must have the same tokens.")
-        length = context or min(CONTEXT, longest(original.spec), longest(model.spec))
+        length = min(CONTEXT, longest(original.spec), longest(model.spec)) if context is None else context
         windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
         layers = changed_layers(original, model)
         share = (LOCAL if layers else 0.0) if local is None else local
@@ -482,10 +507,10 @@ def heal(
             )
         if hidden and not layers:
             raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
-        usual = usual_rate(size_of(model.spec)) * (3 if trained.startswith("lora:") else 1)
+        usual = usual_rate(size_of(model.spec)) * (3 if rank else 1)
         settings = settings_of(
             windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
-            seed=seed, compiled=compiled, patience=patience, rate=rate or usual,
+            seed=seed, compiled=compiled, patience=patience, rate=usual if rate is None else rate,
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
         apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
@@ -497,7 +522,7 @@ def heal(
         about = {
             "teacher": digest_of(original), "changed": digest_of(model), "texts": texts, "tokens": found.digest,
             "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size, "train": trained,
-            "local": share, "layers": layers, "hidden": hidden,
+            "local": share, "hidden": hidden,
         }  # fmt: skip
         suit(model.spec)
         original.requires_grad_(False).eval()
@@ -518,9 +543,6 @@ def heal(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
             unchanged, start, outcome, control, floor,
         )  # fmt: skip
-        family, _ = expressed(finished.spec)
-        tree = model.source
-        form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
         record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
         record |= {name: value for name, value in result.as_json().items() if name != "folder"}
         given = {
@@ -528,13 +550,26 @@ def heal(
             "beside": beside is True, "rate": settings.rate, "batch": windows * length, "context": length,
             "patience": patience, "seed": seed,
         }  # fmt: skip
-        manifest = _recipe(changed, data, {name: value for name, value in given.items() if value is not None}, to)
+        manifest = _recipe(changed, paths, {name: value for name, value in given.items() if value is not None}, to)
         whole = gathered(finished.eval(), us)
         whole.source = replace(model.source, path=found.folder, texts={}) if model.source else None
         healed = {"healed": record}
         us.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=healed, about=manifest))
         us.lead(runs.done)
         return result
+
+
+@contextmanager
+def _moved(model: Decoder, names: Container[str]) -> Iterator[None]:
+    """The model with no parameter of these names that has nothing but zeros: they are something else once trained."""
+    empty = [each.data for name, each in model.named_parameters() if name in names and not each.any()]
+    for each in empty:
+        each.fill_(1)
+    try:
+        yield
+    finally:
+        for each in empty:
+            each.zero_()
 
 
 def _recipe(
@@ -653,15 +688,13 @@ class _Runs:
         """Layers by themselves, then the whole model: steps, seconds, and how many parameters were trained."""
         declared = list(model.spec.parameters())
         steps, taken, count = 0, 0.0, 0
-        rank = int(trained[5:]) if trained.startswith("lora:") and trained[5:].isdecimal() else 0
+        rank = rank_of(trained)
         with ExitStack() as stack:
             if rank:
                 torch.manual_seed(self.settings.seed + seed)
                 names = stack.enter_context(_adapted(model, declared, rank))
             else:
                 names = chosen(trained, declared, lambda: touched(self.original, model))
-            if not names:
-                raise UsageError(f"nothing is left to train: {trained} names no parameter of this model")
             count = sum(each.numel() for name, each in model.named_parameters() if name in names)
             prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
             inside = {each for each in names if each.startswith(prefixes)} if self.local else set()

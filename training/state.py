@@ -36,6 +36,8 @@ _HASHED = {
     "tree": "it trains another tree",
     "weights": "it began from other weights",
     "held_out": "it holds out other text",
+    "teacher": "it learns from another model",
+    "changed": "it heals another model",
 }
 """What a run is told by in hashes, in words; what causes another before it."""
 _FREE = {"rate", "clip"}
