@@ -7,7 +7,7 @@ from typing import Any
 from .tree import Origin
 
 CARD = "README.md"
-_COLUMNS = ("held-out text", "KL", "±", "loss", "perplexity", "seconds")
+_COLUMNS = ("held-out text", "KL", "±", "loss", "perplexity")
 _ROWS = {
     "original": "original",
     "start": "changed",
@@ -57,8 +57,7 @@ def _healing(found: Mapping[str, Any]) -> list[str]:
         if (each := found.get(key)) is not None:
             runs = each.get("runs", [])
             spread = f"{each['kl_spread']:.4f}" if len(runs) > 1 else ""
-            taken = f"{each['seconds']:.0f}" if "seconds" in each else ""
-            rows.append((label, f"{each['kl']:.4f}", spread, f"{each['loss']:.4f}", _perplexity(each["loss"]), taken))
+            rows.append((label, f"{each['kl']:.4f}", spread, f"{each['loss']:.4f}", _perplexity(each["loss"])))
     lines += [f"| {' | '.join(row)} |" for row in rows]
     told = "KL from the original and loss are in nats per token; ± is the largest less the smallest over seeds."
     return [*lines, "", told]

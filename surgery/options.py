@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 
 from ..components import ModelSpec
 
@@ -38,7 +39,7 @@ class Option:
     words: str = ""
     two: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     parts: Parts = field(default_factory=dict)
-    settings: Mapping[str, type] = field(default_factory=dict)
+    settings: Mapping[str, type | UnionType] = field(default_factory=dict)
 
     @property
     def flag(self) -> bool:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..components import ModelSpec
 from ..converter.manifest import MANIFEST, read_manifest
@@ -56,7 +56,8 @@ HEAL = Option(
     "heal", "", 0, "Train what came out to answer as the original.", "FILE",
     settings={
         "tokens": int, "seconds": float, "train": str, "local": float, "hidden": float, "seeds": int, "rate": float,
-        "batch": int, "context": int, "beside": bool, "patience": int, "seed": int,
+        "warmup": float, "decay": float, "clip": float, "batch": int, "context": int, "accumulate": int, "every": int,
+        "held_out": float | str, "beside": bool, "patience": int, "seed": int, "dtype": str, "compile": bool,
     },
 )  # fmt: skip
 """The step that is no swap: its value is the text, its settings are what `training.heal` is given."""
@@ -237,8 +238,10 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         if (wanted := option.settings.get(part)) is None:
             known_settings = f"known: {', '.join(option.settings)}" if option.settings else None
             raise InvalidInput(f"{where}: {key} has no setting {part!r}", known_settings)
-        if type(setting) is not wanted and (type(setting), wanted) != (int, float):
-            raise InvalidInput(f"{where}: the setting {part} is to be {_WORDS[wanted]}, not {setting!r:.40}")
+        kinds = get_args(wanted) or (wanted,)
+        if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
+            words = " or ".join(_WORDS[each] for each in kinds)
+            raise InvalidInput(f"{where}: the setting {part} is to be {words}, not {setting!r:.40}")
     if option is HEAL and not {"blocks", "approximate"}.isdisjoint(table):
         raise InvalidInput(f"{where}: heal has neither blocks nor approximate")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.

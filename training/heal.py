@@ -544,11 +544,13 @@ def heal(
             unchanged, start, outcome, control, floor,
         )  # fmt: skip
         record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
-        record |= {name: value for name, value in result.as_json().items() if name != "folder"}
+        record |= _timeless({name: value for name, value in result.as_json().items() if name != "folder"})
         given = {
             "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "hidden": hidden, "seeds": seeds,
-            "beside": beside is True, "rate": settings.rate, "batch": windows * length, "context": length,
-            "patience": patience, "seed": seed,
+            "beside": beside is True, "rate": settings.rate, "warmup": warmup, "decay": decay, "clip": clip,
+            "batch": windows * length, "context": length, "accumulate": accumulate, "every": settings.every,
+            "held_out": held_out if isinstance(held_out, int | float) else str(held_out), "patience": patience,
+            "seed": seed, "dtype": settings.dtype, "compile": compiled,
         }  # fmt: skip
         manifest = _recipe(changed, paths, {name: value for name, value in given.items() if value is not None}, to)
         whole = gathered(finished.eval(), us)
@@ -570,6 +572,13 @@ def _moved(model: Decoder, names: Container[str]) -> Iterator[None]:
     finally:
         for each in empty:
             each.zero_()
+
+
+def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without the seconds that something took, which would make another file of each run of the same call."""
+    return {
+        name: _timeless(each) if isinstance(each, dict) else each for name, each in record.items() if name != "seconds"
+    }
 
 
 def _recipe(

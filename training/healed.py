@@ -51,7 +51,7 @@ def swap(
     if dry_run:
         done = run(out=out, steps=steps, to=to, force=force)
         return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
-    given = {"train": "trained"}
+    given = {"train": "trained", "compile": "compiled"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
     if len({"tokens", "seconds"} & healing.keys()) != 1:
         hint = "In the file: settings = { tokens = 400_000 }, or seconds."
