@@ -65,6 +65,7 @@ from .train import (
 
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
+_EVALUATED = 2048  # tokens that are evaluated at once, at the least
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
 """What two tokenizers that are one encode alike."""
 CHOICES = ("all", "changed", "norms", "lora:RANK")
@@ -641,7 +642,10 @@ class _Runs:
 
     def held(self, model: Decoder) -> Held:
         """A model on the held-out text."""
-        training, sums, parts = model.training, [0.0, 0.0], max(1, len(self.windows.ids) // self.settings.windows)
+        training, sums, settings = model.training, [0.0, 0.0], self.settings
+        # As many windows as a part of a step has, or more where that is little work for a whole pass.
+        once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
+        parts = -(-len(self.windows.ids) // once)
         model.eval()
         with torch.no_grad():
             for number in range(parts):
