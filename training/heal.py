@@ -553,7 +553,9 @@ def heal(
             "held_out": held_out if isinstance(held_out, int | float) else str(held_out), "patience": patience,
             "seed": seed, "dtype": settings.dtype, "compile": compiled,
         }  # fmt: skip
-        manifest = _recipe(changed, paths, {name: value for name, value in given.items() if value is not None}, to)
+        before = tree is not None and any("healed" in each for each in tree.origin.history)
+        known = {name: value for name, value in given.items() if value is not None}
+        manifest = _recipe(changed, before, paths, known, to)
         whole = gathered(finished.eval(), us)
         whole.source = replace(model.source, path=found.folder, texts={}) if model.source else None
         healed = {"healed": record}
@@ -583,12 +585,12 @@ def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(
-    changed: str | Path, data: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
+    changed: str | Path, healed: bool, data: Sequence[str | Path], settings: Mapping[str, Any], to: str | None
 ) -> dict[str, Any]:
     """What the manifest has of the recipe that the changed model came from, this healing its last step; nothing where
-    no swap made it, or where several texts do, which a step has no place for.
+    no swap made it, or where it was `healed` before or several texts do, which a recipe has no place for.
     """
-    if len(data) > 1 or not (Path(changed) / MANIFEST).is_file():
+    if healed or len(data) > 1 or not (Path(changed) / MANIFEST).is_file():
         return {}
     try:
         found = read_recipe(Path(changed))

@@ -314,15 +314,16 @@ def test_a_recipe_heals_at_its_end(tmp_path: Path) -> None:
         {"held_out": "other.txt", "every": 1, "patience": 1, "dtype": "bfloat16", "trained": "lora:2"},
     ],
 )
-def test_what_was_healed_is_a_recipe_for_it(
-    options: dict[str, Any], changed: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_what_was_healed_is_its_recipe(options: dict[str, Any], changed: Path, tmp_path: Path, monkeypatch) -> None:
     """Of the same bytes: whatever moves them is in the manifest."""
     monkeypatch.chdir(tmp_path)
     Path("other.txt").write_text(PLAY.read_text()[:5000])
     heal(changed, TEACHER, PLAY, "out", **{**BUDGET, "tokens": 1024, **options}, beside=False)
     gptkit.swap(TEACHER, "again", recipe="out", measured=False)
     assert diff("out", "again", rank=False).same_bytes
+    # A second healing would be one of the swap alone.
+    heal("out", TEACHER, PLAY, "twice", **{**BUDGET, "tokens": 256, "local": 0}, beside=False)
+    assert "swap" not in manifest_of(Path("twice"))
 
 
 def test_a_recipe_whose_swap_is_refused_leaves_nothing(tmp_path: Path) -> None:
