@@ -418,7 +418,8 @@ def heal(
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
-        rate: AdamW's highest; by default what `train` takes for random weights, three times that for low ranks.
+        rate: AdamW's highest; by default what `train` takes for random weights, three times that for low ranks
+            (not for control and floor, of which all is trained).
         warmup: the share of a run within which the rate is reached.
         decay: of the weights; by default none.
         clip: what a gradient's norm is cut to.
@@ -508,10 +509,10 @@ def heal(
             )
         if hidden and not layers:
             raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
-        usual = usual_rate(size_of(model.spec)) * (3 if rank else 1)
+        usual = usual_rate(size_of(model.spec))
         settings = settings_of(
             windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
-            seed=seed, compiled=compiled, patience=patience, rate=usual if rate is None else rate,
+            seed=seed, compiled=compiled, patience=patience, rate=usual * (3 if rank else 1) if rate is None else rate,
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
         apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
@@ -536,10 +537,12 @@ def heal(
             us.lead(runs.done)  # what --force forgets: a later --resume would go on with it
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
         control = floor = None
+        # What is trained whole beside updates of a low rank has not their rate.
+        others = replace(runs, settings=msgspec.structs.replace(settings, rate=usual)) if rate is None else runs
         if beside:
-            control = runs.control(seeds)
+            control = others.control(seeds)
         if beside is True:
-            floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
+            floor = others.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
             unchanged, start, outcome, control, floor,

@@ -122,6 +122,17 @@ def test_only_what_is_chosen_changes(trained: str, changed: Path, tmp_path: Path
         assert {each.rank.rank for each in figures if each and each.rank} <= {0, 1, 2}
 
 
+def test_what_is_trained_whole_has_not_the_rate_of_low_ranks(changed: Path, tmp_path: Path) -> None:
+    rates: dict[str, float] = {}
+
+    def tell(name: str, step: Step) -> None:
+        rates[name] = max(step.rate, rates.get(name, 0))
+
+    options = {**BUDGET, "tokens": 512, "local": 0, "trained": "lora:2", "beside": "control"}
+    heal(changed, TEACHER, PLAY, tmp_path / "out", **options, tell=tell)
+    assert rates["healed-0"] == pytest.approx(3 * rates["control-0"])
+
+
 @exhaustive
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(changed: Path, tmp_path: Path) -> None:
     options = {**BUDGET, "every": 2, "tokens": 4 * 256}
