@@ -483,22 +483,6 @@ def heal(
         with _moved(model, names):
             require_form(model, form, "float32")
 
-        def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
-            own = folder / name
-            where = folder_of(paths, own)
-            if where == own and going_on and is_tokens(own):
-                us.lead(lambda: require_texts(paths, own))
-            elif where == own:
-                us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
-            return open_tokens(where)
-
-        found = take(paths, "data")
-        if found.folder != folder / "data":
-            require_tokenizer(found, str(teacher), coder, offline=offline, allow_pickle=allow_pickle)
-        if found.vocabulary > min(sizes):
-            rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
-            message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
-            raise UsageError(message, "Both must have the same tokens.")
         length = min(CONTEXT, longest(original.spec), longest(model.spec)) if context is None else context
         windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
         layers = changed_layers(original, model)
@@ -515,6 +499,23 @@ def heal(
             seed=seed, compiled=compiled, patience=patience, rate=usual * (3 if rank else 1) if rate is None else rate,
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
+
+        def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
+            own = folder / name
+            where = folder_of(paths, own)
+            if where == own and going_on and is_tokens(own):
+                us.lead(lambda: require_texts(paths, own))
+            elif where == own:
+                us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
+            return open_tokens(where)
+
+        found = take(paths, "data")
+        if found.folder != folder / "data":
+            require_tokenizer(found, str(teacher), coder, offline=offline, allow_pickle=allow_pickle)
+        if found.vocabulary > min(sizes):
+            rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
+            message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
+            raise UsageError(message, "Both must have the same tokens.")
         apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
         training, held = split(found, held_out, take, us, length, apart)
         if len(training) < windows:

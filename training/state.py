@@ -206,6 +206,7 @@ class Store:
 
 def beside(out: Path, name: str) -> Path:
     """The folder of a run beside its result, OUT.training. Raises UsageError for the root, which has nothing beside."""
+    out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
     if not whole.name:
         raise UsageError(f"{whole} is no folder that can be made", "Name another.")

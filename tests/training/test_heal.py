@@ -206,6 +206,10 @@ def test_a_block_is_trained_on_what_the_original_was_given(changed: Path) -> Non
 
 def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
+
+    def unread(*_: int) -> None:
+        raise AssertionError("a text was read")
+
     for options, why in (
         ({"trained": "everything"}, "nothing is called 'everything'"),
         ({"trained": "lora:0"}, "nothing is called 'lora:0'(.|\n)*RANK is 1 or more"),
@@ -218,7 +222,7 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
         ({"out": Path(), "force": False}, "exists"),
     ):
         with pytest.raises(UsageError, match=why):
-            heal(changed, TEACHER, PLAY, **{"out": out, **BUDGET, **options})
+            heal(changed, TEACHER, PLAY, **{"out": out, **BUDGET, **options}, progress=unread)
     other = shutil.copytree(changed, tmp_path / "other")
     data = json.loads((other / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
