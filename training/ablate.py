@@ -24,7 +24,6 @@ from typing import Any
 from ..analysis.costs import Costs, costs
 from ..components import to_json
 from ..converter.files import locked, read_small
-from ..converter.manifest import manifest_of
 from ..converter.names import json_bytes
 from ..converter.publish import require_place
 from ..converter.tree import write_spec
@@ -32,7 +31,7 @@ from ..display import Record, Shown
 from ..errors import InvalidInput, UsageError
 from ..surgery.recipe import told_as
 from ..surgery.swap import swap
-from .data import TOKENS, Progress, TokenFile, is_tokens, open_tokens
+from .data import Progress, TokenFile, is_tokens, open_tokens, paths_of
 from .heal import heal
 from .loop import Step, usual_rate
 from .parallel import group
@@ -180,7 +179,7 @@ def ablate(
         UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as `train`, `heal` and `swap`.
     """
     asked, target = read_plan(plan), Path(out)
-    texts = ([data] if isinstance(data, str | Path) else list(data)) or list(asked.data)
+    texts: list[Path | str] = [*paths_of(data)] or [*asked.data]
     if not texts:
         raise UsageError("the plan names no data", '--data FILE, or data = ["FILE"] in the plan.')
     variants = arms_of(asked, offline, allow_pickle)
@@ -302,13 +301,13 @@ class _Runs:
     @property
     def read(self) -> str:
         """The sha256 of all tokens."""
-        return _digest(self.data.folder)
+        return str(self.data.digest)
 
     @property
     def held_out(self) -> float | str:
         """The share that is held out, or the sha256 of another text's tokens: those of a folder of another name too."""
         held: float | str = self.settings["held_out"]
-        return _digest(Path(held)) if isinstance(held, str) else held
+        return str(open_tokens(Path(held)).digest) if isinstance(held, str) else held
 
     def _path(self, one: Planned, seed: int) -> Path:
         return self.folder / "runs" / f"{one.slug}-{seed}"
@@ -396,11 +395,6 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
-
-
-def _digest(folder: Path) -> str:
-    """The sha256 of a folder's tokens."""
-    return str(manifest_of(folder)["files"][TOKENS]["sha256"])
 
 
 def _table(runs: _Runs, rows: Sequence[Planned], results: Mapping[tuple[Planned, int], Result | None]) -> Ablation:

@@ -16,7 +16,7 @@ from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
 from .heal import Healed, heal
-from .state import remove_empty
+from .state import beside, make, remove_empty
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def swap(
         raise UsageError(f"{told.where}: heal is to have a budget, tokens or seconds", hint)
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
-    beside = target.with_name(f"{target.name}.healing")
-    changed = beside / "changed"
+    folder = beside(target, "healing")
+    changed = folder / "changed"
     with ExitStack() as stack:
-        beside.mkdir(exist_ok=True)
-        stack.callback(remove_empty, beside)
-        stack.enter_context(locked(beside / "recipe"))  # heal locks the folder itself
+        make(folder)
+        stack.callback(remove_empty, folder)
+        stack.enter_context(locked(folder / "recipe"))  # heal locks the folder itself
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(

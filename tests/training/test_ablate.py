@@ -213,6 +213,7 @@ BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "one budget twice": (
         {"tokens": "[1000, 1001]"}, VARIANTS, "budgets of 1,000 and 1,001 are both 1,024 tokens of variant 'base'"
     ),
+    "no rate": ({"rate": "0"}, VARIANTS, "the rate is 0, expected more than 0"),
     "batch": ({"batch": "8"}, VARIANTS, "fewer tokens than one window"),
     "a table is healed": (
         {"how": '"heal"', "base": '{ model_type = "gpt2" }'}, '[[variant]]\nname = "x"\nswap = ["norm=rmsnorm"]',

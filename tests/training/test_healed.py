@@ -9,7 +9,7 @@ import pytest
 from helpers.command import call
 
 import gptkit
-from gptkit.errors import UsageError
+from gptkit.errors import CannotExpress, UsageError
 from gptkit.parity.diff import diff
 from gptkit.training.heal import heal
 
@@ -43,6 +43,17 @@ def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path) -> No
     assert re.findall(r"^healed-\S+ +(\d+)", told.stdout, re.MULTILINE) == ["3", "4", "5", "6"]
     assert diff(tmp_path / "whole", tmp_path / "out", rank=False).same_bytes
     assert not (tmp_path / "out.healing/changed").exists()
+
+
+def test_what_no_family_has_is_refused_before_anything_is_healed(tmp_path: Path) -> None:
+    path, steps = recipe(tmp_path), list[Any]()
+    path.write_text(f"as = 'auto'\n[[step]]\nposition = 'alibi'\n{path.read_text()}")
+    with pytest.raises(CannotExpress):
+        gptkit.swap(
+            "sample:gpt2", tmp_path / "out", recipe=path, measured=False,
+            watched=partial(heal, tell=lambda *each: steps.append(each)),
+        )  # fmt: skip
+    assert not steps and {each.name for each in tmp_path.iterdir()} == {"mqa.toml", "play.txt"}
 
 
 def test_what_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
