@@ -414,7 +414,7 @@ def heal(
         hidden: how much of the distance between the streams behind each layer is added to the loss, where the layers of
             both are one another's.
         seeds: how many runs of each kind, by other orders of the windows.
-        beside: run the control and the floor too, or the "control" alone.
+        beside: run the control and the floor too, or one of the two, by its name.
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
@@ -446,6 +446,8 @@ def heal(
     rank = rank_of(trained)
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
+    if beside not in (True, False, "control", "floor"):
+        raise UsageError(f"nothing is called {beside!r:.40} among what runs beside", "known: control, floor")
     if not 0 <= hidden < math.inf:
         raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
     with ExitStack() as stack:
@@ -540,9 +542,9 @@ def heal(
         control = floor = None
         # What is trained whole beside updates of a low rank has not their rate.
         others = replace(runs, settings=msgspec.structs.replace(settings, rate=usual)) if rate is None else runs
-        if beside:
+        if beside in (True, "control"):
             control = others.control(seeds)
-        if beside is True:
+        if beside in (True, "floor"):
             floor = others.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
             target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),

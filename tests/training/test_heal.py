@@ -71,7 +71,8 @@ def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> No
 
 def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed: Path, tmp_path: Path) -> None:
     budget = {**BUDGET, "tokens": 1024}
-    large = heal(changed, TEACHER, [PLAY], tmp_path / "large", **budget, beside=False)
+    large = heal(changed, TEACHER, [PLAY], tmp_path / "large", **budget, beside="floor")
+    assert large.floor is not None and large.control is None
     small = heal(changed, TEACHER, [PLAY], tmp_path / "small", **{**budget, "batch": None}, beside=False)
     assert (small.steps, large.steps) == (16, 4) and small.healed.kl < large.healed.kl
 
@@ -215,6 +216,7 @@ def test_bad_input_is_told(changed: Path, tmp_path: Path) -> None:
         ({"trained": "lora:0"}, "nothing is called 'lora:0'(.|\n)*RANK is 1 or more"),
         ({"trained": "lora:10000"}, "a rank of 10,000"),
         ({"seeds": 0}, "seeds are 1 or more"),
+        ({"beside": "ceiling"}, "nothing is called 'ceiling' among what runs beside"),
         ({"context": 10**6}, "fewer tokens than one window"),
         ({"context": 0}, "a window of 0 tokens"),
         ({"rate": 0}, "the rate is 0"),
