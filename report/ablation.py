@@ -76,13 +76,10 @@ def told(table: Ablation) -> list[str]:
     how = "trained from random weights"
     if table.how == "heal":
         how = "healed by the base's predictions, from which KL is told; the base went on learning the text"
-    order = "the same windows in the same order"
-    if table.how == "heal":
-        order += " (in each phase, where layers are healed by themselves first)"
     lines = [
         f"Each {how}: {tokens} tokens, {table.context:,} a window; {counted(table.seeds, 'seed')}.",
         "Loss is held out, in nats a token; ± is the largest less the smallest over seeds. Differences from the base"
-        f" are of the same seed: {order}, and the same first values wherever two trees have"
+        " are of the same seed: the same windows in the same order, and the same first values wherever two trees have"
         " the same parameter. Their interval is Student's; it does not know that several variants were looked at.",
     ]
     return lines + ([f"{counted(table.left, 'run')} not ended."] if table.left else [])

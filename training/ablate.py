@@ -1,8 +1,7 @@
 """ablate: variants of one model, each trained or healed under the same budget, and what each gives and takes.
 
 A run of a seed begins with the same values wherever two trees have the same parameter, and meets the same windows in
-the same order (where layers are healed by themselves first, the whole model begins with the first window again): so
-variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
+the same order: so variants are paired with the base seed by seed. What a plan says is in `plan`; OUT has everything:
 tokens, trees, a file of every run that has ended, the checkpoints of one that has not, and ablation.json.
 """
 

@@ -69,6 +69,8 @@ _EVALUATED = 2048  # tokens that are evaluated at once, at the least
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
 """What two tokenizers that are one encode alike."""
 CHOICES = ("all", "changed", "norms", "lora:RANK")
+Budget = tuple[int | None, float | None]
+"""Of a run: steps, or seconds."""
 
 
 @dataclass(frozen=True)
@@ -529,6 +531,7 @@ def heal(
             "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size, "train": trained,
             "local": share, "hidden": hidden,
         }  # fmt: skip
+        share = 0.0 if settings.steps == 1 else share  # one step is of the whole model
         suit(model.spec)
         original.requires_grad_(False).eval()
         runs = _Runs(
@@ -671,15 +674,21 @@ class _Runs:
         found: Any = torch.compile(self.original) if self.settings.compiled and not self.hidden else self.original
         return found  # type: ignore[no-any-return]
 
-    def _fit(self, name: str, model: Decoder, loss: Loss, share: float, trained: set[str] | None, seed: int) -> Run:
-        """One run, from its last checkpoint where there is one, which then stays until all have ended."""
-        steps, seconds = self.settings.steps, self.settings.seconds
-        settings = msgspec.structs.replace(
-            self.settings,
-            steps=None if steps is None else max(1, round(steps * share)),
-            seconds=None if seconds is None else seconds * share,
-            seed=self.settings.seed + seed,
-        )
+    def _fit(
+        self,
+        name: str,
+        model: Decoder,
+        loss: Loss,
+        trained: set[str] | None,
+        seed: int,
+        budget: Budget,
+        behind: int = 0,
+    ) -> Run:
+        """One run, from its last checkpoint where there is one, which then stays until all have ended. Its windows are
+        those behind so many steps.
+        """
+        steps, seconds = budget
+        settings = msgspec.structs.replace(self.settings, steps=steps, seconds=seconds, seed=self.settings.seed + seed)
         store = Store(self.folder / name, self.group)
 
         def begin() -> None:
@@ -689,7 +698,7 @@ class _Runs:
         def step_of(number: int) -> Windows:
             if number % settings.every == 0:
                 self.found.require_unchanged()
-            windows: Windows = self.training.step(number, settings.windows, settings.seed)
+            windows: Windows = self.training.step(behind + number, settings.windows, settings.seed)
             return windows
 
         self.group.lead(begin)
@@ -705,11 +714,20 @@ class _Runs:
             tell=partial(self.tell, name),
         )
 
+    def _budgets(self, local: float) -> tuple[Budget, Budget]:
+        """What layers by themselves get of the budget, and the whole model."""
+        steps, seconds = self.settings.steps, self.settings.seconds
+        if steps is None:
+            assert seconds is not None
+            return (None, seconds * local), (None, seconds * (1 - local))
+        first = min(max(1, round(steps * local)), steps - 1) if local else 0
+        return (first, None), (steps - first, None)
+
     def _both(self, name: str, model: Decoder, trained: str, seed: int) -> tuple[int, float, int]:
-        """Layers by themselves, then the whole model: steps, seconds, and how many parameters were trained."""
-        declared = list(model.spec.parameters())
-        steps, taken, count = 0, 0.0, 0
-        rank = rank_of(trained)
+        """Layers by themselves, then the whole model on what is left of the text: steps, seconds, and how many
+        parameters were trained.
+        """
+        declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
         with ExitStack() as stack:
             if rank:
                 torch.manual_seed(self.settings.seed + seed)
@@ -719,14 +737,13 @@ class _Runs:
             count = sum(each.numel() for name, each in model.named_parameters() if name in names)
             prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
             inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
+            first, rest = self._budgets(self.local if inside else 0.0)
             if inside:
                 loss = block_local(self.original, self.layers, self._sample())
-                run = self._fit(f"{name}-layers-{seed}", model, loss, self.local, inside, seed)
-                steps, taken = run.step, run.seconds
-            whole = 1 - self.local if inside else 1.0
+                begun = self._fit(f"{name}-layers-{seed}", model, loss, inside, seed, first)
             loss = distilled(self._answering(), self.hidden, self._sample())
-            run = self._fit(f"{name}-{seed}", model, loss, whole, names, seed)
-        return steps + run.step, taken + run.seconds, count
+            run = self._fit(f"{name}-{seed}", model, loss, names, seed, rest, begun.step)
+        return begun.step + run.step, begun.seconds + run.seconds, count
 
     def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
         """The changed model, healed; of the first seed."""
@@ -744,7 +761,7 @@ class _Runs:
         held, taken = [], 0.0
         for seed in range(seeds):
             own = deepcopy(self.original)
-            run = self._fit(f"control-{seed}", own, next_token, 1.0, None, seed)
+            run = self._fit(f"control-{seed}", own, next_token, None, seed, self._budgets(0.0)[1])
             held.append(self.held(own))
             taken += run.seconds
         return Outcome(tuple(held), taken)

@@ -27,6 +27,7 @@ from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
 from gptkit.training import heal as module
 from gptkit.training import state
+from gptkit.training.data import Stretch, Windows
 from gptkit.training.heal import Held, block_local, changed_layers, distilled, divergence, heal, touched
 from gptkit.training.loop import Batch, Step
 
@@ -67,6 +68,25 @@ def test_it_gives_back_what_the_change_cost(changed: Path, tmp_path: Path) -> No
         near, far = (float(distilled(original)(each, batch())) for each in (healed, load(changed, "float32")))
     assert near < 0.9 * far  # on ids that no text has, too
     assert not list((tmp_path / "out.healing").rglob("step-*"))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+def test_a_healed_model_and_its_control_read_the_same_windows(
+    changed: Path, tmp_path: Path, monkeypatch, steps: int
+) -> None:
+    """Layers by themselves the first of them, and the whole model the rest."""
+    read: list[int] = []
+    step = Stretch.step
+
+    def noted(self: Stretch, number: int, count: int, seed: int) -> Windows:
+        read.append(number)
+        return step(self, number, count, seed)
+
+    monkeypatch.setattr(Stretch, "step", noted)
+    options = {**BUDGET, "tokens": steps * BUDGET["batch"], "local": 0.3, "seeds": 1, "beside": "control"}
+    done = heal(changed, TEACHER, [PLAY], tmp_path / "out", **options)
+    assert read == [*range(steps), *range(steps)] and done.steps == steps
+    assert bool(done.local) is (steps > 1)
 
 
 def test_few_tokens_are_many_steps_where_nobody_says_how_large_a_step_is(changed: Path, tmp_path: Path) -> None:
