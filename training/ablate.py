@@ -213,12 +213,7 @@ def ablate(
             with told_as(called(each)):
                 require_trainable(each.spec, found.documents > 1, False)
         with group(device) as us:
-            training, _ = split(found, held, take, us, length, True)
-        if len(training) < asked.windows(length):
-            message = f"a step takes {asked.windows(length):,} windows of {length:,} tokens, and the text has"
-            raise UsageError(
-                f"{message} {len(training):,}", "Give more text, or a smaller context or batch in the plan."
-            )
+            split(found, held, take, us, length, asked.windows(length), True)
         held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
         runs = _Runs(asked, folder, texts, found, {**settings, "held_out": held}, opening, tell)
         return runs, {each.name: runs.model(each) for each in variants}

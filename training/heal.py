@@ -521,10 +521,7 @@ def heal(
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
             raise UsageError(message, "Both must have the same tokens.")
         apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
-        training, held = split(found, held_out, take, us, length, apart)
-        if len(training) < windows:
-            message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
-            raise UsageError(message, "Give more text, or a smaller --context or --batch.")
+        training, held = split(found, held_out, take, us, length, windows, apart)
         texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
         about = {
             "teacher": digest_of(original), "changed": digest_of(model), "texts": texts, "tokens": found.digest,

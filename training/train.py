@@ -232,10 +232,7 @@ def train(
                 f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
             )
         require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
-        training, held = split(found, held_out, take, us, length, documents_apart)
-        if len(training) < windows:
-            message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
-            raise UsageError(message, "Give more text, or a smaller --context or --batch.")
+        training, held = split(found, held_out, take, us, length, windows, documents_apart)
         family, _ = expressed(tree.spec)
         to = "local" if family is None else f"hf:{family_of(tree, family)}"
         suit(tree.spec)
@@ -421,9 +418,17 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
 
 
 def split(
-    found: TokenFile, held_out: float | str | Path, take: Callable[..., TokenFile], us: Group, length: int, apart: bool
+    found: TokenFile,
+    held_out: float | str | Path,
+    take: Callable[..., TokenFile],
+    us: Group,
+    length: int,
+    windows: int,
+    apart: bool,
 ) -> tuple[Stretch, Windows]:
-    """What is trained on, and the windows that are evaluated."""
+    """What is trained on, and the windows that are evaluated, of `length` tokens. Raises UsageError where there is none
+    to evaluate, or less to train on than the `windows` of a step.
+    """
     most = max(us.size, _EVALUATED // length)
     if isinstance(held_out, int | float):
         if not 0 < held_out < 1:
@@ -443,6 +448,9 @@ def split(
         which = "text" if isinstance(held_out, int | float) else "held-out text"
         message = f"the {which} is shorter than one window of {length:,} tokens"
         raise UsageError(message, "Give more text, or a smaller --context.")
+    if len(training) < windows:
+        message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
+        raise UsageError(message, "Give more text, or a smaller context or batch.")
     return training, held.spread(most)
 
 
