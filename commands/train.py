@@ -86,7 +86,10 @@ def train(
     sample: str | None = option("PROMPT", "Continue this prompt at every evaluation."),
     metrics: Path | None = option("FILE", "Write the measurements (JSON lines) here as well."),
     tensorboard: Path | None = option("--tensorboard FOLDER", "Write the measurements for TensorBoard."),
-    resume: bool = flag("--resume", "Go on from the last checkpoint of the same call."),
+    resume: bool = flag(
+        "--resume",
+        "Go on from the last checkpoint of the same call; behind a loss that is no number, --lr and --clip may differ.",
+    ),
     force: bool = flag("--force", "Replace OUT, and begin anew."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
     allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),

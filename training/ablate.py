@@ -30,24 +30,13 @@ from ..display import Record, Shown
 from ..errors import InvalidInput, UsageError
 from ..surgery.recipe import told_as
 from ..surgery.swap import swap
-from .data import Progress, TokenFile, is_tokens, open_tokens, paths_of
+from .data import Progress, TokenFile, open_tokens, paths_of
 from .heal import heal
-from .loop import Step, usual_rate
+from .loop import NoNumber, Step, usual_rate
 from .parallel import group
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty
-from .train import (
-    CONTEXT,
-    folder_of,
-    longest,
-    require_texts,
-    require_trainable,
-    size_of,
-    split,
-    tokenized,
-    train,
-    tree_of,
-)
+from .train import CONTEXT, folder_of, longest, require_trainable, size_of, split, tokens_of, train, tree_of
 
 _RESULT = "ablation.json"
 _BEGUN = ".ablation-begun"  # within OUT, what is prepared beside an ablation that it may take the place of
@@ -177,7 +166,7 @@ def ablate(
         InvalidInput: a plan that is none, or another than the runs in `out` are of.
         UsageError, SwapRefused, ConfigError, Offline, GptkitError, KeyboardInterrupt: as `train`, `heal` and `swap`.
     """
-    asked, target = read_plan(plan), Path(out)
+    asked, target = read_plan(plan), Path(out).expanduser()
     texts: list[Path | str] = [*paths_of(data)] or [*asked.data]
     if not texts:
         raise UsageError("the plan names no data", '--data FILE, or data = ["FILE"] in the plan.')
@@ -195,24 +184,20 @@ def ablate(
 
     def prepared(folder: Path) -> tuple[_Runs, dict[str, Path | str]]:
         """The runs with their tokens and models in a folder, once nothing but a run itself can go wrong."""
-
-        def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
-            own = folder / name
-            where = folder_of(paths, own)
-            if where == own and is_tokens(own):
-                require_texts(paths, own)
-            elif where == own:
-                tokenized(paths, own, tokenizer, base.spec.vocab_size, progress)
-            return open_tokens(where)
-
-        found, held = take(texts, "data", named if trained else None), asked.held_out
-        if found.vocabulary > base.spec.vocab_size:
-            message = f"the texts have {found.vocabulary:,} tokens, and the plan's models {base.spec.vocab_size:,}"
-            raise UsageError(message, "Name the texts themselves, or tokenise them with a smaller --vocabulary.")
-        for each in variants:
-            with told_as(called(each)):
-                require_trainable(each.spec, found.documents > 1, False)
+        held = asked.held_out
+        made: Any = {"vocabulary": base.spec.vocab_size, "progress": progress, "offline": offline}
         with group(device) as us:
+
+            def take(paths: Sequence[str | Path], name: str, tokenizer: str | Path | None) -> TokenFile:
+                return tokens_of(paths, folder / name, True, us, tokenizer=tokenizer, **made)
+
+            found = take(texts, "data", named if trained else None)
+            if found.vocabulary > base.spec.vocab_size:
+                message = f"the texts have {found.vocabulary:,} tokens, and the plan's models {base.spec.vocab_size:,}"
+                raise UsageError(message, "Name the texts themselves, or tokenise them with a smaller --vocabulary.")
+            for each in variants:
+                with told_as(called(each)):
+                    require_trainable(each.spec, found.documents > 1, False)
             split(found, held, take, us, length, asked.windows(length), True)
         held = str(folder_of([held], folder / "held-out")) if isinstance(held, str) else held
         runs = _Runs(asked, folder, texts, found, {**settings, "held_out": held}, opening, tell)
@@ -347,7 +332,8 @@ class _Runs:
         if not path.is_dir():
             with told_as(called(variant)):
                 text = next((each for each in self.texts if Path(each).is_file()), None)  # where a swap is fitted
-                swap(str(variant.start), path, variant.steps, measured=False, calibrate=text)
+                opening = {name: self.opening[name] for name in ("offline", "allow_pickle")}
+                swap(str(variant.start), path, variant.steps, measured=False, calibrate=text, **opening)
         return path
 
     def run(self, one: Planned, seed: int, model: Path | str) -> Result:
@@ -356,17 +342,23 @@ class _Runs:
         kl: float | None
         options: Any = {**self.settings, **self.opening, "every": self.plan.every, "tokens": one.tokens, "seed": seed}
         options |= {"resume": True, "force": True}  # what is there is this run's, or was left before it was noted
-        if self.plan.how == "heal" and name != "base":
-            tell: Any = lambda _, step: self.tell(name, seed, step)  # noqa: E731
-            done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell)
-            loss, seconds = done.healed.loss, done.healed.seconds
-            kl, folder = done.healed.kl, path.with_name(f"{path.name}.healing")
-            phases = [folder / "healed-layers-0", folder / "healed-0"]
-        else:
-            trained = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
-            loss, seconds = trained.held_out, trained.seconds
-            kl, folder = None, path.with_name(f"{path.name}.training")
-            phases = [folder]
+        healed = self.plan.how == "heal" and name != "base"
+        folder = path.with_name(f"{path.name}.{'healing' if healed else 'training'}")
+        try:
+            if healed:
+                tell: Any = lambda _, step: self.tell(name, seed, step)  # noqa: E731
+                done = heal(model, str(self.plan.base), [self.data.folder], path, **options, beside=False, tell=tell)
+                loss, seconds, kl = done.healed.loss, done.healed.seconds, done.healed.kl
+                phases = [folder / "healed-layers-0", folder / "healed-0"]
+            else:
+                trained = train(model, [self.data.folder], path, **options, tell=partial(self.tell, name, seed))
+                loss, seconds, kl = trained.held_out, trained.seconds, None
+                phases = [folder]
+        except NoNumber as error:
+            # Going on at another rate would lay a run of two rates beside runs of one.
+            shutil.rmtree(folder, ignore_errors=True)
+            hint = "A smaller rate or clip in the plan may help; --force begins all its runs anew."
+            raise NoNumber(error.message, hint) from error
         *before, lines = [_metrics(each) for each in phases if each.is_dir()]
         first = sum(each[-1]["tokens"] for each in before)  # where layers are trained by themselves, no KL is evaluated
         curve = [

@@ -39,7 +39,7 @@ from ..modules.load import load
 from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, Progress, TokenFile, Windows, is_tokens, open_tokens, paths_of, require_tokenizer
+from .data import NOWHERE, Progress, TokenFile, Windows, paths_of, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
 from .state import RUN, Store, make, remove_empty, remove_unbegun
@@ -51,15 +51,13 @@ from .train import (
     carries,
     digest_of,
     family_of,
-    folder_of,
     gathered,
     longest,
-    require_texts,
     require_trainable,
     settings_of,
     size_of,
     split,
-    tokenized,
+    tokens_of,
     windows_of,
 )
 
@@ -443,8 +441,9 @@ def heal(
 
     Raises:
         UsageError, InvalidInput, Offline, GptkitError, KeyboardInterrupt: as `train`; vocabularies that differ.
+        NoNumber: as `train`, but that it goes on at no other rate: its layers were trained at this one.
     """
-    target, paths = Path(out), paths_of(data)
+    target, paths = Path(out).expanduser(), paths_of(data)
     rank = rank_of(trained)
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
@@ -462,15 +461,17 @@ def heal(
             stack.callback(remove_empty, folder)
             stack.enter_context(locked(folder))
             stack.callback(remove_unbegun, folder)
-            for each in _stores(folder, us):
-                each.goes_on(resume, force)
+            runs = stores_in(folder, us)
+            if not any(each.goes_on(resume, force) for each in runs):
+                for each in runs:  # now, for their tokens may be written over: half of a run is none to resume
+                    each.forget()
 
         us.lead(claim)
-        going_on = any(each.goes_on(resume, force) for each in _stores(folder, us))
+        going_on = any(each.goes_on(resume, force) for each in stores_in(folder, us))
         opening: Any = {"device": us.device, "offline": offline, "allow_pickle": allow_pickle}
         original, model = (load(each, "float32", **opening) for each in (teacher, changed))
         sizes = original.spec.vocab_size, model.spec.vocab_size
-        coder = _tokenizer_of(original, model)
+        coder, coded = _tokenizer_of((original, teacher), (model, changed))
         for each in (original, model):
             require_trainable(each.spec, False, not us.alone)
         if rank and not us.alone:
@@ -504,18 +505,14 @@ def heal(
             dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
         )  # fmt: skip
 
-        def take(paths: Sequence[str | Path], name: str, **_: Any) -> TokenFile:
-            own = folder / name
-            where = folder_of(paths, own)
-            if where == own and going_on and is_tokens(own):
-                us.lead(lambda: require_texts(paths, own))
-            elif where == own:
-                us.lead(lambda: tokenized(paths, own, str(teacher), sizes[0], progress))
-            return open_tokens(where)
+        made = {"tokenizer": coded, "vocabulary": sizes[0], "progress": progress, "offline": offline}
+
+        def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
+            return tokens_of(paths, folder / name, going_on, us, **{**made, **another})
 
         found = take(paths, "data")
         if found.folder != folder / "data":
-            require_tokenizer(found, str(teacher), coder, offline=offline, allow_pickle=allow_pickle)
+            require_tokenizer(found, coded, coder, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
@@ -536,8 +533,6 @@ def heal(
         )
         unchanged, start = runs.held(original), runs.held(model)
         on_start(trained, unchanged, start)
-        if not going_on:
-            us.lead(runs.done)  # what --force forgets: a later --resume would go on with it
         finished, outcome, steps, count = runs.healed(model, trained, seeds)
         control = floor = None
         # What is trained whole beside updates of a low rank has not their rate.
@@ -554,7 +549,7 @@ def heal(
         record |= _timeless({name: value for name, value in result.as_json().items() if name != "folder"})
         given = {
             "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "hidden": hidden, "seeds": seeds,
-            "beside": beside is True, "rate": settings.rate, "warmup": warmup, "decay": decay, "clip": clip,
+            "beside": beside is True, "rate": rate, "warmup": warmup, "decay": decay, "clip": clip,
             "batch": windows * length, "context": length, "accumulate": accumulate, "every": settings.every,
             "held_out": held_out if isinstance(held_out, int | float) else str(held_out), "patience": patience,
             "seed": seed, "dtype": settings.dtype, "compile": compiled,
@@ -606,20 +601,21 @@ def _recipe(
     return {"swap": {"recipe": replace(found, to=to, heal=healing).as_json()}}
 
 
-def _tokenizer_of(*models: Decoder) -> Tokenizer | None:
-    """The tokenizer of two models, of which one without any takes the other's; UsageError where they do not encode
-    alike.
+def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of two models, of which one without any takes the other's, and whose it is; UsageError where they
+    do not encode alike.
     """
-    about = [model.source for model in models]
+    about = [model.source for model, _ in models]
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
     told = [None if coder is None else coder.encode(_SAMPLE) for coder in coders]
     if None not in told and told[0] != told[1]:
         message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
         raise UsageError(message, "--teacher is the model that it was made from.")
-    return coders[0] or coders[1]
+    whose = 0 if coders[0] is not None or coders[1] is None else 1
+    return coders[whose], str(models[whose][1])
 
 
-def _stores(folder: Path, us: Group) -> list[Store]:
+def stores_in(folder: Path, us: Group) -> list[Store]:
     """What earlier calls left of their runs."""
     return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
 
@@ -775,5 +771,5 @@ class _Runs:
 
     def done(self) -> None:
         """All have ended: their checkpoints go, what was measured stays."""
-        for each in _stores(self.folder, self.group):
+        for each in stores_in(self.folder, self.group):
             each.done()

@@ -8,6 +8,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..converter.files import locked
 from ..converter.publish import Staging
 from ..errors import UsageError
@@ -15,7 +17,8 @@ from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
-from .heal import Healed, heal
+from .heal import Healed, heal, stores_in
+from .parallel import Group
 from .state import beside, make, remove_empty
 
 
@@ -64,6 +67,8 @@ def swap(
         make(folder)
         stack.callback(remove_empty, folder)
         stack.enter_context(locked(folder / "recipe"))  # heal locks the folder itself
+        for each in stores_in(folder, Group(0, 1, torch.device("cpu"))):
+            each.goes_on(resume, force)  # before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)
         healed = watched(

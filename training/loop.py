@@ -222,7 +222,7 @@ def fit(
 
     with _Interrupt() as interrupt:
         if settings.patience and not run.curve:  # a better one than the beginning
-            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": engine.evaluate(held_out)})
+            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": engine.evaluate(0, held_out)})
             keep()
         while run.done(settings) < 1:
             rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
@@ -237,7 +237,7 @@ def fit(
             over = run.done(settings) >= 1
             # One that is stopped too: what a run measures, and where it ends, must not hang on where it was.
             evaluated = over or run.step % settings.every == 0
-            lost = engine.evaluate(held_out) if evaluated else None
+            lost = engine.evaluate(run.step, held_out) if evaluated else None
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
             told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
@@ -302,15 +302,18 @@ class _Engine:
         self.optimiser.zero_grad(set_to_none=True)
         return total / counted, norm
 
-    def evaluate(self, windows: Windows) -> float:
-        """Loss a target."""
+    def evaluate(self, number: int, windows: Windows) -> float:
+        """Loss a target behind so many steps. Raises NoNumber, before what the last of them made is kept."""
         each = math.ceil(self.settings.windows / self.settings.accumulate)
         parts = max(1, len(windows.ids) // max(each, self.group.size))
         found = 0.0
         with torch.no_grad():
             for part in range(parts):
                 found += float(self._lost(windows.part(part, parts).part(self.group.rank, self.group.size)))
-        return self.group.total(found)[0] / max(1, windows.counted)
+        (total,) = self.group.total(found)
+        if not math.isfinite(total):
+            raise self._no_number(number - 1, self._first("parameter {}", lambda p: p) or "loss on the held-out text")
+        return total / max(1, windows.counted)
 
     def _no_number(self, number: int, where: str) -> NoNumber:
         message = f"training stopped at step {number + 1:,}: the {where} is no number"

@@ -75,7 +75,8 @@ class Store:
                 other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 raise InvalidInput(f"{path} cannot be read: {error}", "Begin anew with --force.") from error
-            free = other & _FREE if broke else set()
+            # With `force` too, a program resumes what it finds, and nobody has chosen another rate.
+            free = other & _FREE if broke and not force else set()
             if other := other - free:
                 plain = min(other - _HASHED.keys(), default=None)
                 told = f"its {plain} is {before.get(plain)}, not {kept.get(plain)}" if plain else None
@@ -86,9 +87,7 @@ class Store:
                 changes.append({"behind": self._number(self.last()), **{name: kept[name] for name in sorted(free)}})
                 put(path, json_bytes({**kept, "changes": changes}))
             return list(changes)
-        for each in self._ours():
-            shutil.rmtree(each)
-        (self.folder / METRICS).unlink(missing_ok=True)
+        self.forget()
         put(path, json_bytes(kept))
         return []
 
@@ -198,10 +197,15 @@ class Store:
         return about
 
     def done(self) -> None:
-        """The result is there, or nobody wants it: checkpoints go, what was measured stays."""
+        """The result is there: checkpoints go, what was measured stays."""
         for each in self._ours():
             shutil.rmtree(each)
         (self.folder / RUN).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Nobody wants the run: all of it goes."""
+        self.done()
+        (self.folder / METRICS).unlink(missing_ok=True)
 
 
 def beside(out: Path, name: str) -> Path:

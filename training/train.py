@@ -179,7 +179,7 @@ def train(
         GptkitError: the disk is full.
         KeyboardInterrupt: once a checkpoint is written.
     """
-    target, texts = Path(out), paths_of(data)
+    target, texts = Path(out).expanduser(), paths_of(data)
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
         store = Store(beside(target, "training"), us)
@@ -190,9 +190,11 @@ def train(
             stack.callback(remove_empty, store.folder)
             stack.enter_context(locked(store.folder))
             stack.callback(remove_unbegun, store.folder)
-            store.goes_on(resume, force)
+            if not store.goes_on(resume, force):
+                store.forget()  # now, for its tokens may be written over: half of a run is none to resume
 
         us.lead(claim)
+        going_on = store.goes_on(resume, force)
         tree, scratch = tree_of(str(model), random, offline, allow_pickle)
         made = {
             "tokenizer": tokenizer or (None if scratch else str(model)),
@@ -211,13 +213,7 @@ def train(
         )  # fmt: skip
 
         def take(paths: Sequence[str | Path], name: str, **another: Any) -> TokenFile:
-            own = store.folder / name
-            where = folder_of(paths, own)
-            if where == own and store.goes_on(resume, force):
-                us.lead(lambda: require_texts(paths, own))
-            elif where == own:
-                us.lead(lambda: tokenized(paths, own, **{**made, **another}))
-            return open_tokens(where)
+            return tokens_of(paths, store.folder / name, going_on, us, **{**made, **another})
 
         found = take(texts, "data")
         if found.folder != store.folder / "data":
@@ -321,20 +317,31 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
     return named[0] if named else own
 
 
-def tokenized(
+def tokens_of(
     texts: Sequence[str | Path],
-    out: Path,
+    own: Path,
+    going_on: bool,
+    us: Group,
+    *,
     tokenizer: str | Path | None,
     vocabulary: int,
     progress: Progress | None,
-    offline: bool = False,
-) -> None:
-    """Texts as a folder of tokens: by the tokenizer that is named, or by one of so many tokens made of them."""
-    new = vocabulary if tokenizer is None else None
-    tokenize(texts, out, tokenizer=tokenizer, vocabulary=new, force=True, offline=offline, progress=progress)
+    offline: bool,
+) -> TokenFile:
+    """The tokens that are read: a folder of them that is named, or texts as one in `own`, by the tokenizer that is
+    named or by one of so many tokens made of them; where a run is gone on with, what it left there.
+    """
+    where = folder_of(texts, own)
+    if where == own and going_on and is_tokens(own):
+        us.lead(lambda: _require_texts(texts, own))
+    elif where == own:
+        new = vocabulary if tokenizer is None else None
+        told: Any = {"tokenizer": tokenizer, "vocabulary": new, "offline": offline, "progress": progress}
+        us.lead(lambda: tokenize(texts, own, force=True, **told))
+    return open_tokens(where)
 
 
-def require_texts(texts: Sequence[str | Path], own: Path) -> None:
+def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
     """Raise InvalidInput where the texts are not those that the run began with."""
     before = {each.name: each.sha256 for each in open_tokens(own).sources}
     now = {str(text): _hashed(text) for text in map(Path, texts)}  # as `tokenize` names them: ./a is a

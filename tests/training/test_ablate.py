@@ -1,5 +1,6 @@
 """gptkit ablate: what a plan means, runs that are not run twice, differences seed by seed, and bad plans told."""
 
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,9 @@ from gptkit.components import to_json
 from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
 from gptkit.modules.initialise import finite_logits
 from gptkit.modules.load import load_random
+from gptkit.training import loop
 from gptkit.training.ablate import Ablation, Result, ablate, paired, student
+from gptkit.training.loop import NoNumber
 from gptkit.training.plan import arms_of, edited, read_plan, shipped
 from gptkit.training.train import size_of
 
@@ -299,6 +302,21 @@ def test_a_run_of_another_plan_is_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "held").rename(tmp_path / "moved")
     ran(tmp_path, path, "moved", resume=True, ended=lambda *each: seen.append(each[0]))
     assert not seen
+
+
+def test_a_run_of_no_number_is_not_gone_on_with_at_another_rate(tmp_path: Path, monkeypatch) -> None:
+    """It would be a run of two rates beside runs of one."""
+    lost, called = loop._Engine._lost, itertools.count()
+    broken = lambda self, windows: lost(self, windows) * (math.nan if next(called) == 4 else 1)  # noqa: E731
+    path = plan(tmp_path, rate="9.0", every="1")
+    with monkeypatch.context() as patched:
+        patched.setattr(loop._Engine, "_lost", broken)
+        with pytest.raises(NoNumber, match="in the plan may help") as caught:
+            ran(tmp_path, path)
+    assert "--lr" not in str(caught.value) and not list(tmp_path.glob("out/runs/*"))
+    ablation = ran(tmp_path, plan(tmp_path, every="1"), resume=True)
+    fresh = ran(tmp_path, plan(tmp_path, every="1"), "fresh")
+    assert [row.loss for row in ablation.rows] == [row.loss for row in fresh.rows]
 
 
 def test_edits_go_by_paths() -> None:

@@ -358,6 +358,8 @@ def test_what_was_healed_is_its_recipe(options: dict[str, Any], changed: Path, t
     heal(changed, TEACHER, PLAY, "out", **{**BUDGET, "tokens": 1024, **options}, beside=False)
     gptkit.swap(TEACHER, "again", recipe="out", measured=False)
     assert diff("out", "again", rank=False).same_bytes
+    healing = read_recipe("out").heal
+    assert healing is not None and healing.settings.get("rate") == options.get("rate")  # control's is another of lora
     # A second healing would be one of the swap alone.
     heal("out", TEACHER, PLAY, "twice", **{**BUDGET, "tokens": 256, "local": 0}, beside=False)
     assert "swap" not in manifest_of(Path("twice"))
@@ -538,6 +540,20 @@ def test_only_the_same_call_goes_on(changed: Path, whole: Path, tmp_path: Path) 
         heal(changed, TEACHER, [tmp_path / "other.txt"], out, **PARTS)
     heal(changed, TEACHER, [PLAY], out, **PARTS, resume=True)
     assert diff(whole, out, rank=False).same_bytes
+    # One that begins anew leaves no half of it, where it fails.
+    stopped(changed, out, force=True)
+    (tmp_path / "other.txt").write_text("Once upon a time.")
+    with pytest.raises(UsageError, match="shorter than one window"):
+        heal(changed, TEACHER, [tmp_path / "other.txt"], out, **PARTS, force=True)
+    assert not out.with_name("out.healing").exists()
+
+
+def test_the_tokenizer_may_be_the_changed_models(changed: Path, tmp_path: Path) -> None:
+    gptkit.convert(TEACHER, tmp_path / "bare")
+    for path in tmp_path.glob("bare/*token*"):
+        path.unlink()
+    done = heal(changed, tmp_path / "bare", [PLAY], tmp_path / "out", **{**BUDGET, "tokens": 256}, beside=False)
+    assert done.steps == 1
 
 
 def test_what_is_begun_anew_does_not_meet_the_run_before(changed: Path, tmp_path: Path) -> None:

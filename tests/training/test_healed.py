@@ -25,7 +25,7 @@ def recipe(folder: Path, settings: str = "tokens = 1024") -> Path:
     return folder / "mqa.toml"
 
 
-def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path) -> None:
+def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path, monkeypatch) -> None:
     asked: Any = {"recipe": recipe(tmp_path), "measured": False}
     gptkit.swap("sample:llama", tmp_path / "whole", **asked)
 
@@ -36,7 +36,9 @@ def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         gptkit.swap("sample:llama", tmp_path / "out", **asked, watched=partial(heal, tell=stop))
     words = ["swap", "sample:llama", tmp_path / "out", "--recipe", asked["recipe"], "--no-measure"]
-    told = call(*words)
+    with monkeypatch.context() as patched:
+        patched.setattr("gptkit.training.healed.exchange", lambda *_, **__: pytest.fail("it was swapped first"))
+        told = call(*words)
     assert told.exit_code == 2 and "--resume goes on from there" in told.stderr
     told = call(*words, "--resume")
     assert told.exit_code == 0, told.output

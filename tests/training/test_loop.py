@@ -91,9 +91,8 @@ def test_a_run_that_waits_for_a_better_one_ends_as_the_best(tmp_path: Path, rate
             tuned = load("sample:llama", "float32")
         run = fit(tuned, lambda _: read[0], read[1], settings, **given)
         losses = [each["held_out"] for each in run.curve]
-        assert _Engine(tuned, next_token, torch.optim.SGD(tuned.parameters()), settings, ALONE).evaluate(
-            read[1]
-        ) == min(losses)
+        engine = _Engine(tuned, next_token, torch.optim.SGD(tuned.parameters()), settings, ALONE)
+        assert engine.evaluate(run.step, read[1]) == min(losses)
         ends.append((losses, {name: each.detach().clone() for name, each in tuned.named_parameters()}))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(each, ends[1][1][name]) for name, each in ends[0][1].items())

@@ -34,7 +34,9 @@ from gptkit.errors import GptkitError, InvalidInput, MissingComponent, UsageErro
 from gptkit.modules.load import load_random
 from gptkit.report.training import Watched
 from gptkit.training import loop, state
+from gptkit.training.ablate import ablate
 from gptkit.training.data import Stretch, Windows, open_tokens, tokenize
+from gptkit.training.heal import heal
 from gptkit.training.parallel import Group
 from gptkit.training.train import FURTHER, STEPS, WINDOWS, peak_flops, require_trainable, windows_of
 
@@ -249,6 +251,9 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
         trained(tmp_path, seed=2, resume=True)
     with pytest.raises(UsageError, match="is another: it holds out other text"):
         trained(tmp_path, held_out=0.1, resume=True)
+    (tmp_path / "other.txt").write_text("abc abb " * 200)
+    with pytest.raises(UsageError, match="is another: it holds out other text"):
+        trained(tmp_path, held_out=tmp_path / "other.txt", resume=True)
     with pytest.raises(UsageError, match="its context is 32, not 16"):
         trained(tmp_path, context=16, resume=True)
     trained(tmp_path, resume=True)
@@ -265,10 +270,10 @@ def test_a_step_that_is_evaluated_is_so_where_it_is_stopped_too(
     trained(tmp_path, "whole")
     evaluate, told = loop._Engine.evaluate, list[loop.Step]()
 
-    def slow(self: loop._Engine, windows: Windows) -> float:
+    def slow(self: loop._Engine, number: int, windows: Windows) -> float:
         if where == "evaluation" and len(told) + 1 == at:
             os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(self, windows)
+        return evaluate(self, number, windows)
 
     def tell(step: loop.Step) -> None:
         told.append(step)
@@ -420,6 +425,25 @@ def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, wh
     assert [each["step"] for each in record["curve"]] == [4, 8, 12]
 
 
+def test_no_number_behind_the_last_step_is_not_written(tmp_path: Path, monkeypatch) -> None:
+    """No further step would meet it."""
+    made(tmp_path)
+    step = loop._Engine.step
+
+    def breaking(self: loop._Engine, number: int, windows: Windows, rate: float) -> tuple[float, float]:
+        done = step(self, number, windows, rate)
+        if number == 11:
+            with torch.no_grad():
+                self.model.final_norm.weight[0] = math.nan
+        return done
+
+    monkeypatch.setattr(loop._Engine, "step", breaking)
+    said = r"stopped at step 12: the parameter final_norm.weight is no number\nStep 8 is kept"
+    with pytest.raises(GptkitError, match=said):
+        trained(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_rate_is_for_a_run_that_broke_alone(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path)
     stopped(tmp_path)
@@ -501,8 +525,7 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is not as it was tokenised"):
         trained(tmp_path, resume=True)
     shutil.rmtree(tokens.parent)
-    with pytest.raises(InvalidInput, match=r"is no folder of tokens"):
-        trained(tmp_path, resume=True)
+    assert trained(tmp_path, resume=True).steps == 12  # tokenised again, to the same tokens
 
 
 @pytest.mark.exhaustive
@@ -558,6 +581,12 @@ def test_offline_nobody_is_asked_for_a_tokenizer(tmp_path: Path, hub: Hub, token
         data = tokenize(data, tmp_path / "tokens", tokenizer="org/model").folder
     before = len(hub.asked)
     trained(tmp_path, model="org/model", data=data, tokens=512, offline=True)
+    gptkit.swap("sample:gpt2", tmp_path / "rms", norm="rmsnorm", approximate=True, measured=False)
+    budget: dict[str, Any] = {"context": 32, "batch": 256, "tokens": 256}
+    heal(tmp_path / "rms", "org/model", data, tmp_path / "healed", **budget, local=0, beside=False, offline=True)
+    plan = 'base = "org/model"\nhow = "heal"\ntokens = 256\ncontext = 32\nbatch = 256\nseeds = 1\n'
+    (tmp_path / "plan.toml").write_text(f'{plan}[[variant]]\nname = "rms"\nswap = ["attention=mqa"]\n')
+    ablate(tmp_path / "plan.toml", tmp_path / "table", data=tmp_path / "text.jsonl", offline=True)
     assert hub.asked[before:] == []
 
 
