@@ -37,6 +37,7 @@ from ..converter.names import json_bytes
 from ..converter.publish import Staging
 from ..converter.resolve import resolve
 from ..converter.tokenizer import Tokenizer, eos_ids, load_tokenizer, token_files
+from ..converter.vocabulary import Vocabulary
 from ..display import Record
 from ..errors import InvalidInput, UsageError
 from ..version import __version__
@@ -52,6 +53,8 @@ _SMALLEST = 257  # every byte, and `_END`
 _PIECE = 2**20  # bytes of text that are tokenised at once
 _SEAMS = tuple(re.compile(rf"(?<=[^\W_])(?={end})") for end in ("\n", " "))
 _LETTER = "a"
+_SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
+"""What two tokenizers that are one encode alike."""
 NOWHERE = -100
 """The target of a token that has none: the last of a document whose successor is another's first."""
 
@@ -173,12 +176,23 @@ def paths_of(data: str | Path | Sequence[str | Path]) -> list[Path]:
     return [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
 
 
+def alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make the same ids of a text: where they are written alike, or, as a GGUF says the same in
+    other words, where they have the same tokens at the same ids and encode a sample alike.
+    """
+    first, second = one.to_json(), other.to_json()
+    if first == second:
+        return True
+    tokens = [Vocabulary(json.loads(each), {}).tokens for each in (first, second)]
+    return tokens[0] == tokens[1] and one.encode(_SAMPLE) == other.encode(_SAMPLE)
+
+
 def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:
     """Raise UsageError where tokens are of another tokenizer than a model's, its `own` where somebody has read it; a
     model without any takes theirs.
     """
     own = own or _tokenizer_of(model, **opening)[0]
-    if own is not None and tokens.load_tokenizer().to_json() != own.to_json():
+    if own is not None and not alike(tokens.load_tokenizer(), own):
         message = f"{tokens.folder} has tokens of another tokenizer than {model} has"
         raise UsageError(message, f"Name the texts themselves, or tokenise them with --tokenizer {model}.")
 

@@ -39,7 +39,7 @@ from ..modules.load import load
 from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, Progress, TokenFile, Windows, paths_of, require_tokenizer
+from .data import NOWHERE, Progress, TokenFile, Windows, alike, paths_of, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
 from .state import RUN, Store, make, remove_empty, remove_unbegun
@@ -64,8 +64,6 @@ from .train import (
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
 _EVALUATED = 2048  # tokens that are evaluated at once, at the least
-_SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
-"""What two tokenizers that are one encode alike."""
 CHOICES = ("all", "changed", "norms", "lora:RANK")
 Budget = tuple[int | None, float | None]
 """Of a run: steps, or seconds."""
@@ -607,8 +605,7 @@ def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None
     """
     about = [model.source for model, _ in models]
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
-    told = [None if coder is None else coder.encode(_SAMPLE) for coder in coders]
-    if None not in told and told[0] != told[1]:
+    if len(known := [each for each in coders if each is not None]) == 2 and not alike(*known):
         message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
         raise UsageError(message, "--teacher is the model that it was made from.")
     whose = 0 if coders[0] is not None or coders[1] is None else 1

@@ -32,7 +32,18 @@ from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
-from .data import Progress, Stretch, TokenFile, Windows, is_tokens, open_tokens, paths_of, require_tokenizer, tokenize
+from .data import (
+    Progress,
+    Stretch,
+    TokenFile,
+    Windows,
+    alike,
+    is_tokens,
+    open_tokens,
+    paths_of,
+    require_tokenizer,
+    tokenize,
+)
 from .loop import NoNumber, Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, beside, make, remove_empty, remove_unbegun
@@ -447,7 +458,7 @@ def split(
         )
     else:
         other = take([held_out], "held-out", tokenizer=found.folder / "tokenizer.json")
-        if other.tokenizer != found.tokenizer:
+        if other.tokenizer != found.tokenizer and not alike(other.load_tokenizer(), found.load_tokenizer()):
             hint = f"gptkit tokenize FILE OUT --tokenizer {found.folder} takes the same."
             raise UsageError(f"{held_out} was tokenised by another tokenizer than the text", hint)
         training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)

@@ -113,6 +113,8 @@ def test_folders_of_tokens_are_read(tmp_path: Path, play: Path) -> None:
     found, plain = evaluate("sample:llama", tmp_path / "tokens"), evaluate("sample:llama", play)
     assert found.score.tokens == tokens.tokens - 1
     assert found.score.curve.bins[0] == plain.score.curve.bins[0]
+    gptkit.convert("sample:llama", tmp_path / "model.gguf", "gguf")
+    assert evaluate(tmp_path / "model.gguf", tmp_path / "tokens").score.tokens == found.score.tokens
     other = tokenize([play], tmp_path / "other", vocabulary=300)
     with pytest.raises(UsageError, match="another tokenizer"):
         evaluate("sample:llama", other.folder)

@@ -267,6 +267,9 @@ def test_tokens_of_another_tokenizer_are_refused(changed: Path, tmp_path: Path) 
     gptkit.tokenize([PLAY], tmp_path / "own", tokenizer=TEACHER)
     done = heal(changed, TEACHER, [tmp_path / "own"], tmp_path / "out", **{**BUDGET, "tokens": 512}, beside=False)
     assert done.healed.kl < done.start.kl
+    gptkit.convert(TEACHER, tmp_path / "teacher.gguf", "gguf")
+    options: Any = {**BUDGET, "tokens": 512, "beside": False, "held_out": tmp_path / "own"}
+    heal(changed, tmp_path / "teacher.gguf", [tmp_path / "own"], tmp_path / "by-gguf", **options)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_trained(changed: Path, tmp_path: Path) -> None:

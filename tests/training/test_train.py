@@ -638,6 +638,31 @@ def test_tokens_are_of_the_checkpoints_tokenizer(tmp_path: Path) -> None:
     trained(tmp_path, "anew", data=other, random=True, **options)
 
 
+@few(1)
+@pytest.mark.parametrize("sample", ["sample:gpt2", "sample:llama"])
+def test_a_gguf_has_the_tokenizer_of_the_model_that_it_was_made_from(sample: str, tmp_path: Path) -> None:
+    """It says the same in other words."""
+    made(tmp_path)
+    text, gguf = tmp_path / "text.jsonl", tmp_path / "model.gguf"
+    gptkit.convert(sample, gguf, "gguf")
+    plain, inside = (tokenize([text], tmp_path / str(i), tokenizer=each) for i, each in enumerate((sample, gguf)))
+    assert plain.digest == inside.digest and plain.tokenizer != inside.tokenizer
+    options: dict[str, Any] = {"tokens": 512, "held_out": inside.folder}
+    trained(tmp_path, "one", model=gguf, data=[plain.folder], **options)
+    trained(tmp_path, "other", model=sample, data=[inside.folder], **{**options, "held_out": plain.folder})
+    ids, words = (json.loads((plain.folder / "tokenizer.json").read_text()) for _ in range(2))
+    vocab = ids["model"]["vocab"]
+    vocab["X"], vocab["Z"] = vocab["Z"], vocab["X"]  # which no sample shows
+    words["pre_tokenizer"]["add_prefix_space"] = True
+    for name, data in (("ids", ids), ("words", words)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+        foreign = tokenize([text], tmp_path / name, tokenizer=tmp_path / f"{name}.json").folder
+        with pytest.raises(UsageError, match="tokens of another tokenizer"):
+            trained(tmp_path, "third", model=gguf, data=[foreign], **options)
+        with pytest.raises(UsageError, match="by another tokenizer"):
+            trained(tmp_path, "third", model=gguf, data=[inside.folder], **{**options, "held_out": foreign})
+
+
 def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path)
     monkeypatch.chdir(tmp_path)
