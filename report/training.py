@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
+from ..converter.files import failed
 from ..errors import UsageError
 from ..terminal import printable, say
 from ..training.loop import Step
-from ..training.state import append
 from ..training.train import Prepared, Trained
 
 
@@ -47,12 +48,16 @@ class Watched:
             self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
         self._seen, self._took = 0, 0.0  # steps, and the seconds of one, smoothed
 
+    _file: IO[str] | None = None
     _bar: Any
     _board: Any
 
     def __enter__(self) -> Watched:
         if self._path is not None:
-            append(self._path, "")  # a place that is none is refused now
+            try:  # a place that is none is refused now; of a pipe one end stays open, or its reader would go
+                self._file = self._path.open("a")
+            except OSError as error:
+                raise failed("write", self._path, error) from error
         return self
 
     def __exit__(
@@ -62,6 +67,9 @@ class Watched:
             self._bar.stop()
         if self._board is not None:
             self._board.close()
+        if self._file is not None:
+            with suppress(OSError):  # every line was flushed; one that could not be is told, and would be tried again
+                self._file.close()
 
     def start(self, prepared: Prepared) -> None:
         """Tell what begins."""
@@ -90,8 +98,12 @@ class Watched:
 
     def step(self, step: Step) -> None:
         """Tell a step."""
-        if self._path is not None:
-            append(self._path, json.dumps(step.as_json()) + "\n")
+        if self._path is not None and self._file is not None:
+            try:
+                self._file.write(json.dumps(step.as_json()) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise failed("write", self._path, error) from error
         for name, value in step.as_json().items() if self._board is not None else ():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, step.step)

@@ -663,6 +663,20 @@ def test_a_gguf_has_the_tokenizer_of_the_model_that_it_was_made_from(sample: str
             trained(tmp_path, "third", model=gguf, data=[inside.folder], **{**options, "held_out": foreign})
 
 
+def test_a_reader_of_measurements_sees_all_of_them(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with Watched(True, tmp_path / "pipe") as watched:
+        watched.about = mock.Mock(settings={"windows": 1, "context": 8, "steps": 2}, flops=1, peak=1.0)
+        for number in (1, 2):
+            with pytest.raises(BlockingIOError):  # empty, and not at its end
+                os.read(reader, 1)
+            watched.step(loop.Step(number, 8, 1.0, 1.0, 3.0, 1e-3, 1.0))
+            assert json.loads(os.read(reader, 2**16))["step"] == number
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
 def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path)
     monkeypatch.chdir(tmp_path)
