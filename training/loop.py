@@ -220,6 +220,10 @@ def fit(
     def keep() -> None:
         store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, run.best(settings))
 
+    def note(told: Step) -> None:  # what tells may write too, and fail in the first process alone
+        append(metrics, json.dumps(told.as_json()) + "\n")
+        tell(told)
+
     with _Interrupt() as interrupt:
         if settings.patience and not run.curve:  # a better one than the beginning
             run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": engine.evaluate(0, held_out)})
@@ -243,8 +247,9 @@ def fit(
             told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
             if evaluated:
                 run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
-            group.lead(partial(append, metrics, json.dumps(told.as_json()) + "\n"))
-            tell(told)
+            group.lead(partial(note, told))
+            if group.rank:
+                tell(told)
             if stopped or evaluated:
                 keep()
             if stopped:

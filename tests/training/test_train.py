@@ -739,3 +739,13 @@ def test_what_fails_in_several_processes_is_told_once(tmp_path: Path) -> None:
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gptkit", "train", "tree.json", "out"]
     done = python(*ranks, "--data", "text.jsonl", "--tokens", "1k", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stderr.count("gptkit: ") == 1 and "out exists" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_once_by_several_processes(tmp_path: Path) -> None:
+    made(tmp_path)
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gptkit", "train", "tree.json", "out"]
+    words = ["--data", "text.jsonl", "--tokens", "1k", "--context", "32", "--metrics", "/dev/full"]
+    done = python(*ranks, *words, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1 and "could not write /dev/full: No space left" in done.stderr
+    assert done.stderr.count("gptkit: ") == 1 and "This is a bug" not in done.stderr
