@@ -455,9 +455,9 @@ def heal(
 
         def claim() -> None:
             Staging(target, force).check()
+            stack.enter_context(locked(folder))  # first: whoever has it not cleans nothing up
             make(folder)
             stack.callback(remove_empty, folder)
-            stack.enter_context(locked(folder))
             stack.callback(remove_unbegun, folder)
             runs = stores_in(folder, us)
             if not any(each.goes_on(resume, force) for each in runs):

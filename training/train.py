@@ -197,9 +197,9 @@ def train(
 
         def claim() -> None:
             Staging(target, force).check()
+            stack.enter_context(locked(store.folder))  # first: whoever has it not cleans nothing up
             make(store.folder)
             stack.callback(remove_empty, store.folder)
-            stack.enter_context(locked(store.folder))
             stack.callback(remove_unbegun, store.folder)
             if not store.goes_on(resume, force):
                 store.forget()  # now, for its tokens may be written over: half of a run is none to resume

@@ -19,6 +19,7 @@ from helpers.processes import python
 
 import gptkit
 from gptkit.components import Attention
+from gptkit.converter.files import locked
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import CannotExpress, GptkitError, InvalidInput, SwapRefused, UsageError
 from gptkit.modules import Decoder
@@ -270,6 +271,15 @@ def test_tokens_of_another_tokenizer_are_refused(changed: Path, tmp_path: Path) 
     gptkit.convert(TEACHER, tmp_path / "teacher.gguf", "gguf")
     options: Any = {**BUDGET, "tokens": 512, "beside": False, "held_out": tmp_path / "own"}
     heal(changed, tmp_path / "teacher.gguf", [tmp_path / "own"], tmp_path / "by-gguf", **options)
+
+
+def test_a_run_that_still_loads_loses_nothing_to_a_second_call(changed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out.healing"
+    folder.mkdir()
+    with locked(folder):
+        with pytest.raises(GptkitError, match=r"out\.healing is being written by another gptkit"):
+            heal(changed, TEACHER, PLAY, tmp_path / "out", **BUDGET)
+        assert folder.is_dir()
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_trained(changed: Path, tmp_path: Path) -> None:

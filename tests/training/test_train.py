@@ -29,6 +29,7 @@ import gptkit
 from gptkit import generate, load, open_checkpoint
 from gptkit.analysis.memory import training_memory
 from gptkit.components import operations as ops
+from gptkit.converter.files import locked
 from gptkit.converter.manifest import check_manifest, manifest_of
 from gptkit.errors import GptkitError, InvalidInput, MissingComponent, UsageError
 from gptkit.modules.load import load_random
@@ -675,6 +676,17 @@ def test_a_reader_of_measurements_sees_all_of_them(tmp_path: Path) -> None:
             assert json.loads(os.read(reader, 2**16))["step"] == number
     assert os.read(reader, 1) == b""
     os.close(reader)
+
+
+def test_a_run_that_still_loads_loses_nothing_to_a_second_call(tmp_path: Path) -> None:
+    made(tmp_path)
+    folder = tmp_path / "out.training"
+    folder.mkdir()
+    with locked(folder):
+        with pytest.raises(GptkitError, match=r"out\.training is being written by another gptkit"):
+            trained(tmp_path)
+        assert folder.is_dir()
+    trained(tmp_path)
 
 
 def test_tensorboard_is_told(tmp_path: Path, monkeypatch) -> None:
