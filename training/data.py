@@ -53,7 +53,7 @@ _SMALLEST = 257  # every byte, and `_END`
 _PIECE = 2**20  # bytes of text that are tokenised at once
 _SEAMS = tuple(re.compile(rf"(?<=[^\W_])(?={end})") for end in ("\n", " "))
 _LETTER = "a"
-_SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
+SAMPLE = "The quick brown fox jumps over 13 lazy dogs, and doesn't care.\n\tÀ la carte: naïve 東京 🙂\n"
 """What two tokenizers that are one encode alike."""
 NOWHERE = -100
 """The target of a token that has none: the last of a document whose successor is another's first."""
@@ -184,7 +184,7 @@ def alike(one: Tokenizer, other: Tokenizer) -> bool:
     if first == second:
         return True
     tokens = [Vocabulary(json.loads(each), {}).tokens for each in (first, second)]
-    return tokens[0] == tokens[1] and one.encode(_SAMPLE) == other.encode(_SAMPLE)
+    return tokens[0] == tokens[1] and one.encode(SAMPLE) == other.encode(SAMPLE)
 
 
 def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | None = None, **opening: bool) -> None:

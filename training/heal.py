@@ -39,7 +39,7 @@ from ..modules.load import load
 from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, Progress, TokenFile, Windows, alike, paths_of, require_tokenizer
+from .data import NOWHERE, SAMPLE, Progress, TokenFile, Windows, paths_of, require_tokenizer
 from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
 from .parallel import Group, group
 from .state import RUN, Store, make, remove_empty, remove_unbegun
@@ -605,7 +605,8 @@ def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None
     """
     about = [model.source for model, _ in models]
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
-    if len(known := [each for each in coders if each is not None]) == 2 and not alike(*known):
+    told = [None if coder is None else coder.encode(SAMPLE) for coder in coders]
+    if None not in told and told[0] != told[1]:  # the changed one may have tokens besides
         message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
         raise UsageError(message, "--teacher is the model that it was made from.")
     whose = 0 if coders[0] is not None or coders[1] is None else 1
