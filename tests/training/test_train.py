@@ -213,7 +213,8 @@ def kill(folder: Path, kills: int) -> Counter[str]:
             assert status in (0, signal.SIGKILL)
             counts["with a checkpoint"] += bool(status and list((folder / "out.training").glob("step-*[0-9]")))
         assert contents(folder / "out") == wanted, "another result than without the kill"
-        assert list((folder / "out.training").glob("step-*")) == []
+        # A kill between the two leaves the last checkpoint beside the result.
+        assert status == signal.SIGKILL or list((folder / "out.training").glob("step-*")) == []
     return counts
 
 
