@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..components import ModelSpec
+from ..components.serialise import nearest
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import LOCAL_CONFIG
 from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
@@ -222,9 +223,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     names = {key: key.replace("-", "_") for key in table if key not in _STEP_KEYS}
     for key, name in names.items():
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}, {', '.join(_STEP_KEYS)}"
-            raise InvalidInput(f"{where}: unknown option {key!r}", hint)
+            raise InvalidInput(f"{where}: unknown option {key!r}", nearest(name, [*sorted(known), *_STEP_KEYS]))
     if len(names) != 1:
         has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
         raise InvalidInput(f"{where}: {has}; a step has one", "Steps run one after the other: give each its [[step]].")
