@@ -124,7 +124,7 @@ swaps: $(STAMP)
 healing: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing.py --jobs $(JOBS) --out docs/healing.md
 
-# About twenty minutes of one core; what stopped goes on where it was (build/ablation).
+# Ten to twenty minutes of one core; what stopped goes on where it was (build/ablation). The picture needs a Chromium.
 ablation: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md \
 		--picture docs/pictures/ablation.svg

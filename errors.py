@@ -73,6 +73,10 @@ class SwapRefused(GptkitError):
     """A swap's preconditions do not hold for this checkpoint; the message says which and what is possible."""
 
 
+class NoNumber(GptkitError):
+    """A loss or a gradient in training is no number; no parameter has it."""
+
+
 class Elsewhere(GptkitError):
     """Another process of the same run failed, has told why, and ends with `code`, as this one then should."""
 

@@ -65,11 +65,12 @@ def main() -> None:
         "gpt2-to-llama", given.runs, data=[given.text], resume=True,
         ended=lambda *each: print(run_line(*each), flush=True),
     )  # fmt: skip
-    write(ablation_page(table), given.runs.with_suffix(".html"), None, given.picture)
     text = page(table)
     print(text, *told(table), sep="\n")
     if given.out is not None:
         given.out.write_text(text)
+    # Last: a picture needs a browser.
+    write(ablation_page(table), given.runs.with_suffix(".html"), None, given.picture)
 
 
 if __name__ == "__main__":

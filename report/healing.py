@@ -4,8 +4,9 @@ from rich.console import RenderResult
 from rich.text import Text
 
 from ..terminal import say
-from ..training.heal import Healed, Held, Outcome
+from ..training.heal import Healed
 from ..training.loop import Step
+from ..training.runs import Held, Outcome
 from .sheets import Layout, Row, Sheet, drawing
 from .training import duration
 

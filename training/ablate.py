@@ -27,12 +27,12 @@ from ..converter.names import json_bytes
 from ..converter.publish import require_place
 from ..converter.tree import write_spec
 from ..display import Record, Shown
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, NoNumber, UsageError
 from ..surgery.recipe import told_as
 from ..surgery.swap import swap
 from .data import Progress, TokenFile, open_tokens, paths_of
 from .heal import heal
-from .loop import NoNumber, Step, usual_rate
+from .loop import Step, usual_rate
 from .parallel import group
 from .plan import Arm, Plan, Planned, arms_of, called, planned, read_plan, slug_of
 from .state import METRICS, put, remove_empty

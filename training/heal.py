@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..architectures import expressed
-from ..components import Parameter, differences, without_rounding
 from ..converter.files import locked
 from ..converter.manifest import MANIFEST
 from ..converter.publish import Staging
@@ -39,11 +32,12 @@ from ..modules.load import load
 from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
-from .data import NOWHERE, SAMPLE, Progress, TokenFile, Windows, paths_of, require_tokenizer
-from .loop import Batch, Logits, Loss, Run, Settings, Step, fit, lost, next_token, usual_rate
-from .parallel import Group, group
-from .state import RUN, Store, make, remove_empty, remove_unbegun
+from .data import SAMPLE, Progress, TokenFile, paths_of, require_tokenizer
+from .loop import Step, usual_rate
+from .parallel import group
+from .runs import Held, Outcome, Runs, stores_in
 from .state import beside as beside_of
+from .state import make, remove_empty, remove_unbegun
 from .train import (
     CONTEXT,
     FURTHER,
@@ -60,58 +54,10 @@ from .train import (
     tokens_of,
     windows_of,
 )
+from .trainable import changed_layers, chosen, matrices, rank_of, touched
 
 LOCAL = 0.25
 """The share of the budget in which layers are trained by themselves, where nobody says how much."""
-_EVALUATED = 2048  # tokens that are evaluated at once, at the least
-CHOICES = ("all", "changed", "norms", "lora:RANK")
-Budget = tuple[int | None, float | None]
-"""Of a run: steps, or seconds."""
-
-
-@dataclass(frozen=True)
-class Held(Record):
-    """A model on the held-out text: the KL divergence of its predictions from the original's and its cross entropy,
-    each in nats a token.
-    """
-
-    kl: float
-    loss: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700))
-
-
-@dataclass(frozen=True)
-class Outcome(Record):
-    """One kind of run over its seeds: what each came to, and its steps, tokens and seconds."""
-
-    JSON = "runs=held seconds kl loss kl_spread loss_spread"
-
-    held: tuple[Held, ...]
-    seconds: float
-
-    @property
-    def kl(self) -> float:
-        return sum(each.kl for each in self.held) / len(self.held)
-
-    @property
-    def loss(self) -> float:
-        return sum(each.loss for each in self.held) / len(self.held)
-
-    @property
-    def perplexities(self) -> list[float]:
-        return [each.perplexity for each in self.held]
-
-    @property
-    def kl_spread(self) -> float:
-        """The largest less the smallest."""
-        return max(each.kl for each in self.held) - min(each.kl for each in self.held)
-
-    @property
-    def loss_spread(self) -> float:
-        return max(each.loss for each in self.held) - min(each.loss for each in self.held)
 
 
 @dataclass(frozen=True)
@@ -145,219 +91,6 @@ class Healed(Record, Shown):
     def recovered(self) -> float | None:
         """The share of the gap, the changed model's KL divergence, that is gone; None where there was none."""
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-
-def distilled(teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None) -> Loss:
-    """The KL divergence of a model's next-token distribution from a teacher's (see `divergence`); where it is trained,
-    and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
-    |Δ|² over its |x|², a mean over layers; |x|² is that of the `sample`.
-    """
-    sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
-
-    def loss(model: Logits, batch: Batch) -> Tensor:
-        layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
-        counted = batch.targets != NOWHERE
-        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
-            wanted = teacher(batch.ids, documents=batch.documents)
-        with _watched(_student(model).blocks, layers) as own:
-            found = divergence(wanted, model(batch.ids, documents=batch.documents), counted)
-        for layer in layers:
-            y, given = original[layer][1].float(), own[layer][1].float()
-            size = sizes[layer][1] if sizes else float(y.square().sum(dim=-1).mean())
-            far = (given - y).square().sum(dim=-1) / max(size, 1e-12)
-            found = found + hidden / len(layers) * (far * counted).sum()
-        return found
-
-    return loss
-
-
-def _student(model: Logits) -> Decoder:
-    """The model itself, of one that may be compiled."""
-    found: Decoder = model if isinstance(model, Decoder) else model._orig_mod  # type: ignore[attr-defined]
-    return found
-
-
-def divergence(wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-    """Σ KL(wanted ‖ given) in nats, of logits (B, T, vocabulary), at the places that are counted, (B, T). It is
-    differentiable by `given`.
-
-    Vocabularies may differ behind the tokens that both have. What `given` has more takes probability from the others,
-    and counts against it. What it has not, it cannot answer: `wanted` is then what it is among the tokens of both.
-    """
-    rows = (each.flatten(0, -2) for each in (wanted[..., : given.shape[-1]], given))
-    found: Tensor = _Divergence.apply(*rows, counted.reshape(-1))  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Divergence(torch.autograd.Function):
-    """A few tokens at a time, with the gradient, softmax(given) - softmax(wanted): a vocabulary's probabilities in fp32
-    take more memory than much of a model, and more time from memory than from a core's cache.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
-        """Logits (N, vocabulary), those wanted of no more tokens than are given, and which rows count, (N,)."""
-        both = wanted.shape[-1]
-        step = max(1, (_CACHED if given.device.type == "cpu" else 64 * _CACHED) // given.shape[-1])
-        gradient = torch.empty_like(given) if given.requires_grad else None
-        total = torch.zeros((), device=given.device)
-        for rows in (slice(start, start + step) for start in range(0, len(given), step)):
-            p, q = (F.log_softmax(each[rows].float(), dim=-1) for each in (wanted, given))
-            likely, counts = p.exp(), counted[rows].to(p.dtype)
-            total += ((p.sub_(q[:, :both]).mul_(likely)).sum(dim=-1) * counts).sum()
-            if gradient is not None:
-                q.exp_()[:, :both].sub_(likely)
-                gradient[rows] = q.mul_(counts[:, None])
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *of_total: Tensor) -> tuple[None, Tensor, None]:
-        """What was kept, times the gradient of the sum."""
-        (gradient,) = ctx.saved_tensors
-        return None, gradient * of_total[0], None
-
-
-_CACHED = 1 << 18  # numbers of fp32 that, a few times, stay in a core's cache
-
-
-def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:
-    """How far each of these layers is from the teacher's, given what the teacher's was: |Δ|² over |what it adds|², a
-    mean over layers. What it adds is that of the `sample`, the same for each part of a step, or of each batch.
-    """
-    sizes = {} if sample is None else _sizes(teacher, sample, layers)
-
-    def loss(model: Logits, batch: Batch) -> Tensor:
-        with torch.no_grad(), _watched(teacher.blocks, layers) as original:
-            teacher(batch.ids, documents=batch.documents)
-        given = {layer: x for layer, (x, _) in original.items()}
-        with _watched(_student(model).blocks, layers, given) as own:
-            model(batch.ids, documents=batch.documents)
-        counted = batch.targets != NOWHERE
-        total = torch.zeros(counted.shape, device=batch.ids.device)
-        for layer in layers:
-            (x, y), (_, found) = original[layer], own[layer]
-            added = sizes[layer][0] if sizes else float((y - x).float().square().sum(dim=-1).mean())
-            total = total + (found - y).float().square().sum(dim=-1) / max(added, 1e-12)
-        return (total * counted).sum() / len(layers)
-
-    return loss
-
-
-@torch.no_grad()
-def _sizes(teacher: Decoder, sample: Batch, layers: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Of each layer, on a batch: the mean square of what it adds to the stream of a token, and of what leaves it."""
-    with _watched(teacher.blocks, layers) as seen:
-        teacher(sample.ids, documents=sample.documents)
-    pairs = {layer: ((y - x).float(), y.float()) for layer, (x, y) in seen.items()}
-    return {i: tuple(float(x.square().sum(dim=-1).mean()) for x in pair) for i, pair in pairs.items()}  # type: ignore[misc]
-
-
-@contextmanager
-def _watched(
-    blocks: nn.ModuleList, layers: Sequence[int], given: Mapping[int, Tensor] | None = None
-) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """What each layer is given, and gives, each (B, T, hidden); with `given`, they are given that."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    hooks = []
-    for layer in layers:
-
-        def before(_: nn.Module, args: Any, layer: int = layer) -> Any:
-            return None if given is None else (given[layer], *args[1:])
-
-        def after(_: nn.Module, args: Any, output: Tensor, layer: int = layer) -> None:
-            seen[layer] = args[0], output
-
-        hooks += [blocks[layer].register_forward_pre_hook(before), blocks[layer].register_forward_hook(after)]
-    try:
-        yield seen
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-# --- what is trained --------------------------------------------------------------------------------------------------
-
-
-def touched(before: Decoder, after: Decoder) -> set[str]:
-    """The parameters of the changed model that are new, of another shape or value, or of a component that changed."""
-    old = dict(before.named_parameters())
-    found = {
-        name for name, each in after.named_parameters()
-        if name not in old or old[name].shape != each.shape or not torch.equal(old[name], each)
-    }  # fmt: skip
-    if len(before.spec.blocks) != len(after.spec.blocks):
-        return {name for name, _ in after.named_parameters()}
-    for path, _, _ in differences(without_rounding(before.spec), without_rounding(after.spec)):
-        parts = path.split(".")
-        inside = ".".join(parts[: 3 if parts[0] == "blocks" else 1])
-        found |= {name for name, _ in after.named_parameters() if name.startswith(f"{inside}.")}
-    return found
-
-
-def changed_layers(before: Decoder, after: Decoder) -> tuple[int, ...]:
-    """The layers in which something changed, of trees whose layers and streams are each other's; else none."""
-    one, other = before.spec, after.spec
-    if len(one.blocks) != len(other.blocks) or one.hidden_size != other.hidden_size:
-        return ()
-    return tuple(sorted({int(name.split(".")[1]) for name in touched(before, after) if name.startswith("blocks.")}))
-
-
-def chosen(what: str, declared: Sequence[Parameter], changed: Callable[[], set[str]]) -> set[str]:
-    """The names of the parameters that "all", "changed" or "norms" trains."""
-    if what == "all":
-        return {each.name for each in declared}
-    if what == "changed":
-        return changed()
-    gains = {each.name.rpartition(".")[0] for each in declared if each.role == "gain"}
-    return {each.name for each in declared if each.name.rpartition(".")[0] in gains}
-
-
-def rank_of(what: str) -> int:
-    """The rank in "lora:RANK", 0 of the others of `CHOICES`. Raises UsageError for none of them."""
-    match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
-    if match is None and what not in CHOICES[:-1]:
-        hint = f"known: {', '.join(CHOICES)}, where RANK is 1 or more."
-        raise UsageError(f"nothing is called {what!r:.40} among what can be trained", hint)
-    return 0 if match is None else int(match[1])
-
-
-def _matrices(declared: Sequence[Parameter]) -> list[str]:
-    """What updates of a low rank are added to."""
-    return [each.name for each in declared if len(each.shape) == 2 and each.role in ("reads", "writes", "inner")]
-
-
-class _LowRank(nn.Module):
-    """W + B·A, of which A and B are trained (Hu et al. 2106.09685); B begins at 0."""
-
-    def __init__(self, weight: Tensor, rank: int) -> None:
-        super().__init__()
-        rows, columns = weight.shape
-        self.a = nn.Parameter(torch.randn(rank, columns, device=weight.device) / math.sqrt(columns))
-        self.b = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.b @ self.a
-
-
-@contextmanager
-def _adapted(model: Decoder, declared: Sequence[Parameter], rank: int) -> Iterator[set[str]]:
-    """The model with such an update to each of its matrices, which is added up in the end; their names."""
-    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in _matrices(declared)}
-    for name, module in modules.items():
-        weight = getattr(module, name.rpartition(".")[2])
-        parametrize.register_parametrization(module, name.rpartition(".")[2], _LowRank(weight, rank))
-    try:
-        yield {name for name, _ in model.named_parameters() if name.endswith((".0.a", ".0.b"))}
-    finally:
-        for name, module in modules.items():
-            parametrize.remove_parametrizations(module, name.rpartition(".")[2], leave_parametrized=True)
-
-
-# --- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def heal(
@@ -477,7 +210,7 @@ def heal(
         if rank > model.spec.hidden_size:
             raise UsageError(f"a rank of {rank:,} is not low: the stream has {model.spec.hidden_size:,} numbers")
         declared = list(model.spec.parameters())
-        names = set(_matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
+        names = set(matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
         if not names:
             raise UsageError(f"nothing is left to train: {trained} names no parameter of this model")
         family, _ = expressed(model.spec)
@@ -526,7 +259,7 @@ def heal(
         share = 0.0 if settings.steps == 1 else share  # one step is of the whole model
         suit(model.spec)
         original.requires_grad_(False).eval()
-        runs = _Runs(
+        runs = Runs(
             original, held, settings, share, layers, hidden, found, training, us, folder, about, resume, force, tell
         )
         unchanged, start = runs.held(original), runs.held(model)
@@ -611,163 +344,3 @@ def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None
         raise UsageError(message, "--teacher is the model that it was made from.")
     whose = 0 if coders[0] is not None or coders[1] is None else 1
     return coders[whose], str(models[whose][1])
-
-
-def stores_in(folder: Path, us: Group) -> list[Store]:
-    """What earlier calls left of their runs."""
-    return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
-
-
-@dataclass
-class _Runs:
-    """What all runs have in common."""
-
-    original: Decoder
-    windows: Windows
-    settings: Settings
-    local: float
-    layers: tuple[int, ...]
-    hidden: float
-    found: TokenFile
-    training: Any
-    group: Group
-    folder: Path
-    about: Mapping[str, Any]
-    resume: bool
-    force: bool
-    tell: Callable[[str, Step], None]
-
-    def _sample(self) -> Batch:
-        """As much held-out text as a step has, the same in every process."""
-        parts = max(1, len(self.windows.ids) // self.settings.windows)
-        return Batch.of(self.windows.part(0, parts), self.group.device)
-
-    def held(self, model: Decoder) -> Held:
-        """A model on the held-out text."""
-        training, sums, settings = model.training, [0.0, 0.0], self.settings
-        # As many windows as a part of a step has, or more where that is little work for a whole pass.
-        once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
-        parts = -(-len(self.windows.ids) // once)
-        model.eval()
-        with torch.no_grad():
-            for number in range(parts):
-                batch = Batch.of(self.windows.part(number, parts), self.group.device)
-                wanted = self.original(batch.ids, documents=batch.documents)
-                given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
-                sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
-                sums[1] += float(lost(given, batch.targets))
-        model.train(training)
-        counted = max(1, self.windows.counted)
-        return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
-
-    def _answering(self) -> Decoder:
-        """The original, compiled where the model that learns of it is, and none looks into it."""
-        found: Any = torch.compile(self.original) if self.settings.compiled and not self.hidden else self.original
-        return found  # type: ignore[no-any-return]
-
-    def _fit(
-        self,
-        name: str,
-        model: Decoder,
-        loss: Loss,
-        trained: set[str] | None,
-        seed: int,
-        budget: Budget,
-        behind: int = 0,
-    ) -> Run:
-        """One run, from its last checkpoint where there is one, which then stays until all have ended. Its windows are
-        those behind so many steps.
-        """
-        steps, seconds = budget
-        settings = msgspec.structs.replace(self.settings, steps=steps, seconds=seconds, seed=self.settings.seed + seed)
-        store = Store(self.folder / name, self.group)
-
-        def begin() -> None:
-            store.folder.mkdir(parents=True, exist_ok=True)
-            store.begin({"run": name, **self.about, **msgspec.to_builtins(settings)}, self.resume, self.force)
-
-        def step_of(number: int) -> Windows:
-            if number % settings.every == 0:
-                self.found.require_unchanged()
-            windows: Windows = self.training.step(behind + number, settings.windows, settings.seed)
-            return windows
-
-        self.group.lead(begin)
-        return fit(
-            model,
-            step_of,
-            self.windows,
-            settings,
-            group=self.group,
-            store=store,
-            loss=loss,
-            trained=trained,
-            tell=partial(self.tell, name),
-        )
-
-    def _budgets(self, local: float) -> tuple[Budget, Budget]:
-        """What layers by themselves get of the budget, and the whole model."""
-        steps, seconds = self.settings.steps, self.settings.seconds
-        if steps is None:
-            assert seconds is not None
-            return (None, seconds * local), (None, seconds * (1 - local))
-        first = min(max(1, round(steps * local)), steps - 1) if local else 0
-        return (first, None), (steps - first, None)
-
-    def _both(self, name: str, model: Decoder, trained: str, seed: int) -> tuple[int, float, int]:
-        """Layers by themselves, then the whole model on what is left of the text: steps, seconds, and how many
-        parameters were trained.
-        """
-        declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
-        with ExitStack() as stack:
-            if rank:
-                torch.manual_seed(self.settings.seed + seed)
-                names = stack.enter_context(_adapted(model, declared, rank))
-            else:
-                names = chosen(trained, declared, lambda: touched(self.original, model))
-            count = sum(each.numel() for name, each in model.named_parameters() if name in names)
-            prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
-            inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
-            first, rest = self._budgets(self.local if inside else 0.0)
-            if inside:
-                loss = block_local(self.original, self.layers, self._sample())
-                begun = self._fit(f"{name}-layers-{seed}", model, loss, inside, seed, first)
-            loss = distilled(self._answering(), self.hidden, self._sample())
-            run = self._fit(f"{name}-{seed}", model, loss, names, seed, rest, begun.step)
-        return begun.step + run.step, begun.seconds + run.seconds, count
-
-    def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
-        """The changed model, healed; of the first seed."""
-        finished, held, taken, steps, count = model, [], 0.0, 0, 0
-        for seed in range(seeds):
-            own = deepcopy(model)
-            steps, seconds, count = self._both("healed", own, trained, seed)
-            held.append(self.held(own))
-            taken += seconds
-            finished = own if seed == 0 else finished
-        return finished, Outcome(tuple(held), taken), steps, count
-
-    def control(self, seeds: int) -> Outcome:
-        """The original, trained on the same tokens to predict them."""
-        held, taken = [], 0.0
-        for seed in range(seeds):
-            own = deepcopy(self.original)
-            run = self._fit(f"control-{seed}", own, next_token, None, seed, self._budgets(0.0)[1])
-            held.append(self.held(own))
-            taken += run.seconds
-        return Outcome(tuple(held), taken)
-
-    def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
-        """The changed tree from random weights, trained as the changed model was, all of it."""
-        held, taken = [], 0.0
-        for seed in range(seeds):
-            own = make(seed=self.settings.seed + seed)
-            _, seconds, _ = self._both("floor", own, "all", seed)
-            held.append(self.held(own))
-            taken += seconds
-        return Outcome(tuple(held), taken)
-
-    def done(self) -> None:
-        """All have ended: their checkpoints go, what was measured stays."""
-        for each in stores_in(self.folder, self.group):
-            each.done()

@@ -17,8 +17,9 @@ from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
 from ..surgery.swap import SwapResult
 from ..surgery.swap import swap as exchange
-from .heal import Healed, heal, stores_in
+from .heal import Healed, heal
 from .parallel import Group
+from .runs import stores_in
 from .state import beside, make, remove_empty
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..components import Parameter, Role
 from ..display import Record
-from ..errors import GptkitError, UsageError
+from ..errors import NoNumber, UsageError
 from ..modules import Decoder
 from ..process import Terminated
 from .data import NOWHERE, Windows
@@ -128,10 +128,6 @@ class Run:
     def best(self, settings: Settings) -> int | None:
         """The step of the best evaluation, where a run waits for a better one."""
         return min(self.curve, key=lambda each: each["held_out"])["step"] if settings.patience else None
-
-
-class NoNumber(GptkitError):
-    """A loss or a gradient is no number; no parameter has it."""
 
 
 class _Interrupt:

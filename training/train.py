@@ -26,7 +26,7 @@ from ..converter.resolve import identify
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer
 from ..display import Record
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, NoNumber, UsageError
 from ..modules import Decoder
 from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
@@ -44,7 +44,7 @@ from .data import (
     require_tokenizer,
     tokenize,
 )
-from .loop import NoNumber, Settings, Step, fit, usual_rate
+from .loop import Settings, Step, fit, usual_rate
 from .parallel import Group, group
 from .state import Store, beside, make, remove_empty, remove_unbegun
 

@@ -20,12 +20,11 @@ from helpers.training import made
 import gptkit
 from gptkit.analysis.costs import forward_flops, training_flops
 from gptkit.components import to_json
-from gptkit.errors import ConfigError, GptkitError, InvalidInput, UsageError
+from gptkit.errors import ConfigError, GptkitError, InvalidInput, NoNumber, UsageError
 from gptkit.modules.initialise import finite_logits
 from gptkit.modules.load import load_random
 from gptkit.training import loop
 from gptkit.training.ablate import Ablation, Result, ablate, paired, student
-from gptkit.training.loop import NoNumber
 from gptkit.training.plan import arms_of, edited, read_plan, shipped
 from gptkit.training.train import size_of
 

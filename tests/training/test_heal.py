@@ -26,11 +26,13 @@ from gptkit.modules import Decoder
 from gptkit.modules.load import load
 from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
-from gptkit.training import heal as module
-from gptkit.training import state
+from gptkit.training import distillation, state
 from gptkit.training.data import Stretch, Windows
-from gptkit.training.heal import Held, block_local, changed_layers, distilled, divergence, heal, touched
+from gptkit.training.distillation import block_local, distilled, divergence
+from gptkit.training.heal import heal
 from gptkit.training.loop import Batch, Step
+from gptkit.training.runs import Held
+from gptkit.training.trainable import changed_layers, touched
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 TEACHER = "sample:gpt2"
@@ -459,7 +461,7 @@ def test_no_number_stops_it_and_names_the_tensor(changed: Path, whole: Path, tmp
         count.extend([1] * given.requires_grad)
         return divergence(wanted, given, counted) * (math.nan if len(count) == 5 else 1)
 
-    monkeypatch.setattr(module, "divergence", broken)
+    monkeypatch.setattr(distillation, "divergence", broken)
     with pytest.raises(GptkitError, match=r"stopped at step \d+: the \S.* is no number"):
         heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS)
     assert len(list((tmp_path / "out.healing" / "healed-0").glob("step-*"))) == 1
