@@ -2,7 +2,7 @@
 
 import sys
 
-from .process import INTERRUPTED, TERMINATED, Terminated, answer_signals, leave_at_signals, open_streams
+from .process import INTERRUPTED, TERMINATED, Terminated, answer_signals, end, leave_at_signals, open_streams
 
 
 def main() -> None:
@@ -16,6 +16,14 @@ def main() -> None:
     except KeyboardInterrupt as error:  # before a command began
         sys.stderr.write("gptkit: interrupted\n")
         sys.exit(TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
+    except SystemExit as ended:
+        leave_at_signals()
+        if "torch" in sys.modules and isinstance(ended.code, int):
+            from .converter.distributed import several
+
+            if several():
+                end(ended.code)
+        raise
     finally:
         leave_at_signals()
 

@@ -1,5 +1,6 @@
 """The process that a command runs in: its signals and streams. It imports next to nothing, to be there first."""
 
+import atexit
 import os
 import signal
 import sys
@@ -61,6 +62,19 @@ def leave_at_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _leave)
+
+
+def end(code: int) -> NoReturn:
+    """End the process as `sys.exit` does, but that the interpreter is not taken down: a thread of torch.distributed
+    that lets go of a tensor meanwhile would abort the process (pytorch/pytorch#190489).
+    """
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or 120  # as Python's own
+    os._exit(code)
 
 
 def open_streams() -> None:

@@ -75,3 +75,33 @@ def test_closed_streams(arguments: list[str], code: int, closed: tuple[int, ...]
     assert bool(done.stdout) == (code == 0 and 1 not in closed)
     assert bool(done.stderr) == (code != 0 and 2 not in closed) and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+ENDING = """
+import atexit, os, sys, torch
+from gptkit import __main__, cli
+
+class Kept:
+    def __del__(self, write=os.write):
+        write(1, b"taken down")
+
+kept = Kept()
+
+def command():
+    atexit.register(print, "at exit")
+    print("said")
+    sys.exit(3)
+
+cli.main = command
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_one_of_several_processes_is_not_taken_down(several: bool) -> None:
+    """Threads of torch.distributed abort a process that is."""
+    ranks = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost"} if several else {}
+    done = python("-c", ENDING, env=ranks)
+    assert done.returncode == 3 and not done.stderr
+    assert done.stdout.split("\n")[:2] == ["said", "at exit"]
+    assert ("taken down" in done.stdout) is not several
