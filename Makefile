@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -21,6 +21,7 @@ help:
 	@echo "make test          lint, types and tests: of what is exhaustive a cover"
 	@echo "make test-all      lint, types and all tests but those that take minutes each"
 	@echo "make test-slow     the tests that take minutes"
+	@echo "make cases         the faults reported from outside, where ../shared/cases is there"
 	@echo "make test-browser  the pages of --html in headless Chromium"
 	@echo "make soak          thousands of kills, every I/O call refused, millions of broken files (KILLS=, FUZZ=, CONFIGS=)"
 	@echo "make parity        docs/parity.md, from a run against transformers"
@@ -79,6 +80,10 @@ pytest-all: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
+
+# The scripts of faults that were reported from outside, in ../shared/cases, where that folder is there; minutes.
+cases: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/test_cases.py
 
 # The system's Chromium where there is one, else playwright's own. Without either, `make test` leaves these tests out.
 test-browser: $(STAMP)
