@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, UnknownFamily, UntrustedInput, UsageError
-from gptkit.parity import audit as audits
 from gptkit.parity.audit import Audit, audit, fix
+from gptkit.parity.audits import programs
 from gptkit.parity.diff import diff
 from gptkit.report.tree import tree_rows
 
@@ -407,7 +407,7 @@ def test_what_transformers_drops_without_a_word_is_told(
     import transformers
 
     if not alone:
-        asked_inside(monkeypatch, audits)
+        asked_inside(monkeypatch, programs)
     assert saved("qwen3_next", tmp_path / "model") is not None
     file = tmp_path / "model" / "model.safetensors"
     drafts = {"mtp.fc.weight": torch.rand(32, 64), "mtp.norm.weight": torch.rand(32)}

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from gptkit.converter import transformers_process, vllm_process
 from gptkit.errors import InvalidInput, UsageError
-from gptkit.parity import audit as audits
 from gptkit.parity.audit import Audit, audit
+from gptkit.parity.audits import programs
 
 SOURCE = {
     "__init__.py": "raise ImportError('only its models are run')",
@@ -220,7 +220,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "site" / "vllm" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(audits, "Confined", InProcess)
+    monkeypatch.setattr(programs, "Confined", InProcess)
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
     for worker in (transformers_process, vllm_process):
         monkeypatch.setattr(worker, "allow", lambda *_: None)

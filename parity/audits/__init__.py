@@ -1,0 +1,1 @@
+"""The rules of `audit`, a file an idea: each is a function from a `Subject` to findings."""

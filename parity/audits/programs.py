@@ -1,0 +1,171 @@
+"""The rule about the program that is to load a checkpoint."""
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...analysis.named import LAYER
+from ...architectures.gguf import expressed
+from ...components import ModelSpec
+from ...converter.confinement import Confined, libraries
+from ...converter.formats.gguf_header import open_header
+from ...converter.names import CONFIG
+from ...errors import CannotExpress, InvalidInput, UnknownFamily, UsageError
+from .names import folded
+from .subject import Finding, Severity, Subject
+
+_SUFFIXES = (".weight", ".bias")
+
+
+def ask_program(subject: Subject) -> Iterator[Finding]:
+    """What the program does with these names: transformers' own class tells it, without weights; llama.cpp's tables;
+    vLLM's source.
+    """
+    files = subject.files
+    if subject.loader in ("llama.cpp", "vllm"):
+        yield from (_for_vllm if subject.loader == "vllm" else _for_llama_cpp)(subject)
+    if subject.loader != "transformers":
+        return
+    if files.config is None:
+        raise InvalidInput(f"{files.reference} has no {CONFIG}: transformers does not load it")
+    tensors = [[name, list(info.shape)] for name, info in files.tensors.items()]
+    question = {"config": dict(files.config), "libraries": libraries(), "tensors": tensors}
+    reply = Confined("transformers_process").ask(question)
+    if reply is None or "error" in reply:
+        why = "it takes more time or memory than a model does" if reply is None else reply["error"]
+        words = "".join(sign if sign.isprintable() else " " for sign in why)
+        raise UnknownFamily(f"transformers makes no model of {files.reference}: {words:.300}")
+    told, kind = reply["answer"]["loading"], reply["answer"]["class"]
+    rules: tuple[tuple[str, str, Severity, str, str], ...] = (
+        ("ignored", "loader-ignores", "warning", "leaves these out without a word", "They are lost when it saves."),
+        ("unexpected", "loader-ignores", "error", "has no place for these, and leaves them out", "Correct the names."),
+        ("missing", "loader-draws", "error", "finds nothing for these, and draws them at random", "Export them again."),
+        ("unneeded", "loader-draws", "note", "makes these by itself", ""),
+        ("mismatched", "loader-shape", "error", "expects another shape of these", f"Correct {CONFIG}."),
+    )
+    for key, rule, severity, message, remedy in rules:
+        if told[key]:
+            yield Finding(rule, severity, f"transformers' {kind} {message}", tuple(told[key]), remedy)
+    if told["renamed"]:
+        shown = "; ".join(folded([f"{x} → {y}" for x, y in told["renamed"].items()])[:3])
+        yield Finding("loader-renames", "note", f"transformers' {kind} renames: {shown}", tuple(told["renamed"]))
+
+
+def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
+    """What llama.cpp's tables, those of the gguf package and ours, say of these names."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UsageError("llama.cpp's tables are in the gguf package, which is not installed", "pip install gguf")
+    import gguf
+
+    files = subject.files
+    names = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = max((int(match["index"]) + 1 for name in files.tensors if (match := LAYER.fullmatch(name))), default=0)
+    if files.format == "gguf":
+        kind = open_header(files.folder / next(iter(files.names))).metadata.get("general.architecture")
+        if kind not in names:
+            raise UnknownFamily(f"the gguf package has no architecture called {kind!r:.60}")
+        known = gguf.get_tensor_name_map(names[kind], layers)
+        left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+        if left:
+            message = f"llama.cpp's {kind} has no place for these, and does not load a file with others than its own"
+            yield Finding("loader-ignores", "error", message, left, "Convert its source again.")
+        return
+    if subject.family is not None and isinstance(subject.spec, ModelSpec):
+        try:
+            found = expressed(subject.spec, subject.family.name)
+        except CannotExpress as error:
+            yield Finding("loader-refuses", "error", f"no architecture of llama.cpp's computes this: {error.message}")
+            return
+        beside = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
+        if beside:
+            message = "what convert --to gguf writes has no place for these, and leaves them out"
+            yield Finding("loader-ignores", "warning", message, beside)
+        yield Finding("loader-architecture", "note", f"llama.cpp computes it as its {found.architecture.name}")
+        return
+    said = (files.config or {}).get("model_type")
+    kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
+    if kind is None:
+        raise UnknownFamily(f"the gguf package has no architecture called as the model_type {said!r:.60}")
+    known = gguf.get_tensor_name_map(names[kind], layers)
+    left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
+    if left:
+        message = f"the gguf package has no name for these in its {kind}, and converters say so: can not map tensor"
+        remedy = "Where convert_hf_to_gguf.py renames them before it asks, they are right."
+        yield Finding("loader-unmapped", "warning", message, left, remedy)
+    yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
+
+
+def _for_vllm(subject: Subject) -> Iterator[Finding]:
+    """What vLLM does with these names, by its models' source, which is run without the rest of it."""
+    folder = _installed("vllm")
+    if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
+        why = "what vLLM does is told by the source of its models, which is not installed"
+        raise UsageError(why, "pip install --no-deps vllm: nothing else of it is run.")
+    files, config = subject.files, subject.files.config
+    if config is None:
+        raise InvalidInput(f"{files.reference} has no {CONFIG}, by which vLLM finds a model's class")
+    named = config.get("architectures")
+    name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
+    if name is None:
+        yield Finding("loader-refuses", "error", f"{CONFIG} names no architecture, which vLLM asks for")
+        return
+    asked = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries(), "fields": True})
+    fields = (asked or {}).get("answer", {}).get("fields")
+    tensors = [[tensor, list(info.shape)] for tensor, info in files.tensors.items()]
+    question = {"source": folder, "architecture": name, "tensors": tensors, "quantised": subject.quantised}
+    question |= {"config": fields or dict(config), "complete": fields is not None}
+    reply = Confined("vllm_process").ask(question)
+    if reply is None or "error" in reply:
+        why = "it takes more time or memory than a model does" if reply is None else reply["error"]
+        raise UnknownFamily(f"vLLM's source is not read for {name:.60}: {why:.300}")
+    told = reply["answer"]
+    yield from _vllm_knows(config, name, told)
+    kind, loading = f"vLLM's {told['class']}", told.get("loading", {})
+    if "refuses" in told:
+        yield Finding("loader-refuses", "error", f"{kind} refuses this {CONFIG}: {told['refuses']}")
+    if "unread" in told:
+        yield Finding("loader-unread", "note", f"{kind} is not read, for what it asks for: {told['unread']}")
+    if loading.get("ignored"):
+        message = f"{kind} has no place for these, and leaves them out without a word"
+        yield Finding("loader-ignores", "warning", message, tuple(loading["ignored"]))
+    if loading.get("unexpected"):
+        message = f"{kind} has no place for these, and does not load a checkpoint that has them"
+        yield Finding("loader-ignores", "error", message, tuple(loading["unexpected"]), "Correct the names.")
+    for checked, does in ((False, "computes with whatever lies in memory"), (True, "does not load the checkpoint")):
+        missing = [each for each, looks in loading.get("missing", {}).items() if looks is checked]
+        missing += [] if checked else loading.get("halves", [])
+        if missing:
+            message = f"{kind} finds nothing for these, and {does}"
+            yield Finding("loader-draws", "error", message, tuple(missing), "Export them again.")
+    for why, names in loading.get("unread", {}).items():
+        yield Finding("loader-unread", "note", f"not held against {kind}: {why}", tuple(names))
+
+
+def _installed(package: str) -> str | None:
+    """The folder of a package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return next(iter(spec.submodule_search_locations or []), None) if spec is not None else None
+
+
+def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether vLLM has a class for an architecture, and loads weights that are quantised like these."""
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method is not None and method not in told["quantisations"]:
+        yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {method!r:.40}")
+    if told["module"] == "transformers":
+        message = f"vLLM has no class of its own for {name}, and runs transformers'"
+        yield Finding("loader-architecture", "note", message, (), "--for transformers tells what that takes.")
+    elif told["module"] is None:
+        until = f": version {told['last']} was the last that did" if told["last"] else ""
+        folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
+        code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
+        if any(f"class {name}(" in file.read_text() for file in code):
+            message = (
+                f"vLLM has no class for {name}{until}; it runs transformers' if that lets others compute attention"
+            )
+            yield Finding("loader-architecture", "warning", message, (), "--for transformers tells what that takes.")
+        else:
+            yield Finding("loader-refuses", "error", f"vLLM has no class for {name}, nor has transformers{until}")

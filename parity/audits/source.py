@@ -1,0 +1,101 @@
+"""The rule that compares a checkpoint with its source."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...converter.checkpoint import open_checkpoint
+from ...converter.dtypes import FLOATS
+from ...converter.scan import Scan
+from ...errors import InvalidInput
+from .names import counted, folded, matched
+from .subject import Finding, Severity, Subject
+
+_PART = 2**20
+
+
+def compare_with_source(subject: Subject) -> Iterator[Finding]:
+    """What the source has and the checkpoint has not, or has otherwise; what is there under another name is matched."""
+    if subject.source is None:
+        return
+    if "gguf" in (formats := {subject.files.format, subject.source.format}) and len(formats) > 1:
+        yield from _across(subject, subject.source)
+        return
+    ours, theirs = subject.files.tensors, subject.source.tensors
+
+    def same(name: str, other: str) -> bool:
+        return not subject.values or _same(subject, name, other)
+
+    shapes = [{name: info.shape for name, info in side.items()} for side in (ours, theirs)]
+    moved = matched(shapes[0], shapes[1], same)
+    whole = [name for names, _ in moved.values() for name in names]
+    missing = [name for name in theirs if name not in ours and name not in whole]
+    extra = [name for name in ours if name not in theirs and name not in moved]
+    both = [name for name in theirs if name in ours]
+    if not both and not moved:
+        raise InvalidInput(f"{subject.files.reference} and {subject.source.reference} have no tensor in common")
+    if missing:
+        message = f"{counted(missing)} of the source's {len(theirs):,} lost"
+        yield Finding("lost-tensor", "error", message, tuple(missing), "Export them again.")
+    if extra:
+        message = f"{counted(extra)} that the source does not have"
+        yield Finding("added-tensor", "warning", message, tuple(extra), "See where they come from.")
+    if moved:
+        shown = [f"{' + '.join(names)} → {name}{f' ({how})' if how else ''}" for name, (names, how) in moved.items()]
+        pairs = "; ".join(folded(shown)[:3])
+        yield Finding("renamed-tensor", "note", f"under another name: {pairs}", tuple(moved))
+    shaped = [name for name in both if ours[name].shape != theirs[name].shape]
+    for name in shaped:
+        message = f"is {list(ours[name].shape)}, in the source {list(theirs[name].shape)}"
+        yield Finding("source-shape", "error", message, (name,), "Export it again.")
+    typed = defaultdict(list)
+    for name in both:
+        if ours[name].dtype != theirs[name].dtype:
+            typed[theirs[name].dtype, ours[name].dtype].append(name)
+    for (before, after), names in typed.items():
+        narrower = FLOATS.index(after) < FLOATS.index(before) if {before, after} <= {*FLOATS} else True
+        severity: Severity = "warning" if narrower else "note"
+        yield Finding("source-dtype", severity, f"{before} in the source, {after} here", tuple(names))
+    if subject.values:
+        alike = [name for name in both if name not in shaped and ours[name].dtype == theirs[name].dtype]
+        changed = [name for name in alike if not _same(subject, name, name)]
+        if changed:
+            message = f"{counted(changed)} of other values than in the source"
+            yield Finding("source-value", "error", message, tuple(changed), "gptkit diff tells by how much.")
+
+
+def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
+    """The same of a GGUF and a checkpoint of another format, by the names and shapes that both trees share."""
+    shapes = []
+    for side in (source.reference, subject.files.reference):
+        try:
+            opened = open_checkpoint(side, headers_only=True, partial=True, **subject.opening)
+        except InvalidInput as error:
+            if side == source.reference:
+                raise
+            yield Finding("not-compared", "error", f"not held against its source: {error.message}")
+            return
+        pairs = [pair for leaf in opened.leaves for pair in zip(leaf.shared, leaf.shared_shapes, strict=True)]
+        shapes.append(dict(pairs))
+    theirs, ours = shapes
+    lost = tuple(name for name in theirs if name not in ours)
+    if lost:
+        message = f"{counted(lost)} of the source's {len(theirs):,} lost, by the names that both share"
+        yield Finding("lost-tensor", "error", message, lost, "Convert the source again.")
+    for name in theirs.keys() & ours.keys():
+        if ours[name] != theirs[name]:
+            message = f"is {list(ours[name])}, in the source {list(theirs[name])}"
+            yield Finding("source-shape", "error", message, (name,), "Convert the source again.")
+
+
+def _same(subject: Subject, name: str, other: str) -> bool:
+    assert subject.source is not None
+    x, y = (side.weights.read(each).reshape(-1) for side, each in ((subject.files, name), (subject.source, other)))
+    equal = all(
+        np.array_equal(x[at : at + _PART].view(np.uint8), y[at : at + _PART].view(np.uint8))
+        for at in range(0, x.size, _PART)
+    )
+    subject.files.weights.release()
+    subject.source.weights.release()
+    return equal
