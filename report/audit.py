@@ -13,7 +13,7 @@ from .pages import counted
 from .sheets import Layout, drawing, human_bytes
 
 if TYPE_CHECKING:
-    from ..parity.audit import Audit
+    from ..parity.audits.subject import Audit
 
 _MOST = 6  # lines of tensors that a finding has, unless all are asked for
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}

@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 
 import gptkit
 from gptkit.errors import GptkitError, InvalidInput, UnknownFamily, UntrustedInput, UsageError
-from gptkit.parity.audit import Audit, audit, fix
+from gptkit.parity.audit import audit, fix
 from gptkit.parity.audits import programs
+from gptkit.parity.audits.subject import Audit
 from gptkit.parity.diff import diff
 from gptkit.report.tree import tree_rows
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from gptkit.converter import transformers_process, vllm_process
 from gptkit.errors import InvalidInput, UsageError
-from gptkit.parity.audit import Audit, audit
+from gptkit.parity.audit import audit
 from gptkit.parity.audits import programs
+from gptkit.parity.audits.subject import Audit
 
 SOURCE = {
     "__init__.py": "raise ImportError('only its models are run')",
