@@ -4,7 +4,53 @@ wrong, 3 verified and different, 4 a file or reference that cannot be used as it
 Every message is one or two lines: what is wrong, then what to do about it.
 """
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """Return the first `most` characters of a value's repr, for a message.
+
+    Every value that comes from a file goes through this function. YAML's aliases and pickles make one small list stand
+    in another many times: such a value is walked only as far as it is shown. Nor does a value fail here whose repr
+    fails, because it is nested too deeply or is an integer of thousands of digits.
+    """
+    text = ""
+    for piece in _pieces(value, most):
+        text += piece
+        if len(text) >= most:
+            break
+    return text[:most]
+
+
+def _pieces(value: Any, most: int) -> Iterator[str]:
+    """Yield the parts of a value's repr, in order. Each level yields a bracket first, so `most` bounds the depth."""
+    kind = type(value)
+    if kind in (list, tuple):
+        yield "[" if kind is list else "("
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(item, most)
+        yield "]" if kind is list else ",)" if len(value) == 1 else ")"
+    elif kind is dict:
+        yield "{"
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _pieces(key, most)
+            yield ": "
+            yield from _pieces(item, most)
+        yield "}"
+    elif kind in (str, bytes, bytearray):
+        yield repr(value[: most + 1])  # one more, so that a cut text has no closing quote
+    elif kind in (set, frozenset) and value:
+        yield f"{kind.__name__} of {len(value):,} values"
+    elif kind is int and value.bit_length() > 4096:
+        yield f"an integer of {value.bit_length():,} bits"
+    else:
+        try:
+            yield repr(value)
+        except Exception:  # whatever an object's own __repr__ raises
+            yield f"a {kind.__name__} too large to show"
 
 
 class GptkitError(Exception):

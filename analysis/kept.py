@@ -12,7 +12,7 @@ from typing import Any
 
 from ..architectures.config import MAX_LAYERS
 from ..components import Shape
-from ..errors import UnknownFamily
+from ..errors import UnknownFamily, shown
 from .allocators import Kept, Layers, held, in_vllm
 from .costs import CacheSize
 from .sizes import check_number, full_dtype, itemsize
@@ -64,7 +64,7 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
             raise _refusal(name, "says that some layers keep what is not told by heads alone")
     unknown = next((kind for kind in types if kind not in _KINDS), None)
     if unknown is not None:
-        raise _refusal("layer_types", f"has layers of the kind {unknown!r:.40}, and what these keep is not known")
+        raise _refusal("layer_types", f"has layers of the kind {shown(unknown, 40)}, and what these keep is not known")
     if "kv_lora_rank" not in text:
         for name, shape in shapes:
             part = _PROJECTION.fullmatch(name)

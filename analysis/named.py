@@ -17,7 +17,7 @@ from ..architectures.config import MAX_LAYERS
 from ..components import Parameter, Shape
 from ..converter.confinement import Confined, libraries
 from ..display import Record
-from ..errors import UnknownFamily, UsageError
+from ..errors import UnknownFamily, UsageError, shown
 from .costs import CacheSize
 from .parameters import LayerCount, TensorCount
 from .tensors import TensorGroup, braces
@@ -62,7 +62,7 @@ class Named(Record):
 
     def refusal(self, model: str) -> UsageError:
         """The error for what needs to know what the tensors compute, to be raised by the caller."""
-        kind = f" {self.model_type!r:.60}" if self.model_type else ""
+        kind = f" {shown(self.model_type)}" if self.model_type else ""
         message = f"{model} is of a family{kind} that gptkit does not know: its tensors are counted by names"
         return UsageError(message, f"gptkit draft {model} --out definition.py begins a definition of the family.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..components import ModelSpec
-from ..errors import ConfigError, UnknownFamily
+from ..errors import ConfigError, UnknownFamily, shown
 from . import families
 from .base import Architecture, BoundLeaf, Leaf
 from .obstacles import first_of
@@ -54,7 +54,7 @@ def named(name: str) -> Architecture:
     """
     if name not in ARCHITECTURES:
         raise UnknownFamily(
-            f"no family is called {name!r:.60}", f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
+            f"no family is called {shown(name)}", f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
         )
     return ARCHITECTURES[name]
 
@@ -81,7 +81,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if kind not in BY_MODEL_TYPE:
         near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""
-        raise UnknownFamily(f"the model_type {kind!r:.60} is not a family gptkit knows{guess}", known)
+        raise UnknownFamily(f"the model_type {shown(kind)} is not a family gptkit knows{guess}", known)
     return BY_MODEL_TYPE[kind]
 
 

@@ -7,7 +7,7 @@ Where all tokens are text, positions that are told apart for images (`mrope_sect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import ConfigError, InvalidInput
+from ..errors import ConfigError, InvalidInput, shown
 from . import ARCHITECTURES, architecture_of
 from .base import OUTSIDE, TOKEN_IDS, Architecture
 from .config import quantisation
@@ -38,7 +38,7 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
         InvalidInput: it is no composite; its weights are quantised; its language model is of a family not known here.
     """
     kind = config.get("model_type")
-    told = f"{kind!r:.60}"
+    told = f"{shown(kind)}"
     text = config.get(_PART)
     if not isinstance(text, dict):
         if config.get("vision_config") is None:

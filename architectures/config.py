@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 MAX_LAYERS = 10_000
 MAX_CONFIG_BYTES = 16 * 2**20
@@ -160,14 +160,6 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 def _too_long(where: str, size: int) -> ConfigError:
     """The error for a file of so many bytes, to be raised by the caller."""
     return ConfigError(f"{where} has {size:,} bytes: not a config.json")
-
-
-def shown(value: Any) -> str:
-    """The value in at most 60 characters, for a message."""
-    try:
-        return repr(value)[:60]
-    except (RecursionError, ValueError):  # nested nearly too deep to parse, or an integer of thousands of digits
-        return f"a {type(value).__name__} too large to show"
 
 
 _KINDS_OF_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}

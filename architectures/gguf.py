@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..components import ModelSpec
-from ..errors import UnknownFamily
+from ..errors import UnknownFamily, shown
 from .base import BoundLeaf
 from .gguf_architecture import GgufArchitecture
 from .gguf_facts import Facts, Value
@@ -23,7 +23,7 @@ def gguf_rows(name: object) -> list[GgufArchitecture]:
     found = [row for row in GGUF.values() if row.name == name]
     if not found:
         known = ", ".join(dict.fromkeys(row.name for row in GGUF.values()))
-        raise UnknownFamily(f"the GGUF architecture {name!r:.60} is not one gptkit knows", f"known: {known}")
+        raise UnknownFamily(f"the GGUF architecture {shown(name)} is not one gptkit knows", f"known: {known}")
     return found
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from ..components import Attention, Component, ModelSpec, Norm, Rotary
-from ..errors import CannotExpress, ConfigError
+from ..errors import CannotExpress, ConfigError, shown
 from . import ARCHITECTURES, Architecture
 from .base import BoundLeaf, Leaf, bind
-from .config import shown
 from .gguf_facts import Facts, Value, fp32
 from .gguf_rope import read_scaling, refitted, rope_tensors, write_rope
 from .layout import Shape

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
-from .config import MAX_LAYERS, shown
+from ..errors import ConfigError, shown
+from .config import MAX_LAYERS
 from .layout import Shape
 
 Value = str | int | float | bool | list[bool] | list[int]

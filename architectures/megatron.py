@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..components import Block
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .base import Leaf, leaves_of, qkv
 from .families.bloom import GROUPED_BIAS, GROUPED_WEIGHT
 from .layout import Layout
@@ -130,12 +130,12 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         value = given.get(name)
         value = usual if value is None else value
         if type(value) is not int or not 0 < value < 2**31:
-            raise ConfigError(f"its arguments say {name}={value!r:.40}, which is no size")
+            raise ConfigError(f"its arguments say {name}={shown(value, 40)}, which is no size")
         return value
 
     for name, allowed in _FIXED.items():
         if given.get(name) not in allowed:
-            raise ConfigError(f"its arguments say {name}={given[name]!r:.40}, which is not read here")
+            raise ConfigError(f"its arguments say {name}={shown(given[name], 40)}, which is not read here")
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     width, eps = size("kv_channels", hidden // heads), given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
     groups = size("num_query_groups", heads) if given.get("group_query_attention") else heads
@@ -173,7 +173,7 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         config |= {**sizes, "rope_parameters": rotary, "layer_norm_eps": eps}
         return {"model_type": "gpt_neox", **config, "use_parallel_residual": False, "hidden_act": _gelu(given)}
     told = ("normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
-    words = ", ".join(f"{name}={given.get(name)!r:.20}" for name in told)
+    words = ", ".join(f"{name}={shown(given.get(name), 20)}" for name in told)
     raise ConfigError(f"its arguments describe a model of no family that is read here ({words})")
 
 

@@ -22,8 +22,8 @@ from ..components import (
     Rotary,
     YarnScaling,
 )
-from ..errors import CannotExpress, ConfigError
-from .config import ConfigReader, shown
+from ..errors import CannotExpress, ConfigError, shown
+from .config import ConfigReader
 from .obstacles import Kinds
 
 ROTARY: Kinds = frozenset({Rotary, *get_args(RopeScaling)})

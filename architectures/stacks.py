@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..components import Block
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from . import llama2c
 from .base import Leaf, leaves_of, qkv
 from .families.bloom import GROUPED_BIAS, GROUPED_WEIGHT
@@ -66,7 +66,7 @@ class _Fields(dict[str, Any]):
 
     def fail(self, name: str) -> ConfigError:
         """The error for a field of such a value, to be raised by the caller."""
-        return ConfigError(f"{self._file}: {name}={self.get(name)!r:.60} is not read here")
+        return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not read here")
 
     def matches(self, asked: _Said) -> bool:
         """Whether the fields are these, which are read where they are."""
@@ -298,7 +298,7 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
     c.update({name: value for name, value in filled.items() if c[name] is None})
     found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
     if found is None:
-        told = ", ".join(f"{name}={c[name]!r:.40}" for name in ("mlp_class_name", "norm_class_name", "bias"))
+        told = ", ".join(f"{name}={shown(c[name], 40)}" for name in ("mlp_class_name", "norm_class_name", "bias"))
         raise ConfigError(f"model_config.yaml describes a model of no family that is read here ({told}, …)")
     family, _, fill = found
     usual = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}

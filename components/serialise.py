@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from .base import KINDS, Component, Mixer
 from .block import SubLayer
 from .model import ModelSpec
@@ -59,7 +59,7 @@ def from_json(data: Any) -> ModelSpec:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
         raise ConfigError(
-            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {version!r:.40}",
+            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {shown(version, 40)}",
             "Update gptkit, or convert the original again.",
         )
     plain = _gathered({name: value for name, value in data.items() if name != "schema_version"})
@@ -119,10 +119,10 @@ def _gathered(plain: dict[str, Any]) -> dict[str, Any]:
 def _component(kind: type[Any], value: Any) -> Any:
     """The component of plain values, where a component of `kind` stands: for msgspec, which knows no open unions."""
     if not isinstance(value, dict):
-        raise msgspec.ValidationError(f"a component was expected, not {value!r:.40}")
+        raise msgspec.ValidationError(f"a component was expected, not {shown(value, 40)}")
     name = value.get("type", kind.__name__)
     if not isinstance(name, str) or name not in KINDS:
-        named = f"this gptkit has no component {name!r:.40}, which a newer one or a plugin may have"
+        named = f"this gptkit has no component {shown(name, 40)}, which a newer one or a plugin may have"
         likely = [each for each, known in KINDS.items() if issubclass(known, kind)]
         raise _Explained(f"{named}; {nearest(str(name), likely)}")
     try:

@@ -17,7 +17,7 @@ from ..architectures.base import CARRIED, OUTSIDE, TOKEN_IDS
 from ..architectures.obstacles import OWN_FORMAT, first_of, never
 from ..components import ModelSpec, differences, without_rounding
 from ..display import Shown
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ..version import __version__
 from . import fp8
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
@@ -286,7 +286,7 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
     """
     if unknown := [group for group in drop if group not in source.carried]:
         there = f"there are {', '.join(source.carried)}" if source.carried else "every tensor is of the model itself"
-        raise UsageError(f"{source.reference} has nothing of {unknown[0]!r:.40} to leave out", there)
+        raise UsageError(f"{source.reference} has nothing of {shown(unknown[0], 40)} to leave out", there)
     placed = to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family))
     kept = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
     lost = [group for group in source.carried if group not in drop and not placed]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..components import Shape
+from ..errors import shown
 from .dtypes import F8, Array, cast_freely, to_float64
 from .safetensors import DTYPES
 from .weights import Weights
@@ -115,7 +116,7 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
     if block is None:
         wanted, block = grid if math.prod(grid) == 1 else (1,), shape[-2:]
     elif not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
-        return f"weight_block_size is {block!r:.40}, not two sizes"
+        return f"weight_block_size is {shown(block, 40)}, not two sizes"
     else:
         wanted = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     if grid != wanted:
@@ -327,10 +328,10 @@ _GPTQ_BITS = (2, 3, 4, 8)
 def _refuses_gptq(settings: _Settings) -> str | None:
     bits, form, words = settings.get("bits"), _gptq_format(settings), settings.get("pack_dtype", "int32")
     if bits not in _GPTQ_BITS or type(bits) is not int:
-        return f"GPTQ of 2, 3, 4 or 8 bits is read, not of {bits!r:.20}"
+        return f"GPTQ of 2, 3, 4 or 8 bits is read, not of {shown(bits, 20)}"
     if form not in ("gptq", "gptq_v2"):
-        return f"its checkpoint_format is {form!r:.40}: gptq and gptq_v2 are read"
-    return None if words in ("int32", None) else f"its pack_dtype is {words!r:.40}: int32 is read"
+        return f"its checkpoint_format is {shown(form, 40)}: gptq and gptq_v2 are read"
+    return None if words in ("int32", None) else f"its pack_dtype is {shown(words, 40)}: int32 is read"
 
 
 def _gptq_format(settings: _Settings) -> Any:
@@ -364,7 +365,7 @@ def _gptq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     if not indexed or not varied:
         size = columns if size == -1 else size
         if not _whole(size) or count != -(-columns // size):
-            return f"{columns} inputs in groups of {size!r:.20} have {count} scales"
+            return f"{columns} inputs in groups of {shown(size, 20)} have {count} scales"
     if wide != out or 32 * zeros[1] != out * bits or zeros[0] != count:
         return f"scales and zeros of {count} groups of {out} outputs are expected"
     groups = _groups(parts, "g_idx", columns, count)
@@ -401,9 +402,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight ou
 def _refuses_awq(settings: _Settings) -> str | None:
     form = settings.get("version") or settings.get("format") or "gemm"
     if str(form).lower() != "gemm":
-        return f"its version is {form!r:.40}: gemm is read"
+        return f"its version is {shown(form, 40)}: gemm is read"
     if settings.get("bits", 4) != 4:
-        return f"AWQ of 4 bits is read, not of {settings['bits']!r:.20}"
+        return f"AWQ of 4 bits is read, not of {shown(settings['bits'], 20)}"
     return None if settings.get("zero_point", True) is True else "it has no zeros (zero_point), which are expected"
 
 
@@ -413,7 +414,7 @@ def _awq(settings: _Settings, parts: Parts, _: str) -> Numbers | str:
     (columns, words), size = parts.shape("qweight"), settings.get("group_size", 128)
     size = columns if size == -1 else size
     if not _whole(size) or columns % size:
-        return f"{columns} inputs are not in groups of {size!r:.20}"
+        return f"{columns} inputs are not in groups of {shown(size, 20)}"
     wanted = (columns // size, words)
     if parts.shape("qzeros") != wanted or parts.shape("scales") != (wanted[0], 8 * words):
         return f"zeros of {list(wanted)} and scales of {[wanted[0], 8 * words]} are expected"
@@ -475,7 +476,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape))) or size not in _BLOCKS:
         return "its quant_state says no shape of a matrix and size of blocks"
     if state.get("quant_type") != said[0] or dtype is None:
-        return f"its quant_state is of {state.get('quant_type')!r:.20} for {kind!r:.20}"
+        return f"its quant_state is of {shown(state.get('quant_type'), 20)} for {shown(kind, 20)}"
     elements = math.prod(shape)
     stored = math.prod(parts.shape("")) * DTYPES[parts.kind("")].itemsize
     blocks = -(-elements // size)
@@ -537,7 +538,7 @@ def _refuses_compressed(settings: _Settings) -> str | None:
         return "its config_groups do not say how weights are stored"
     for form in (settings.get("format"), *(group.get("format") for group in groups.values())):
         if form not in _FORMATS:
-            return f"its format is {form!r:.40}: {', '.join(str(each) for each in _FORMATS[:-1])} are read"
+            return f"its format is {shown(form, 40)}: {', '.join(str(each) for each in _FORMATS[:-1])} are read"
     sparse, turned = (settings.get(name) or {} for name in ("sparsity_config", "transform_config"))
     if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
         return "its sparsity_config is not read"
@@ -577,7 +578,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
     rows, columns = parts.shape(own)
     if own == "weight_packed":
         if bits not in (2, 4, 8):
-            return f"integers of 2, 4 or 8 bits are read from words, not of {bits!r:.20}"
+            return f"integers of 2, 4 or 8 bits are read from words, not of {shown(bits, 20)}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
             told = parts.kind("weight_shape") in ("I32", "I64") and parts.shape("weight_shape") == (2,)
@@ -586,7 +587,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
                 return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
             columns = said[1]
     elif bits != 8:
-        return f"numbers of 8 bits are expected, and config.json says {bits!r:.20}"
+        return f"numbers of 8 bits are expected, and config.json says {shown(bits, 20)}"
     high: Any = rows  # what has one scale
     wide: Any = columns
     if strategy == "channel":
@@ -596,7 +597,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
     elif strategy == "block" and isinstance(block, list) and len(block) == 2:
         high, wide = block
     elif strategy != "tensor":
-        return f"a scale a {strategy!r:.20} is not read"
+        return f"a scale a {shown(strategy, 20)} is not read"
     if not (_whole(high) and _whole(wide)) or (strategy == "group" and columns % wide):
         return f"{rows} x {columns} in parts of {[high, wide]}: the sizes do not fit"
     down, across = -(-rows // high), -(-columns // wide)
@@ -679,7 +680,7 @@ def _refuses_torchao(settings: _Settings) -> str | None:
     kind = said.get("default") if isinstance(said, dict) else said
     kind = kind.get("_type") if isinstance(kind, dict) else kind
     # Others lie as a GPU's kernels want them.
-    return None if kind in _TORCHAO_READ else f"its quant_type is {kind!r:.60}: {', '.join(_TORCHAO_READ)} are read"
+    return None if kind in _TORCHAO_READ else f"its quant_type is {shown(kind)}: {', '.join(_TORCHAO_READ)} are read"
 
 
 def _torchao(_: _Settings, parts: Parts, dtype: str) -> Numbers | str:

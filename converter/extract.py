@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..architectures.composite import text_config, text_names
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, shown
 from .resolve import Reference, resolve
 from .rewrite import rewrite
 from .scan import scan
@@ -41,7 +41,7 @@ def extract(
         UsageError: an unknown part; `out` exists or cannot be made.
     """
     if part not in _PARTS:
-        raise UsageError(f"{part!r:.40} is no part that can be extracted", f"known: {', '.join(_PARTS)}")
+        raise UsageError(f"{shown(part, 40)} is no part that can be extracted", f"known: {', '.join(_PARTS)}")
     found = resolve(model, offline=offline, companions=True)
     assert found.path is not None
     files = replace(scan(found.path), reference=found.text, revision=found.revision)

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 from ..architectures.namings import whose
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from .confinement import Confined
 from .names import refuse_pointer
 from .weights import Stored, Weights
@@ -46,7 +46,7 @@ def pickle_weights(files: Sequence[Path]) -> Weights:
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
             if name in found:
-                raise CheckpointError(f"{name!r:.80} is in two of the files")
+                raise CheckpointError(f"{shown(name, 80)} is in two of the files")
             found[name] = tensor
     weights = Weights(found)
     weights.check()
@@ -59,7 +59,9 @@ def named_tensors(path: Path, state: Any) -> Iterator[tuple[str, Stored]]:
         raise not_as_it_is(path, state)
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, Unplain) and tensor.name.startswith("_rebuild"):
-            raise CheckpointError(f"{path}: {name!r:.80} is not a plain tensor (sparse, quantised or without data)")
+            raise CheckpointError(
+                f"{path}: {shown(name, 80)} is not a plain tensor (sparse, quantised or without data)"
+            )
         if not isinstance(name, str) or not isinstance(tensor, Stored):
             raise not_as_it_is(path, state)
         yield name, tensor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, UsageError, shown
 from .confinement import Confined, libraries
 from .tokenizer_process import MAX_BYTES
 
@@ -208,7 +208,7 @@ def eos_ids(
         if value is not None:
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-                message = f"{folder / name}: eos_token_id is {value!r:.60}, expected a token id or a list of them"
+                message = f"{folder / name}: eos_token_id is {shown(value)}, expected a token id or a list of them"
                 raise InvalidInput(message)
             return tuple(values)
     token = _read_json(folder / "tokenizer_config.json", texts).get("eos_token")
@@ -225,7 +225,7 @@ def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str,
     for found in (_read_json(folder / "generation_config.json", texts), config or {}):
         value = found.get("decoder_start_token_id")
         if isinstance(value, bool) or not isinstance(value, int | None):
-            raise InvalidInput(f"{folder}: decoder_start_token_id is {value!r:.60}, expected a token id")
+            raise InvalidInput(f"{folder}: decoder_start_token_id is {shown(value)}, expected a token id")
         if value is not None:
             return value
     return None

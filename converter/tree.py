@@ -21,7 +21,7 @@ from ..architectures import architecture_of, named
 from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..components.ranges import some_of
-from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError
+from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError, shown
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
@@ -119,7 +119,9 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
     if data.get("schema_version") != _LOCAL_SCHEMA:
-        message = f"{path} has schema version {data.get('schema_version')!r:.40}, this gptkit reads {_LOCAL_SCHEMA}"
+        message = (
+            f"{path} has schema version {shown(data.get('schema_version'), 40)}, this gptkit reads {_LOCAL_SCHEMA}"
+        )
         raise ConfigError(message, "Update gptkit, or convert the original again.")
     origin, history = data.get("origin"), data.get("history", [])
     if isinstance(origin, dict):

@@ -23,7 +23,7 @@ from ..architectures.layout import IDENTITY
 from ..components import ModelSpec, Shape
 from ..components.ranges import some_of
 from ..display import Shown
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shown
 from .dtypes import F8, FLOATS, INTEGERS, parse_dtype
 from .index import Stored as Stored
 from .safetensors import DTYPES
@@ -52,7 +52,7 @@ class Weights:
     def check(self) -> None:
         """Raise CheckpointError where a tensor claims more than its file has."""
         for name, tensor in self._tensors.items():
-            where = f"{tensor.path}: {name!r:.80}"
+            where = f"{tensor.path}: {shown(name, 80)}"
             if tensor.count * tensor.itemsize > tensor.nbytes:
                 raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
             if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:

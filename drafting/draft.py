@@ -14,7 +14,7 @@ from ..architectures.config import read_config_file
 from ..converter.checkpoint import weight_headers_of
 from ..converter.resolve import identify, resolve
 from ..display import Record
-from ..errors import GptkitError, InvalidInput, UsageError
+from ..errors import GptkitError, InvalidInput, UsageError, shown
 
 _SECONDS = 600
 """What one draft may take; a usual one takes twenty."""
@@ -87,7 +87,8 @@ def draft(
     path, say = Path(out), progress or (lambda _: None)
     if path.suffix != ".py":
         raise UsageError(
-            f"a definition is a Python file, and {path.name!r:.80} is none", f"--out {path.stem or 'definition'}.py"
+            f"a definition is a Python file, and {shown(path.name, 80)} is none",
+            f"--out {path.stem or 'definition'}.py",
         )
     if path.exists() or path.is_symlink():
         raise UsageError(f"{path} exists already", "Remove it, or give another name to --out.")

@@ -7,12 +7,12 @@ from typing import Any
 
 from ..architectures import Leaf
 from ..architectures.base import TOKEN_IDS
-from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader, shown
+from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
 from ..architectures.decoder import Field
 from ..architectures.layout import IDENTITY
 from ..architectures.rope import PART, USUAL_ROTARY, RotaryKind
 from ..components import FeedForward, GatedFeedForward, LayerNorm, RMSNorm
-from ..errors import CheckpointError, GptkitError
+from ..errors import CheckpointError, GptkitError, shown
 from .record import Known, shared_names
 from .vocabulary import Donor, Names, Vocabulary
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..architectures import Leaf
 from ..architectures.base import bind
-from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, shown
+from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED
 from ..components import LayerNorm, Shape
-from ..errors import CannotExpress, CheckpointError, GptkitError
+from ..errors import CannotExpress, CheckpointError, GptkitError, shown
 from .doubts import UNTOLD, doubts_of
 from .fields import arguments_of, fields_of
 from .record import ABSENT, BIASES, Draft, Known, cut, lacking, shared_names, tree_of
@@ -248,7 +248,7 @@ def accounted(draft: Draft, config: Mapping[str, Any], shapes: Mapping[str, Shap
         if template not in draft.leaves:
             todo[f"tensor {template}"] = f"nothing is known of {template} {names.shape(template)}"
     for name in names.odd:
-        todo[f"tensor {name!r:.60}"] = "its name cannot stand in a template"
+        todo[f"tensor {shown(name)}"] = "its name cannot stand in a template"
     todo |= {f"names {number}": each for number, each in enumerate(_misfits(draft, config, shapes))}
     return replace(draft, todo=todo)
 

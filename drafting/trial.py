@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
-from ..architectures.config import shown
 from ..components import ModelSpec, Shape, without_rounding
 from ..converter.confinement import allow
 from ..converter.transformers_process import LIBRARIES
-from ..errors import GptkitError
+from ..errors import GptkitError, shown
 from ..modules.decoder import Decoder
 from ..parity.outputs import outputs_of
 from ..parity.probe import Batch

@@ -12,7 +12,7 @@ from typing import Any
 from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, UsageError, shown
 from .audits.config import check_config, check_vocabulary
 from .audits.files import check_files
 from .audits.programs import ask_program
@@ -88,7 +88,7 @@ def audit(
         Offline: one is not here and there is no network.
     """
     if loader is not None and loader not in _LOADERS:
-        raise UsageError(f"there is no rule for {loader!r:.40}", f"known: {', '.join(_LOADERS)}")
+        raise UsageError(f"there is no rule for {shown(loader, 40)}", f"known: {', '.join(_LOADERS)}")
     opening = {"offline": offline, "allow_pickle": allow_pickle}
     found = scan(new, **opening)
     other = None if source is None else scan(source, **opening)

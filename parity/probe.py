@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..components import Component, ModelSpec, without_rounding
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ..modules.registry import module_of
 
 EMBEDDING, POSITIONS = TABLES = ("embedding.weight", "positions.weight")
@@ -142,12 +142,12 @@ def probe(
 def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec) -> Batch:
     """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
-        raise UsageError(f"the prompt {name!r:.40} has no tokens: nothing to compare")
+        raise UsageError(f"the prompt {shown(name, 40)} has no tokens: nothing to compare")
     if max(ids) >= spec.vocab_size:
-        raise UsageError(f"the prompt {name!r:.40} has token {max(ids)}, the vocabulary {spec.vocab_size}")
+        raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {spec.vocab_size}")
     most = longest(spec, *others)
     if most is not None and len(ids) > most:
-        raise UsageError(f"the prompt {name!r:.40} has {len(ids)} tokens, the model takes {most}")
+        raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, the model takes {most}")
     return Batch(name, torch.tensor([list(ids)]))
 
 

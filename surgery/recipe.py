@@ -36,7 +36,7 @@ from ..components import ModelSpec
 from ..components.serialise import nearest
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import LOCAL_CONFIG
-from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError
+from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError, shown
 from .options import Option
 from .registry import Step, all_options, option_of, parts
 
@@ -231,7 +231,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     option = known[name]
     for part, (kind, _) in _STEP_KEYS.items():
         if part in table and not isinstance(table[part], kind):
-            raise InvalidInput(f"{where}: {part} is to be {_WORDS[kind]}, not {table[part]!r:.40}")
+            raise InvalidInput(f"{where}: {part} is to be {_WORDS[kind]}, not {shown(table[part], 40)}")
     given = {part: table.get(part, default) for part, (_, default) in _STEP_KEYS.items()}
     for part, setting in given["settings"].items():
         if (wanted := option.settings.get(part)) is None:
@@ -240,7 +240,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         kinds = get_args(wanted) or (wanted,)
         if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
             words = " or ".join(_WORDS[each] for each in kinds)
-            raise InvalidInput(f"{where}: the setting {part} is to be {words}, not {setting!r:.40}")
+            raise InvalidInput(f"{where}: the setting {part} is to be {words}, not {shown(setting, 40)}")
     if option is HEAL and not {"blocks", "approximate"}.isdisjoint(table):
         raise InvalidInput(f"{where}: heal has neither blocks nor approximate")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
@@ -249,7 +249,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         value = str(value)
     if (value is not True) if option.flag else not (isinstance(value, str) and value):
         expected = "a flag: true" if option.flag else "to be text or a whole number"
-        raise InvalidInput(f"{where}: {key} is {expected}, not {value!r:.40}")
+        raise InvalidInput(f"{where}: {key} is {expected}, not {shown(value, 40)}")
     return Step(name, "" if option.flag else value, **given)
 
 

@@ -26,7 +26,7 @@ from ..converter.publish import Staging
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, UsageError, shown
 from ..modules import Decoder
 from ..modules.load import load
 from ..modules.save import require_form, save
@@ -179,7 +179,7 @@ def heal(
     if seeds < 1 or not 0 <= (local or 0) < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
     if beside not in (True, False, "control", "floor"):
-        raise UsageError(f"nothing is called {beside!r:.40} among what runs beside", "known: control, floor")
+        raise UsageError(f"nothing is called {shown(beside, 40)} among what runs beside", "known: control, floor")
     if not 0 <= hidden < math.inf:
         raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
     with ExitStack() as stack:

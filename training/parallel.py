@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..converter.distributed import meet, several
-from ..errors import Elsewhere, UsageError
+from ..errors import Elsewhere, UsageError, shown
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _PIECE = 2**20  # bytes
@@ -90,7 +90,7 @@ def _device(name: str | None) -> torch.device:
         found = torch.device(name)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"cannot compute on {name!r:.40}: {str(error).splitlines()[0]:.200}") from error
+        raise UsageError(f"cannot compute on {shown(name, 40)}: {str(error).splitlines()[0]:.200}") from error
     return found
 
 

@@ -26,7 +26,7 @@ from ..converter.resolve import identify
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer
 from ..display import Record
-from ..errors import InvalidInput, NoNumber, UsageError
+from ..errors import InvalidInput, NoNumber, UsageError, shown
 from ..modules import Decoder
 from ..modules.generate import Sampling
 from ..modules.generate import generate as generate_tokens
@@ -396,7 +396,7 @@ def settings_of(
     if not 0 < others["rate"] <= 10:
         raise UsageError(f"the rate is {others['rate']:g}, expected more than 0, and 10 at most")
     if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
-        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
+        raise UsageError(f"unknown dtype {shown(dtype, 40)}", "known: float32, bfloat16")
     ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
     for name, (least, most) in ranges.items():
         if not least <= others[name] <= most:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..components import Parameter, differences, without_rounding
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ..modules import Decoder
 
 CHOICES = ("all", "changed", "norms", "lora:RANK")
@@ -57,7 +57,7 @@ def rank_of(what: str) -> int:
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
         hint = f"known: {', '.join(CHOICES)}, where RANK is 1 or more."
-        raise UsageError(f"nothing is called {what!r:.40} among what can be trained", hint)
+        raise UsageError(f"nothing is called {shown(what, 40)} among what can be trained", hint)
     return 0 if match is None else int(match[1])
 
 

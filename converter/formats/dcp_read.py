@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, UntrustedInput
+from ...errors import CheckpointError, UntrustedInput, shown
 from ..chunks import Chunk, Chunked, filling
 from ..names import is_plain
 from ..pickles import Unpickler
@@ -36,7 +36,7 @@ def metadata(folder: Path) -> tuple[dict[str, Chunked], list[str]]:
             Chunk(tuple(offsets), Stored(_checked(folder, file, at + nbytes, sizes), dtype, tuple(whole), at, nbytes))
             for offsets, whole, file, at, nbytes in boxes
         ]
-        tensors[name] = Chunked(dtype, tuple(shape), filling(f"{path}: {name!r:.80}", tuple(shape), chunks, _HINT))
+        tensors[name] = Chunked(dtype, tuple(shape), filling(f"{path}: {shown(name, 80)}", tuple(shape), chunks, _HINT))
     return tensors, others
 
 
@@ -45,7 +45,7 @@ def _checked(folder: Path, name: str, end: int, sizes: dict[str, int]) -> Path:
     path = folder / name
     if name not in sizes:
         if not is_plain(name):
-            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {name!r:.80}", _HINT)
+            raise UntrustedInput(f"{folder / '.metadata'} names a file outside of its folder: {shown(name, 80)}", _HINT)
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", "Fetch or save it again, with all files of all ranks.")
         sizes[name] = path.stat().st_size
@@ -67,7 +67,7 @@ def located(tensors: Mapping[str, Chunked]) -> dict[str, Chunked]:
 def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
     stored = chunk.stored
     assert stored.path is not None
-    where = f"{stored.path}: {name!r:.80}, at byte {stored.start:,},"
+    where = f"{stored.path}: {shown(name, 80)}, at byte {stored.start:,},"
     inside = process.ask(stored.path, where, (str(stored.path.absolute()), stored.start, stored.nbytes), "data")
     if not isinstance(inside, Stored):
         raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", _HINT)
@@ -90,15 +90,15 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
             if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
-                raise CheckpointError(f"{path}: {name!r:.80}: sizes that are no sizes", _HINT)
+                raise CheckpointError(f"{path}: {shown(name, 80)}: sizes that are no sizes", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "another dtype, or other dimensions, than in another file"
-                raise CheckpointError(f"{path}: {name!r:.80}: {what}", _HINT)
+                raise CheckpointError(f"{path}: {shown(name, 80)}: {what}", _HINT)
             others.append(Chunk(tuple(offsets), Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
     tensors: dict[str, Chunked] = {}
     for name, chunks in boxes.items():
         ends = [[o + s for o, s in zip(offsets, stored.shape, strict=True)] for offsets, stored in chunks]
         shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])  # the headers know no more than that
-        full = filling(f"{files[0].parent}: {name!r:.80}", shape, chunks, _AGAIN)
+        full = filling(f"{files[0].parent}: {shown(name, 80)}", shape, chunks, _AGAIN)
         tensors[name] = Chunked(chunks[0].stored.dtype, shape, full)
     return tensors

@@ -25,7 +25,7 @@ from ...architectures.gguf_architecture import shifted
 from ...architectures.gguf_facts import Facts
 from ...architectures.layout import Shape
 from ...components import ModelSpec
-from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError
+from ...errors import CannotExpress, CheckpointError, InvalidInput, UsageError, shown
 from ..tree import Origin
 from . import Opened, Request
 from .gguf_header import Array, GgufTensor, Header, dequantised, open_header
@@ -205,7 +205,7 @@ def _name(path: Path | str, header: Header) -> str:
     """The architecture's name of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
-        raise InvalidInput(f"{path} holds a GGUF of type {kind!r:.40}, not a model", "Name the model's own file.")
+        raise InvalidInput(f"{path} holds a GGUF of type {shown(kind, 40)}, not a model", "Name the model's own file.")
     if not header.tensors:
         tokens = header.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else tokens.count if isinstance(tokens, Array) else 0
@@ -214,7 +214,7 @@ def _name(path: Path | str, header: Header) -> str:
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         hint = "Join them with llama.cpp's llama-gguf-split --merge."
-        raise InvalidInput(f"{path} is one of {parts!r:.20} parts of a model", hint)
+        raise InvalidInput(f"{path} is one of {shown(parts, 20)} parts of a model", hint)
     try:
         return gguf_rows(header.metadata.get("general.architecture"))[0].name
     except InvalidInput as error:

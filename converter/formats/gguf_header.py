@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...architectures.ggml import TYPES, Quant
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shown
 from ..names import POINTER, plain_file, pointer
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def parse_header(
     metadata, ends = _metadata(cursor, keys)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise CheckpointError(f"{where}: general.alignment is {alignment!r:.40}, expected a power of two")
+        raise CheckpointError(f"{where}: general.alignment is {shown(alignment, 40)}, expected a power of two")
     infos = [_tensor(cursor, alignment) for _ in range(tensors)]
     return Header(where, metadata, _place(where, infos, cursor.at, alignment, size), buffer, elsewhere, ends)
 
@@ -235,9 +235,9 @@ def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int
     for _ in range(keys):
         key = cursor.string("a metadata key", _MAX_NAME)
         if key in found:
-            raise CheckpointError(f"{cursor.where}: the metadata key {key!r:.60} is there twice")
+            raise CheckpointError(f"{cursor.where}: the metadata key {shown(key)} is there twice")
         (kind,) = cursor.numbers("I", "a type")
-        what = f"the value of {key!r:.60}"
+        what = f"the value of {shown(key)}"
         if kind == _STRING:
             found[key] = cursor.string(what)
         elif kind == _ARRAY:
@@ -277,7 +277,7 @@ def _numbers(where: str, buffer: _Buffer, kind: int, count: int, start: int) -> 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     """One tensor's entry, its place still counted from the beginning of the data."""
     name = cursor.string("a tensor's name", _MAX_NAME)
-    where = f"{cursor.where}: tensor {name!r:.60}"
+    where = f"{cursor.where}: tensor {shown(name)}"
     (dims,) = cursor.numbers("I", "a tensor's sizes")
     if not 1 <= dims <= 4:
         raise CheckpointError(f"{where} has {dims} dimensions, expected 1 to 4")
@@ -302,12 +302,12 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
         if info.name in found:
-            raise CheckpointError(f"{where}: tensor {info.name!r:.60} is there twice")
+            raise CheckpointError(f"{where}: tensor {shown(info.name)} is there twice")
         if start != at:
             what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
-            raise CheckpointError(f"{where}: tensor {info.name!r:.60} {what} (byte {start}, {at} expected)")
+            raise CheckpointError(f"{where}: tensor {shown(info.name)} {what} (byte {start}, {at} expected)")
         if end > size:
-            message = f"{where} is truncated: tensor {info.name!r:.60} ends at byte {end}, {size} found"
+            message = f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found"
             raise CheckpointError(message, "Fetch or copy this file again.")
         found[info.name] = GgufTensor(info.name, info.type, info.shape, start, end)
         at = -(-end // alignment) * alignment

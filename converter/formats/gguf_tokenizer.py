@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shown
 from ..names import json_bytes
 from .gguf_header import MAX_STRINGS, Array, Header
 
@@ -105,9 +105,9 @@ def without_tokenizer(header: Header) -> list[str]:
     if kind is None or kind == "none" or PREFIX + "tokens" not in header.metadata:
         return ["the file holds no tokenizer"]
     if kind not in ("gpt2", "llama", "gemma4", "t5"):
-        return [f"its tokenizer is of the kind {kind!r:.40}, which is not read: text has to be given as token ids"]
+        return [f"its tokenizer is of the kind {shown(kind, 40)}, which is not read: text has to be given as token ids"]
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
-        return [f"its tokenizer splits text as {pre!r:.40}, which is not known: text has to be given as token ids"]
+        return [f"its tokenizer splits text as {shown(pre, 40)}, which is not known: text has to be given as token ids"]
     return []
 
 
@@ -115,7 +115,7 @@ def _get(header: Header, key: str, kind: type) -> Any:
     """A value of that type at a tokenizer's key, None where there is none."""
     value = header.metadata.get(PREFIX + key)
     if value is not None and type(value) is not kind:
-        raise CheckpointError(f"{header.where}: {PREFIX}{key} is {value!r:.40}, expected {kind.__name__}")
+        raise CheckpointError(f"{header.where}: {PREFIX}{key} is {shown(value, 40)}, expected {kind.__name__}")
     return value
 
 
@@ -188,11 +188,11 @@ class Texts(UserDict[str, bytes]):
         for merge in merges:
             left, space, right = merge[1:].partition(" ")
             if not space or not right:
-                raise self._error(f"{merge!r:.60} is no merge of two tokens")
+                raise self._error(f"{shown(merge)} is no merge of two tokens")
             pairs.append((merge[0] + left, right))
         for left, right in pairs:
             if left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._error(f"the merge of {left!r:.30} and {right!r:.30} is not one of tokens")
+                raise self._error(f"the merge of {shown(left, 30)} and {shown(right, 30)} is not one of tokens")
         return pairs
 
     def _sentencepiece(self) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Texts(UserDict[str, bytes]):
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             if self._types[index] != UNUSED and vocab.setdefault(token, index) != index:
-                raise self._error(f"the token {token!r:.60} is there twice")
+                raise self._error(f"the token {shown(token)} is there twice")
         return vocab
 
     def _unknown(self) -> int | None:

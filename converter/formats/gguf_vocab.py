@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...architectures.config import parse_config_text
-from ...errors import CannotExpress, InvalidInput
+from ...errors import CannotExpress, InvalidInput, shown
 from ..tokenizer import Tokenizer
 from .gguf_tokenizer import (
     BYTE,
@@ -76,7 +76,7 @@ class _Metadata:
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            message = f"two tokens are both written {twice!r:.40}, and llama.cpp tells tokens apart by their text"
+            message = f"two tokens are both written {shown(twice, 40)}, and llama.cpp tells tokens apart by their text"
             raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":
@@ -301,7 +301,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
                 piece, index = dict(_fields(value)), len(found.texts)
                 found.types[index] = piece.get(3, NORMAL)
                 if found.types[index] not in range(1, 7):
-                    raise ValueError(f"a piece of type {found.types[index]!r:.20}")
+                    raise ValueError(f"a piece of type {shown(found.types[index], 20)}")
                 found.texts[index] = piece[1].decode()
                 found.scores[index] = struct.unpack("<f", piece.get(2, bytes(4)))[0]
             elif number == 2:

@@ -24,7 +24,7 @@ from ...architectures.gguf import expressed
 from ...architectures.gguf_architecture import ALWAYS_FP32, shifted
 from ...architectures.gguf_rope import LONG
 from ...architectures.layout import Shape
-from ...errors import CheckpointError, InvalidInput, UsageError
+from ...errors import CheckpointError, InvalidInput, UsageError, shown
 from ..dtypes import HF_NAMES, cast, not_finite, parse_dtype, widest
 from ..tokenizer import load_tokenizer
 from ..write import Encode, Output, Plan, Shard
@@ -199,7 +199,7 @@ def _string(text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInput(f"the tokenizer holds {text!r:.40}, which is not valid Unicode") from error
+        raise InvalidInput(f"the tokenizer holds {shown(text, 40)}, which is not valid Unicode") from error
     return struct.pack("<Q", len(data)) + data
 
 

@@ -21,7 +21,7 @@ from ...architectures.megatron import EMBEDDING, HEAD, LEAVES, config_of, shared
 from ...architectures.megatron import named as name_of
 from ...components import differences, without_rounding
 from ...components.ranges import some_of
-from ...errors import CannotExpress, CheckpointError
+from ...errors import CannotExpress, CheckpointError, shown
 from ..names import plain_file
 from ..tree import Origin
 from . import Opened
@@ -81,7 +81,7 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
             own = _LAYER.match(name)
             whole = name if own is None else f"decoder.layers.{int(own[1]) + first}.{name[own.end() :]}"
             if whole in tensors and whole != HEAD:
-                raise CheckpointError(f"{folder}: {whole!r:.80} is in two stages", _HINT)
+                raise CheckpointError(f"{folder}: {shown(whole, 80)} is in two stages", _HINT)
             tensors[whole] = tensor
         first += len(numbers)
     how = f"joined from {len(files)} ranks ({len(stages[0])} of tensor parallelism)"
@@ -105,7 +105,7 @@ def distributed(folder: Path, found: Mapping[str, Chunked], beside: ModelSpec | 
         stacked = ours.startswith("decoder.layers.") and _LAYER.match(ours) is None
         for whole, each in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
             if whole in tensors:
-                raise CheckpointError(f"{folder}: {whole!r:.80} is there twice", _HINT)
+                raise CheckpointError(f"{folder}: {shown(whole, 80)} is there twice", _HINT)
             tensors[whole] = each
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else 0
     files = {chunk.stored.path for each in tensors.values() for chunk in each.chunks if chunk.stored.path is not None}
@@ -116,7 +116,7 @@ def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, 
     """A tensor of all layers, a layer at a time."""
     from ..chunks import Chunk, Chunked, filling
 
-    where, rest = f"{folder}: {name!r:.80}", name.removeprefix("decoder.layers.")
+    where, rest = f"{folder}: {shown(name, 80)}", name.removeprefix("decoder.layers.")
     boxes: dict[int, list[Chunk]] = {}
     for (first, *offsets), stored in (chunk for chunk in tensor.chunks if chunk.stored.shape):
         if not stored.contiguous:
@@ -136,7 +136,7 @@ def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
         raise CheckpointError(f"{file} does not hold the arguments that it was trained with (args)", _HINT)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
-        raise CheckpointError(f"{file} is of checkpoint_version {version!r:.20}: 2 and later are read")
+        raise CheckpointError(f"{file} is of checkpoint_version {shown(version, 20)}: 2 and later are read")
     return arguments
 
 
@@ -144,7 +144,7 @@ def _worth(folder: Path, arguments: Mapping[str, Any], there: int) -> None:
     """Refuse more layers than there are tensors, before a tree is made of them."""
     layers = arguments.get("num_layers")
     if type(layers) is not int or layers > there:
-        raise CheckpointError(f"{folder} has {there} tensors for {layers!r:.20} layers")
+        raise CheckpointError(f"{folder} has {there} tensors for {shown(layers, 20)} layers")
 
 
 def _opened(
@@ -190,7 +190,7 @@ def _stages(
     """The tensors by stage, in the order of layers, and by rank in it; virtual stages follow all the stages before."""
     tensor, pipeline = arguments.get("tensor_model_parallel_size", 1), arguments.get("pipeline_model_parallel_size", 1)
     if not all(type(each) is int and 0 < each < 2**12 for each in (tensor, pipeline)):
-        raise CheckpointError(f"{files[0]} says that {tensor!r:.20} by {pipeline!r:.20} ranks were trained")
+        raise CheckpointError(f"{files[0]} says that {shown(tensor, 20)} by {shown(pipeline, 20)} ranks were trained")
     found: dict[tuple[int, int], Any] = {}
     for file, content in zip(files, contents, strict=True):
         match = _RANK.fullmatch(file.parent.name)
@@ -233,9 +233,9 @@ def _flat(folder: Path, state: Any) -> dict[str, Stored]:
         if ours is None:
             continue
         if not isinstance(value, Stored):
-            raise CheckpointError(f"{folder}: {name!r:.80} is no plain tensor")
+            raise CheckpointError(f"{folder}: {shown(name, 80)} is no plain tensor")
         if ours in found:
-            raise CheckpointError(f"{folder}: {name!r:.80} is there under two names")
+            raise CheckpointError(f"{folder}: {shown(name, 80)} is there under two names")
         found[ours] = value
     return found
 
@@ -258,7 +258,7 @@ def _joined(
     from .ranks import same_in
 
     for name in tables[0]:
-        where = f"{folder}: {name!r:.80}"
+        where = f"{folder}: {shown(name, 80)}"
         if any(name not in table for table in tables):
             raise CheckpointError(f"{where} is not in all of the {len(tables)} ranks of its stage", _HINT)
         parts = [table[name] for table in tables]

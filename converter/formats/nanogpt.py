@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...architectures.base import BoundLeaf, bind
 from ...architectures.nanogpt import ARGUMENTS, EMBEDDING, HEAD, LEAVES, config_of, expressed, is_buffer, spec_of
 from ...components import Activation
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shown
 from ..tree import Origin
 from . import Opened, Request
 from .torch_archive import archive_of, pickled_tensor, program
@@ -76,7 +76,7 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     for own, tensor in named_tensors(file, state):
         name = own.removeprefix(_COMPILED)
         if name in found:
-            raise CheckpointError(f"{file}: {name!r:.80} is there with and without {_COMPILED}")
+            raise CheckpointError(f"{file}: {shown(name, 80)} is there with and without {_COMPILED}")
         if is_buffer(name):
             dropped.append(name)
         else:
@@ -100,11 +100,11 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
-        what = f"no size {missing[0]}" if missing else f"{', '.join(other)!r:.80}, which its model does not know"
+        what = f"no size {missing[0]}" if missing else f"{shown(', '.join(other), 80)}, which its model does not know"
         raise CheckpointError(f"{file} is no checkpoint of nanoGPT: its model_args have {what}")
     bias = given.get("bias", "transformer.ln_f.bias" in weights.info)
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{file}: model_args say bias={bias!r:.40}")
+        raise CheckpointError(f"{file}: model_args say bias={shown(bias, 40)}")
     return {key: given[key] for key in ARGUMENTS}, bias
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shown
 from ..chunks import Chunk, Chunked, filling
 from ..pickles import Shard, unpickled
 from ..weights import Stored, Weights
@@ -55,7 +55,7 @@ def joined(
         if ranks and len(values) < len(files):
             lacking = next(file for file in files if file not in values)
             raise CheckpointError(
-                f"{name!r:.80} is in {len(values)} of {len(files)} files, and not in {lacking}", _HINT
+                f"{shown(name, 80)} is in {len(values)} of {len(files)} files, and not in {lacking}", _HINT
             )
         first = next(iter(values.values()))
         if isinstance(first, Shard):
@@ -88,7 +88,7 @@ def _all_ranks(files: Sequence[Path]) -> None:
 
 def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     """A tensor of which each rank says how it is shared out."""
-    where = f"{next(iter(values)).parent}: {name!r:.80}"
+    where = f"{next(iter(values)).parent}: {shown(name, 80)}"
     first = next(iter(values.values()))
     if not all(isinstance(each, Shard) for each in values.values()):
         raise CheckpointError(f"{where} is a part of a tensor in some files, and whole in others", _HINT)
@@ -130,7 +130,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
     (one, first), *others = values.items()
     shapes = [list(each.shape) for each in values.values() if isinstance(each, Stored)]
     if len(shapes) != len(values) or len({each.dtype for each in values.values()}) > 1:
-        raise CheckpointError(f"{one.parent}: {name!r:.80} is of other types in other files", _HINT)
+        raise CheckpointError(f"{one.parent}: {shown(name, 80)} is of other types in other files", _HINT)
     shape = first.shape if shape is None else shape
     if shapes[0] == list(shape):
         for other, each in others:
@@ -144,9 +144,9 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
                 offsets[dim], at = at, at + each.shape[dim]
                 chunks.append(Chunk(tuple(offsets), each))
             if all([*each[:dim], *each[dim + 1 :]] == [*shape[:dim], *shape[dim + 1 :]] for each in shapes):
-                return Chunked(first.dtype, shape, filling(f"{one.parent}: {name!r:.80}", shape, chunks, _HINT))
+                return Chunked(first.dtype, shape, filling(f"{one.parent}: {shown(name, 80)}", shape, chunks, _HINT))
     told = " and ".join(map(str, shapes[:4]))
-    raise CheckpointError(f"{one.parent}: {name!r:.80} of {list(shape)} is no sum of the parts {told}", _HINT)
+    raise CheckpointError(f"{one.parent}: {shown(name, 80)} of {list(shape)} is no sum of the parts {told}", _HINT)
 
 
 def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
@@ -154,7 +154,7 @@ def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) ->
     both = Weights({"a": first, "b": second})
     both.check()
     if not both.same("a", "b"):
-        told = f"{one} and {other.name} hold other values of {name!r:.80}: they are of different steps, or models"
+        told = f"{one} and {other.name} hold other values of {shown(name, 80)}: they are of different steps, or models"
         raise CheckpointError(told, _HINT)
 
 
@@ -184,7 +184,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     for name, shape in own.items():
         count = math.prod(shape)
         width = -(-count // len(files))
-        found[name] = _flat(f"{folder}: {name!r:.80}", shape, [_cut(group, at, width) for group in groups])
+        found[name] = _flat(f"{folder}: {shown(name, 80)}", shape, [_cut(group, at, width) for group in groups])
         at += width
     held = {sum(each.count for each in group) for group in groups}
     if held != {at}:
@@ -194,8 +194,8 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     for name, shape in _listed([first.get("frozen_param_shapes")]).items():
         pieces = [each[name] for each in fragments if isinstance(each, dict) and isinstance(each.get(name), Stored)]
         if len(pieces) < len(files):
-            raise CheckpointError(f"{folder}: a rank lacks its piece of {name!r:.80}", _HINT)
-        found[name.removeprefix(prefix)] = _flat(f"{folder}: {name!r:.80}", shape, [[piece] for piece in pieces])
+            raise CheckpointError(f"{folder}: a rank lacks its piece of {shown(name, 80)}", _HINT)
+        found[name.removeprefix(prefix)] = _flat(f"{folder}: {shown(name, 80)}", shape, [[piece] for piece in pieces])
     for table in parts:
         for name in found:
             table.pop(name, None)
@@ -220,7 +220,7 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
         raise CheckpointError(f"{file} holds no flat partitions as ZeRO-3 keeps them", _HINT)
     count = state.get("partition_count")
     if count != ranks:
-        raise CheckpointError(f"{file} is one of {count!r:.20} partitions, and {ranks} files are there", _HINT)
+        raise CheckpointError(f"{file} is one of {shown(count, 20)} partitions, and {ranks} files are there", _HINT)
     if any(len(each.shape) != 1 or not each.contiguous or each.dtype != flat[0].dtype for each in flat):
         raise CheckpointError(f"{file} holds partitions that are not flat", _HINT)
     return flat

@@ -22,7 +22,7 @@ from ...architectures.base import bind
 from ...architectures.stacks import STACKS, Stack
 from ...components import ModelSpec, differences, without_rounding
 from ...components.ranges import some_of
-from ...errors import CannotExpress, CheckpointError, ConfigError, InvalidInput
+from ...errors import CannotExpress, CheckpointError, ConfigError, InvalidInput, shown
 from ..names import (
     CONFIG,
     INDEX,
@@ -52,7 +52,7 @@ _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 """What wrappers put between the parts of a name, which no family does."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
-_MAX_CONFIG, _MAX_MARKS = 2**15, 2**6  # bytes of a config; what nests, in YAML
+_MAX_CONFIG = 2**15  # bytes of a config
 
 
 def finds(path: Path, names: frozenset[str] | None) -> Path | None:
@@ -199,13 +199,11 @@ def _parsed(path: Path) -> dict[str, Any]:
     text = _text(path)
     if path.suffix == ".json":
         return parse_json_object(text.encode(), str(path))
-    import yaml  # type: ignore[import-untyped]
+    from ..plain_yaml import read_yaml
 
-    if sum(map(text.count, "[{&!")) > _MAX_MARKS or text.count("- - ") > _MAX_MARKS:  # its time goes by their square
-        raise ConfigError(f"{path} is nested more deeply than any config")
     try:
-        found = yaml.load(text, Loader=yaml.SafeLoader)  # the one in Python, whose recursion has an end
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        found = read_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]:.120}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"{path} is no config: fields by name expected")
@@ -223,9 +221,9 @@ class _Model(NamedTuple):
     stack: Stack | None
 
     def told(self) -> str:
-        keys = "".join(f"[{key!r:.40}]" for key in self.where)
+        keys = "".join(f"[{shown(key, 40)}]" for key in self.where)
         whose = "" if self.stack is None else f" under {self.stack.name} names"
-        return f"one in {keys or 'it'}{f' behind {self.prefix!r:.60}' if self.prefix else ''}{whose}"
+        return f"one in {keys or 'it'}{f' behind {shown(self.prefix)}' if self.prefix else ''}{whose}"
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
@@ -339,7 +337,7 @@ def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         plain = _WRAPPED.sub("", name)
         if plain.startswith(prefix):
             if plain.removeprefix(prefix) in found:
-                raise CheckpointError(f"{plain!r:.80} is there with and without what a wrapper puts before it")
+                raise CheckpointError(f"{shown(plain, 80)} is there with and without what a wrapper puts before it")
             found[plain.removeprefix(prefix)] = tensor
     return found
 
@@ -362,7 +360,7 @@ def _notes(model: _Model, tables: Sequence[Mapping[tuple[str, ...], Any]], conte
     """What the files hold beside the model."""
     notes = []
     if model.prefix:
-        notes.append(f"names begin with {model.prefix!r:.60}, which is no part of them")
+        notes.append(f"names begin with {shown(model.prefix)}, which is no part of them")
     inside: Mapping[str, Any] = next((table[model.where] for table in tables if model.where in table), {})
     others = [name for name in inside if not _WRAPPED.sub("", name).startswith(model.prefix)]
     if model.where and isinstance(contents[0], dict):

@@ -12,7 +12,7 @@ from ...components import ModelSpec
 from ...converter.confinement import Confined, libraries
 from ...converter.formats.gguf_header import open_header
 from ...converter.names import CONFIG
-from ...errors import CannotExpress, InvalidInput, UnknownFamily, UsageError
+from ...errors import CannotExpress, InvalidInput, UnknownFamily, UsageError, shown
 from .names import folded
 from .subject import Finding, Severity, Subject
 
@@ -65,7 +65,7 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     if files.format == "gguf":
         kind = open_header(files.folder / next(iter(files.names))).metadata.get("general.architecture")
         if kind not in names:
-            raise UnknownFamily(f"the gguf package has no architecture called {kind!r:.60}")
+            raise UnknownFamily(f"the gguf package has no architecture called {shown(kind)}")
         known = gguf.get_tensor_name_map(names[kind], layers)
         left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
         if left:
@@ -87,7 +87,7 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     said = (files.config or {}).get("model_type")
     kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
     if kind is None:
-        raise UnknownFamily(f"the gguf package has no architecture called as the model_type {said!r:.60}")
+        raise UnknownFamily(f"the gguf package has no architecture called as the model_type {shown(said)}")
     known = gguf.get_tensor_name_map(names[kind], layers)
     left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
     if left:
@@ -154,7 +154,7 @@ def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method is not None and method not in told["quantisations"]:
-        yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {method!r:.40}")
+        yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {shown(method, 40)}")
     if told["module"] == "transformers":
         message = f"vLLM has no class of its own for {name}, and runs transformers'"
         yield Finding("loader-architecture", "note", message, (), "--for transformers tells what that takes.")

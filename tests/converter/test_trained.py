@@ -118,6 +118,11 @@ def litgpt_config(original: Path, **changes: Any) -> str:
     return str(yaml.dump(said))
 
 
+BOMB = 'a0: &a0 ["x","x"]\n' + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 21))
+MERGES = "a0: &a0\n  x: 1\n" + "".join(f"a{i}: &a{i}\n  <<:\n" + f"  - *a{i - 1}\n" * 10 for i in range(1, 21))
+"""A kilobyte of YAML whose aliases, or merge keys, stand for 10^20 values."""
+
+
 @pytest.fixture
 def litgpt(original: Path, state: State, tmp_path: Path) -> Path:
     folder = tmp_path / "litgpt"
@@ -214,6 +219,11 @@ def test_what_litgpt_says_and_is_not_read(change: dict[str, Any], message: str, 
         "- 1",
         "",
         "a: &x [*x]",
+        "a: &x {b: *x}",
+        BOMB + "mlp_class_name: *a20\n",
+        BOMB + "a_new_field: *a20\n",
+        BOMB + "*a20 : 1\n",
+        MERGES + "a: *a20\n",
         "[" * 30_000,
         "- " * 16_000,
         "? " * 16_000,
