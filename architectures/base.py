@@ -349,13 +349,25 @@ class Architecture:
         return self.spec({"model_type": self.name, **self.stated})
 
     def export_config(
-        self, spec: ModelSpec, original: Mapping[str, Any] | None, whole: bool = False, quantised: bool = False
+        self,
+        spec: ModelSpec,
+        original: Mapping[str, Any] | None,
+        whole: bool = False,
+        quantised: bool = False,
+        standard: bool = False,
     ) -> dict[str, Any] | None:
-        """The config.json to write for a tree that came with `original`; None where `original` says it all as it is.
+        """Return the config.json to write for a tree that came with `original`, or None to keep `original` unchanged.
 
-        Fields of `original` that do not describe the tree (token ids, labels) are kept. `whole`: what a composite model
-        has beside the language model is written too, so that its config says of both. `quantised`: so are weights as
-        they were stored, with their scales.
+        Fields of `original` that do not describe the tree (token ids, labels) are kept.
+
+        Args:
+            spec: the tree.
+            original: the config.json that the tree was read from.
+            whole: the tensors of a composite model beside the language model are written too, so that the config has
+                to describe both.
+            quantised: the weights are written as they were stored, with their scales.
+            standard: transformers' class of this family must be able to read the config, so that an original with
+                another model_type of the family, or with field names that transformers ignores, is rewritten.
 
         Raises:
             CannotExpress: as `config_for`.
@@ -366,10 +378,10 @@ class Architecture:
         reader = self.reader(original)
         same = not differences(spec, self._as_far(self.read(reader), spec))
         whole = whole and reader.outer is not None
-        readable = whole or original.get("model_type") == self.name
-        readable = readable and not any(f in original for f in self.foreign_fields)
-        readable = readable and (quantised or quantisation(original) is None)
-        if same and readable:
+        other = original.get("model_type") != self.name or any(name in original for name in self.foreign_fields)
+        composite = reader.outer is not None and not whole
+        dequantised = not quantised and quantisation(original) is not None
+        if same and not (composite or dequantised or (standard and other and not whole)):
             return None
         left = {*reader.used, *(f"{reader.place}{name}" for name in ("auto_map", *(() if quantised else QUANTISED)))}
         kept = {key: value for key, value in reader.data.items() if reader.place + key not in left}

@@ -100,7 +100,9 @@ def plan_output(
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
     quantised = "scales" in (carried or ())
     stored = compute_dtype if quantised else main_dtype(spec, dtypes)
-    config, card = _hf_config(architecture, spec, origin, stored, compute_dtype, whole, quantised), model_card(origin)
+    standard = to.family is not None
+    config = _hf_config(architecture, spec, origin, stored, compute_dtype, whole, quantised, standard)
+    card = model_card(origin)
     small = {**(texts or {}), CONFIG: config, **({} if card is None else {CARD: card})}
     leaves = [*architecture.bind(spec), *more]
     merged = [*architecture.bind_modules(spec), *more] if architecture.stacked else leaves
@@ -144,11 +146,20 @@ def main_dtype(spec: ModelSpec, dtypes: Mapping[str, str]) -> str:
 
 
 def _hf_config(
-    architecture: Architecture, spec: ModelSpec, origin: Origin, stored: str, compute: str, whole: bool, quantised: bool
+    architecture: Architecture,
+    spec: ModelSpec,
+    origin: Origin,
+    stored: str,
+    compute: str,
+    whole: bool,
+    quantised: bool,
+    standard: bool,
 ) -> bytes:
-    """The original config.json where it still describes the tree and its dtype, else one that names what is stored."""
+    """Return the original config.json where it still describes the tree and its dtype, else one that names the stored
+    dtype. For `whole`, `quantised` and `standard` see `Architecture.export_config`.
+    """
     original = origin.config
-    config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised)
+    config: dict[str, Any] | None = architecture.export_config(spec, original, whole, quantised, standard)
     if config is None and origin.config_text is not None:
         # Of what a swap has changed the original's word on dtypes is out of date.
         if stated_dtype(original) in (None, stored if origin.history else compute):

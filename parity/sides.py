@@ -32,6 +32,7 @@ from ..architectures import BY_MODEL_TYPE, Architecture
 from ..converter.checkpoint import Checkpoint
 from ..converter.convert import plan_conversion
 from ..converter.publish import Staging
+from ..converter.targets import Target
 from ..converter.weights import Tree
 from ..converter.write import execute
 from ..errors import CannotExpress, CheckpointError, GptkitError
@@ -55,11 +56,11 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     if architecture is None:
         raise CannotExpress(_NO_CLASS)
     readable = checkpoint.format == "hf" and checkpoint.path.is_dir() and not checkpoint.notes
-    if readable and architecture.export_config(checkpoint.spec, checkpoint.origin.config) is None:
+    if readable and architecture.export_config(checkpoint.spec, checkpoint.origin.config, standard=True) is None:
         yield checkpoint.path
         return
     try:
-        plan = plan_conversion(checkpoint, "hf")
+        plan = plan_conversion(checkpoint, Target("hf", architecture.name))
     except CannotExpress as error:
         raise CannotExpress(
             error.message, "compare with the checkpoint it was made from: gptkit verify ORIGINAL THIS"
@@ -366,7 +367,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     if architecture is None:
         raise CannotExpress(_NO_CLASS)
     original = checkpoint.origin.config
-    config = dict(architecture.export_config(checkpoint.spec, original) or original or {})
+    config = dict(architecture.export_config(checkpoint.spec, original, standard=True) or original or {})
     leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}
     table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
     with quiet(), _parameters_on_meta():
