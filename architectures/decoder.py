@@ -470,7 +470,7 @@ class Decoder:
         heads, head_dim, hidden = values["heads"], values["head_dim"], values["hidden"]
         if self.square and heads * head_dim != hidden:
             quotient = f"{names['hidden']} / {names['heads']} ({hidden} / {heads})"
-            raise config.fail(names["head_dim"], head_dim, f"{quotient}: transformers knows no other for this family")
+            raise config.fail(names["head_dim"], head_dim, f"{quotient}: gptkit computes no other for this family")
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], norm: Mapping[str, Any]

@@ -42,7 +42,8 @@ class LatentDecoder(Decoder):
 
     kv_heads: the default of `num_key_value_heads`, which are to be as many as there are heads; None where that is the
     default. turning: what is assumed of rotary keys. interleaved: whether neighbours turn together, where no field says
-    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together.
+    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together. tables: whether
+    `head_dim` sizes the tables of cos and sin, which are as wide as rotary keys where it is absent.
     """
 
     mixer: type[Any] = LatentAttention
@@ -51,6 +52,7 @@ class LatentDecoder(Decoder):
     kv_heads: int | None = None
     interleaved: bool | None = None
     gathered: bool = True
+    tables: bool = False
 
     def complete(self, config: ConfigReader, values: dict[str, Any], names: Mapping[str, str]) -> None:
         """Nothing follows: the sizes of heads are given."""
@@ -67,7 +69,9 @@ class LatentDecoder(Decoder):
         together = config.boolean("rope_interleave", True) if self.interleaved is None else self.interleaved
         turning = self.turning._replace(pairs="adjacent" if together else "halves")
         scale, mscale = (fields["nope_dim"] + rope_dim) ** -0.5, read_mscale(config)
-        position = read_rotary(config, rope_dim, values["context"], turning)
+        width = config.optional_integer("head_dim", rope_dim) if self.tables else rope_dim
+        width = values["hidden"] // heads if width is None else width  # as transformers' class has it
+        position = read_rotary(config, rope_dim, values["context"], turning, width)
         attention = LatentAttention(
             hidden_size=values["hidden"],
             heads=heads,
@@ -91,7 +95,8 @@ class LatentDecoder(Decoder):
         rope = write_rotary(rotary, rotary.dim, self.turning)
         scaling = write_mscale(rope["rope_scaling"], attention.scale, attention.query_dim**-0.5)
         pairs = {"rope_interleave": rotary.pairs == "adjacent"} if self.interleaved is None else {}
-        found = {"num_key_value_heads": attention.heads, **rope, "rope_scaling": scaling, **pairs}
+        tables = {} if rotary.spread is None else {"head_dim": rotary.spread}
+        found = {"num_key_value_heads": attention.heads, **rope, "rope_scaling": scaling, **pairs, **tables}
         return {**found, **super().write(spec)}
 
 
@@ -126,5 +131,7 @@ DOWN = Layout("part hidden", split="part", parts=("kv_rank", "rope_dim"))
 _DOWN_BIAS = Layout("part", split="part", parts=("kv_rank", "rope_dim"))
 UP = Layout("(heads part) kv_rank", split="part", parts=("nope_dim", "value_dim"))
 
-KNOWN = {"head_dim": "made of qk_rope_head_dim", "qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}
-"""Fields that transformers writes and sets anew, for a family's `irrelevant`."""
+MADE = {"qk_head_dim": "made of qk_nope_head_dim and qk_rope_head_dim"}
+"""What transformers writes and does not read, for a family's `irrelevant`."""
+KNOWN = {"head_dim": "made of qk_rope_head_dim", **MADE}
+"""The same of families whose classes set `head_dim` anew."""

@@ -59,6 +59,7 @@ class RotaryKind(NamedTuple):
     alpha: bool = False
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
+    even: bool = False
     original: int | None = None
     renewed: bool = False
     types: Mapping[str, str] | None = None
@@ -67,7 +68,13 @@ class RotaryKind(NamedTuple):
 USUAL_ROTARY = RotaryKind()
 
 
-def read_rotary(config: ConfigReader, dim: int, context_length: int | None, kind: RotaryKind = USUAL_ROTARY) -> Rotary:
+def read_rotary(
+    config: ConfigReader,
+    dim: int,
+    context_length: int | None,
+    kind: RotaryKind = USUAL_ROTARY,
+    tables: int | None = None,
+) -> Rotary:
     """The rotary component of a family whose layers all turn alike.
 
     Args:
@@ -75,6 +82,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int | None, kind
         dim: the width of a head.
         context_length: the model's, None where it states none.
         kind: what the family's config class assumes.
+        tables: the width of a head from which transformers makes the tables of cos and sin, where it is another.
 
     Raises:
         ConfigError: an unknown rope type, a missing or malformed parameter, or partial rotation where transformers'
@@ -87,7 +95,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int | None, kind
         if base != kind.usual.get("rope_theta", base):
             raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
         rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
-        return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind)
+        return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind, tables)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
         raise ConfigError("config.json: rope parameters by layer type are not known for this family")
     rope = config.inner(which, more=_said_elsewhere(config, which, kind))
@@ -97,7 +105,7 @@ def read_rotary(config: ConfigReader, dim: int, context_length: int | None, kind
     turned = config.optional_integer(kind.dims) if kind.dims else None
     if turned is not None and turned <= dim:
         kind = kind._replace(whole=turned / dim)
-    return _rotary(rope, dim, base, context_length, kind)
+    return _rotary(rope, dim, base, context_length, kind, tables)
 
 
 def read_rotaries(
@@ -139,8 +147,10 @@ def _said_elsewhere(config: ConfigReader, which: str, kind: RotaryKind) -> dict[
     return found | ({} if original is None else {ORIGINAL: original})
 
 
-def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind) -> Rotary:
-    """The component that some parameters say, of a head of width `dim`."""
+def _rotary(
+    rope: ConfigReader, dim: int, base: float, context_length: int | None, kind: RotaryKind, tables: int | None = None
+) -> Rotary:
+    """The component that some parameters say, of a head of width `dim`; `tables` as in `read_rotary`."""
     scaling = rope.raw("rope_type", rope.raw("type", "default"))
     if not isinstance(scaling, str):
         raise rope.fail("rope_type", scaling, "a string")
@@ -164,17 +174,41 @@ def _rotary(rope: ConfigReader, dim: int, base: float, context_length: int | Non
         "joined": kind.joined or bool(kind.part),
     }
     if scaling == "proportional":
+        if tables not in (None, dim):
+            raise rope.fail("rope_type", scaling, f"default: the tables are of heads {tables} wide")
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
+    head, turned = dim, dim if tables is None else tables
     if kind.part:
         if not _is_number(part) or not 0 < part <= 1:
-            raise rope.fail("partial_rotary_factor", part, "a number above 0 up to 1")
-        dim = int(dim * part)
-        if dim < 2 or dim % 2:
-            raise rope.fail("partial_rotary_factor", part, f"what makes an even number of dimensions, not {dim}")
+            raise rope.fail(PART, part, "a number above 0 up to 1")
+        turned = int(dim * part)
+        dim = turned + turned % 2
+        if not 0 < dim <= head or (kind.even and turned % 2):
+            raise rope.fail(PART, part, f"what makes an even number of dimensions of {head}, not {turned}")
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
-    elif (kind.entire or scaling != "default") and (not _is_number(part) or not dim <= part * dim < dim + 1):
-        raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
-    return Rotary(dim=dim, scaling=_read_scaling(scaling, rope, dim, base, context_length, kind.renewed), **rest)
+    elif kind.entire or scaling != "default":
+        turned = int(turned * part) if _is_number(part) and 0 < part < 2 else 0
+        if turned + turned % 2 != dim and turned != tables:
+            raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
+    found = _read_scaling(scaling, rope, turned, base, context_length, kind.renewed)
+    if turned + turned % 2 != dim:
+        rest["base"], turned = _one_frequency(rope, dim, turned, found, kind), dim
+    return Rotary(dim=dim, scaling=found, spread=turned if turned % 2 else None, **rest)
+
+
+def _one_frequency(rope: ConfigReader, dim: int, turned: int, scaling: RopeScaling | None, kind: RotaryKind) -> float:
+    """Return the base by which all pairs turn alike: transformers' tables of one frequency stand for every pair.
+
+    Raises:
+        ConfigError: transformers fails with tables of this width.
+    """
+    alike = scaling is None or isinstance(scaling, LinearScaling | Llama3Scaling)
+    if not (0 < turned <= 2 and kind.pairs == "adjacent" and alike):
+        raise ConfigError(
+            f"config.json: the rotary tables are of heads {turned} wide, and {dim} dimensions of each head turn:"
+            " transformers fails with these"
+        )
+    return 1.0
 
 
 PART = "partial_rotary_factor"  # which part of a head turns, in rope parameters
@@ -217,6 +251,10 @@ def _read_scaling(
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
             original_context=original,
+        )
+    if kind in ("yarn", "longrope") and dim % 2:
+        raise rope.fail(
+            "rope_type", kind, f"default: transformers fails where an odd number of dimensions ({dim}) turns"
         )
     if kind == "yarn":
         if base == 1:
@@ -325,14 +363,14 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
 
 def write_rotary(rotary: Rotary, head_dim: int, kind: RotaryKind = USUAL_ROTARY) -> dict[str, Any]:
     """config.json keys for a rotary component on heads of a width, in the form that transformers 4 and 5 both read."""
-    part = {kind.part: _part(rotary.dim, head_dim)} if kind.part else {}
+    part = {kind.part: _part(rotary.exponent, head_dim)} if kind.part else {}
     plain = None if kind.usual is None else {"rope_type": "default"}
     return {kind.theta: rotary.base, "rope_scaling": _scaling(rotary) or plain, **part}
 
 
 def write_rotaries(by_kind: Mapping[str, Rotary], head_dim: int | None = None) -> dict[str, Any]:
     """`rope_parameters` by kind of layer, as transformers 5 reads it; with `head_dim` the part of a head that turns."""
-    part = {} if head_dim is None else {kind: _part(each.dim, head_dim) for kind, each in by_kind.items()}
+    part = {} if head_dim is None else {kind: _part(each.exponent, head_dim) for kind, each in by_kind.items()}
     return {
         "rope_parameters": {
             kind: {

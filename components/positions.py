@@ -258,6 +258,8 @@ class Rotary(Turning, Component, frozen=True):
     `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what
     turned is put beside what did not even where all of a head turns (GPT-NeoX), or one half beside the other (gpt-oss).
     `lie`: how what is put together lies in memory, heads one behind the other or, as projected, tokens (GPT-J).
+    `spread`: pair i turns by base^(-2i / spread) a token, where that is not 2i / dim. transformers turns one element
+    more than an odd number in config.json says, and divides by that number.
     """
 
     title = "RoPE"
@@ -269,6 +271,7 @@ class Rotary(Turning, Component, frozen=True):
         "scaling": "rope scaling dropped",
         "pairs": "RoPE in the other pairs",
         "direction": "RoPE turned the other way",
+        "spread": "RoPE frequencies spread over the elements that turn",
     }
 
     dim: Size
@@ -279,11 +282,16 @@ class Rotary(Turning, Component, frozen=True):
     direction: Literal["forward", "backward"] = "forward"
     joined: bool = False
     lie: Literal["by head", "by token"] = "by head"
+    spread: Size | None = None
 
     def __post_init__(self) -> None:
         if self.dim % 2:
             raise ConfigError(f"rotary positions need an even number of dimensions, not {self.dim}")
-        if isinstance(self.scaling, DynamicScaling) and self.dim == 2:
+        if self.spread == self.dim:
+            raise ConfigError(f"frequencies are spread over all {self.dim} dimensions where no spread is given")
+        if self.spread is not None and isinstance(self.scaling, YarnScaling | ProportionalScaling):
+            raise ConfigError(f"{type(self.scaling).__name__} is not defined where frequencies have a spread")
+        if isinstance(self.scaling, DynamicScaling) and self.exponent == 2:
             raise ConfigError("dynamic scaling takes the base to the power of dim / (dim - 2): dim is 2")
         if isinstance(self.scaling, YarnScaling) and self.base == 1:
             raise ConfigError("YaRN's ramp is over the logarithm of the base: base is 1")
@@ -294,6 +302,11 @@ class Rotary(Turning, Component, frozen=True):
                 length = len(getattr(self.scaling, name))
                 if length != self.dim // 2:
                     raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
+
+    @property
+    def exponent(self) -> int:
+        """The number that exponents of the base are divided by."""
+        return self.dim if self.spread is None else self.spread
 
     def words(self, on: Words = ALL_OF_IT) -> dict[str, Words]:
         scaling = Words("", None) if self.scaling is None else self.scaling.named()

@@ -66,8 +66,8 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
 
 def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """One angular frequency a pair, (dim/2,), for a sequence of `length` tokens, where a scaling looks at that."""
-    dim, base, scaling = rotary.dim, rotary.base, rotary.scaling
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
+    dim, base, scaling, divisor = rotary.dim, rotary.base, rotary.scaling, rotary.exponent
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / divisor
     match scaling:
         case None:
             return 1.0 / (base**exponents)
@@ -79,7 +79,7 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
                 return 1.0 / (base**exponents)
             tokens = torch.tensor(length, device=device)
             growth = (scaling.factor * tokens / original) - (scaling.factor - 1)
-            grown = base * growth.to(dtype) ** (dim / (dim - 2))
+            grown = base * growth.to(dtype) ** (divisor / (divisor - 2))
             return torch.as_tensor(1.0 / (grown**exponents))
         case Llama3Scaling():
             return _llama3(scaling, 1.0 / (base**exponents))

@@ -10,7 +10,7 @@ from typing import Any
 from ..base import Stacked
 from ..config import ConfigReader
 from ..decoder import Mixtures, by_type, none_or_more, with_defaults
-from ..latent import KNOWN
+from ..latent import MADE
 from . import deepseek_v3, youtu
 from .glm4_moe import CORRECTION
 from .llama import LLAMA_DROPPED, B, T
@@ -49,6 +49,6 @@ _AXK1 = _DECODER.architecture(
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     dropped=(*LLAMA_DROPPED, _NORM + ".weight"),
     stacked=_HELD,
-    irrelevant={**KNOWN, **OF_ROUTERS, **deepseek_v3.TRAINING},
+    irrelevant={**MADE, **OF_ROUTERS, **deepseek_v3.TRAINING},
     refused=deepseek_v3.DEEPSEEK_V3.refused,
 )

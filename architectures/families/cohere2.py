@@ -18,7 +18,6 @@ DECODER = Decoder(
     rotary=cohere.ROTARY._replace(base=1e4),
     layers=turned_in_windows(sliding(4, pattern="sliding_window_pattern")),
     written=write_sliding,
-    square=True,
 )
 LEAVES = leaves_of(
     {**EMBEDDING, **cohere.ATTENTION, **FEED_FORWARD, T + "input_layernorm": B + "attention_norm", **ENDS}

@@ -7,7 +7,7 @@ tokens (`layers.61`), is left out there, and carried along here.
 
 from ..base import BEHIND
 from ..decoder import USUAL, Field, Mixtures, after, with_defaults
-from ..latent import KNOWN, LATENT, LatentDecoder
+from ..latent import LATENT, MADE, LatentDecoder
 from . import youtu
 from .glm4_moe import CORRECTION, DRAFTS, GROUPED, ROUTER
 from .llama import LLAMA_DROPPED
@@ -35,6 +35,7 @@ DECODER = LatentDecoder(
     ),
     fixed=ROUTER,
     kv_heads=128,
+    tables=True,
     mixtures=Mixtures(**after("first_k_dense_replace", 3)),
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
@@ -53,7 +54,7 @@ DEEPSEEK_V3 = DECODER.architecture(
     dropped=LLAMA_DROPPED,
     carried=BEHIND,
     stacked=STACKED,
-    irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
+    irrelevant={**MADE, **OF_ROUTERS, **DRAFTS, **TRAINING},
     refused={
         "moe_layer_freq": ((1, None), "transformers has a mixture in every layer behind the dense ones"),
         "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 has sigmoid scores"),

@@ -6,7 +6,7 @@ drafts tokens (`layers.47`), is left out there too.
 
 from ..base import BEHIND
 from ..decoder import Mixtures, by_type, with_defaults
-from ..latent import KNOWN, LatentDecoder
+from ..latent import MADE, LatentDecoder
 from ..rope import RotaryKind
 from .deepseek_v3 import FIELDS, LEAVES
 from .glm4_moe import DRAFTS, ROUTER
@@ -49,5 +49,5 @@ _GLM4_MOE_LITE = _DECODER.architecture(
     dropped=LLAMA_DROPPED,
     carried=BEHIND,
     stacked=STACKED,
-    irrelevant={"qk_head_dim": KNOWN["qk_head_dim"], **OF_ROUTERS, **DRAFTS},
+    irrelevant={**MADE, **OF_ROUTERS, **DRAFTS},
 )

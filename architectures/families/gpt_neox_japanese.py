@@ -51,7 +51,7 @@ _DECODER = Decoder(
         "attention.scores": "product",
         "attention.softmax": "input",
     },
-    rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct"),
+    rotary=RotaryKind(theta="rotary_emb_base", part="rotary_pct", even=True),
     square=True,
     layers=_layers,
     written=_written,

@@ -30,6 +30,14 @@ def width_of(config: ConfigReader, name: str, hidden: int) -> int:
     return times * hidden
 
 
+def _inner(config: ConfigReader, hidden: int) -> int:
+    """Return the number of channels: transformers' class prefers `intermediate_size` to `expand`."""
+    if "intermediate_size" not in config.data:
+        return width_of(config, "expand", hidden)
+    config.integer("expand", 2)  # which says nothing then (falcon-mamba-7b has 16 there)
+    return config.integer("intermediate_size")
+
+
 def channels_of(mixer: Mamba) -> int:
     """The value that `width_of` reads."""
     if mixer.inner % mixer.hidden_size:
@@ -58,7 +66,7 @@ def alone(config: ConfigReader, mixer: Mamba | Mamba2, norm: RMSNorm, vocab: int
 def read(config: ConfigReader, normed: bool = False) -> ModelSpec:
     """The tree; `normed`: what each token chooses is normed, without weights."""
     hidden, vocab = config.integer("hidden_size", 768), config.integer("vocab_size", 50280)
-    states, inner = config.integer("state_size", 16), width_of(config, "expand", hidden)
+    states, inner = config.integer("state_size", 16), _inner(config, hidden)
     rank, eps = steps_of_rank(config, "time_step_rank", hidden), config.number("layer_norm_epsilon", 1e-5)
     own = {"eps": config.number("mixer_rms_eps", 1e-6), "gain": "none"} if normed else {}
     mixer = Mamba(
@@ -83,7 +91,8 @@ def write(spec: ModelSpec) -> dict[str, Any]:
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": len(spec.blocks),
         "state_size": mixer.state_size,
-        "expand": channels_of(mixer),
+        "expand": max(mixer.inner // mixer.hidden_size, 1),
+        **({"intermediate_size": mixer.inner} if mixer.inner % mixer.hidden_size else {}),
         "conv_kernel": mixer.kernel,
         "time_step_rank": mixer.rank,
         "hidden_act": name_of(mixer.activation),
@@ -126,7 +135,6 @@ IRRELEVANT = {
         "how training starts",
     ),
     **dict.fromkeys(("use_mambapy", "use_associative_scan"), "which kernels compute it"),
-    "intermediate_size": "made of expand and hidden_size",
 }
 FAMILY: dict[str, Any] = {
     "kinds": frozenset({Mamba, RMSNorm}),

@@ -28,7 +28,7 @@ _DECODER = Decoder(
     inner=FeedForward,
     head_norms="same",
     fixed={**BIASED, "attention.fused": True},
-    rotary=RotaryKind(part=PART, whole=0.5),
+    rotary=RotaryKind(part=PART, whole=0.5, even=True),
 )
 
 _PERSIMMON = _DECODER.architecture(

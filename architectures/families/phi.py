@@ -30,7 +30,7 @@ _DECODER = Decoder(
     norms=PRE[:1],
     head_norms="same",
     fixed={**BIASED, "block.parallel": True, "head.bias": True},
-    rotary=RotaryKind(part=PART, whole=0.5),
+    rotary=RotaryKind(part=PART, whole=0.5, even=True),
     square=True,
 )
 

@@ -28,7 +28,7 @@ _DECODER = Decoder(
     norm=LayerNorm,
     norms=lambda values: PRE[:1] if values["block.parallel"] else PRE,
     fixed={"block.sums": lambda values: "stream first" if values["block.parallel"] else "branches first"},
-    rotary=RotaryKind(part=PART, whole=0.25),
+    rotary=RotaryKind(part=PART, whole=0.25, even=True),
     square=True,
 )
 

@@ -5,7 +5,7 @@ Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 
 from ..base import leaves_of
 from ..decoder import USUAL, with_defaults
-from ..latent import KNOWN, LATENT, LatentDecoder, latent_leaves
+from ..latent import LATENT, MADE, LatentDecoder, latent_leaves
 from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 HEADS = ("num_key_value_heads", "head_dim")  # fields that are about heads of keys and values, where there are none
@@ -22,6 +22,7 @@ _DECODER = LatentDecoder(
         tie_word_embeddings=True,
     ),
     kv_heads=16,
+    tables=True,
 )
 
 LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
@@ -33,5 +34,5 @@ _YOUTU = _DECODER.architecture(
     released="2025-12",
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
     dropped=LLAMA_DROPPED,
-    irrelevant={**KNOWN, "embedding_initializer_range": "training only"},
+    irrelevant={**MADE, "embedding_initializer_range": "training only"},
 )

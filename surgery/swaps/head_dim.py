@@ -138,9 +138,9 @@ def _refit_base(rotary: Rotary, size: int) -> Rotary | None:
     """The rotary over `size` elements whose first pairs turn as the old ones do, or None where there is none."""
     base = 0.0
     with suppress(OverflowError):
-        base = rotary.base ** (size / rotary.dim)
+        base = rotary.base ** (size / rotary.exponent)
     there = 0 < base < math.inf
-    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size)) if there else None
+    return replace(rotary, dim=size, base=base, scaling=for_width(rotary.scaling, size), spread=None) if there else None
 
 
 def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True) -> str:

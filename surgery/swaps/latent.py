@@ -60,7 +60,7 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
         original_context=original if by_length and original is not None else context or 2048,
         attention_factor=amplitude(rotary),
     )
-    return replace(rotary, dim=keys * rotary.dim, base=1.0, scaling=scaling)
+    return replace(rotary, dim=keys * rotary.dim, base=1.0, scaling=scaling, spread=None)
 
 
 def _key_order(rotary: Rotary, keys: int) -> Index:

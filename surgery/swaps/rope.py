@@ -65,7 +65,7 @@ def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
     scaling: RopeScaling
     match name:
         case "ntk":  # the fastest pair turns as it did, the slowest `factor` times slower
-            return replace(rotary, base=rotary.base * factor ** (rotary.dim / (rotary.dim - 2)))
+            return replace(rotary, base=rotary.base * factor ** (rotary.exponent / (rotary.dim - 2)))
         case "linear":  # on divided positions, divided again
             before = rotary.scaling.factor if isinstance(rotary.scaling, LinearScaling) else 1.0
             scaling = LinearScaling(factor=before * factor)
@@ -231,7 +231,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
             raise SwapRefused(f"the keys of layer {layer} come from a latent, and its rotary keys are apart", hint)
         _require_part(layer, rotary, size)
         if asked.approximate:
-            plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size))
+            plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size), spread=None)
             after[layer] = replace(attention, position=plain)
             continue
         after[layer] = replace(attention, position=kept_rotary(rotary, size, drop))
@@ -280,8 +280,8 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
     dynamic_scaling = isinstance(rotary.scaling, DynamicScaling)
     lengths = [1] if original is None or dynamic_scaling else [1, original + 1]
     wanted = [frequencies(rotary, length)[kept] for length in lengths]
-    first = rotary.base ** (2 * kept[0] / rotary.dim)  # how much slower the first one that stays is
-    part = replace(rotary, dim=size, base=rotary.base ** (size / rotary.dim), scaling=None)
+    first = rotary.base ** (2 * kept[0] / rotary.exponent)  # how much slower the first one that stays is
+    part = replace(rotary, dim=size, base=rotary.base ** (size / rotary.exponent), scaling=None, spread=None)
     by_pair = isinstance(rotary.scaling, LongRopeScaling)
     candidates = [] if by_pair else [replace(part, scaling=for_width(rotary.scaling, size))]
     if rotary.scaling is None or isinstance(rotary.scaling, LinearScaling):

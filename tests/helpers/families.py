@@ -1198,6 +1198,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3-plain": {
+        "head_dim": 3,
         **DEEPSEEK_V3,
         "num_key_value_heads": None,
         "q_lora_rank": None,
@@ -1285,6 +1286,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2-biased": {
         **LLAMA,
         "model_type": "cohere2",
+        "head_dim": 12,
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 12,
         "attention_bias": True,
@@ -1337,6 +1339,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "gpt_neox": {**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 5000},
+    "gpt_neox-odd": {
+        **NEOX,
+        "num_attention_heads": 4,
+        "rotary_pct": 0.25,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": 40,
+    },
     "gpt_neox-serial": {
         **NEOX,
         "use_parallel_residual": False,
@@ -1682,7 +1691,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba-biased": {
         **MAMBA,
         "conv_kernel": 3,
-        "expand": 1,
+        "expand": 16,  # of which nothing is made beside an intermediate_size
+        "intermediate_size": 40,
         "time_step_rank": 12,  # as many as states: what lies in another order is seen by its values alone
         "use_bias": True,
         "use_conv_bias": False,
@@ -1692,6 +1702,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu",
     },
     "falcon_mamba": {**MAMBA, "model_type": "falcon_mamba", "mixer_rms_eps": 1e-4},
+    "falcon_mamba-7b": {**MAMBA, "model_type": "falcon_mamba", "expand": 16, "intermediate_size": 96},
     "jamba": JAMBA,
     "jamba-biased": {
         **JAMBA,

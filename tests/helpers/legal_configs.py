@@ -538,7 +538,9 @@ def by_role(chosen: random.Random, family: str) -> Config:
         found["layer_types"] = [chosen.choice(kinds) for _ in range(sizes["layers"])]
         found["sliding_window"] = chosen.choice((1, 2, 3, 8, 17, 300))
     if decoder.rotary is not None:
-        found |= rope(chosen, head_dim) if not decoder.rotary.part else {decoder.rotary.part: chosen.choice((0.5, 1.0))}
+        found |= (
+            rope(chosen, head_dim) if not decoder.rotary.part else {decoder.rotary.part: chosen.choice((0.5, 0.7, 1.0))}
+        )
     needed = {name for name, field in fields.items() if field.role.split()[0] in sizes}
     needed = {name for name in needed if fields[name].role not in ("activation", "eps")} | {
         *ARCHITECTURES[family].stated
@@ -1056,6 +1058,7 @@ def mamba(chosen: random.Random) -> Config:
         "expand": chosen.choice((1, 2, 3)),
     }
     more = {
+        "intermediate_size": chosen.choice(ODD),
         "time_step_rank": chosen.choice(ODD),
         "conv_kernel": chosen.choice((1, 2, 5)),
         "use_bias": True,
