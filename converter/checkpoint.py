@@ -11,20 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..architectures import Architecture, BoundLeaf, named
 from ..components import ModelSpec
 from ..components.ranges import some_of
 from ..errors import CheckpointError, InvalidInput, UnknownFamily
-from .dtypes import F8, FLOATS, HF_NAMES, INTEGERS, to_float64, widest
+from .dtypes import FLOATS, HF_NAMES, INTEGERS, widest
 from .formats import Opened
 from .index import WeightFiles, weight_files
+from .matching import Match, match
 from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .quantised import METHODS, dequantised
 from .resolve import Reference, quantised, read_spec, resolve
-from .safetensors import DTYPES
 from .tree import Origin, Quantised
 from .weights import Checkpoint as Checkpoint
 from .weights import TensorFiles as TensorFiles
@@ -226,108 +224,80 @@ def _match(
     stored: bool,
 ) -> None:
     """Pair the declared leaves with the tensors in the files, or raise with everything that does not fit."""
-    declared = {leaf.checkpoint: leaf for leaf in checkpoint.leaves}
-    info = checkpoint._weights.info
-    layers = len(checkpoint.spec.blocks)
-    family, carried = architecture or checkpoint.architecture, dict[str, dict[str, str]]()
-    dropped, extra, twice, heads = [], [], [], []
-    borrowed = {} if architecture is None else architecture.borrowed(checkpoint.spec)
-    copies: dict[str, str] = {}  # of weights that layers share
-    for name in info:
-        known: str | None = name
-        if architecture is not None:
-            known = architecture.canonical_name(name, {**declared, **borrowed}, layers)
-        if known is None:
-            dropped.append(name)
-        elif known in declared:
-            if known in checkpoint._found:
-                twice.append(f"{name} and {checkpoint._found[known]}")
-            checkpoint._found[known] = name
-        elif architecture is not None and known == architecture.head and checkpoint.spec.tied:
-            heads.append(name)
-        elif known in borrowed:
-            copies[name] = borrowed[known]
-        elif (
-            family is not None and DTYPES[info[name][0]].carrier is not None and (group := family.carries(name, layers))
-        ):
-            carried.setdefault(group[0], {})[group[1]] = name
-        else:
-            extra.append(name)
-    if "scales" in carried and not stored:
+    weights, family = checkpoint._weights, architecture or checkpoint.architecture
+    made = match(checkpoint.spec, checkpoint.leaves, weights, architecture, family, integers=integers)
+    if "scales" in made.carried and not stored:
         raise Quantised(
             f"{checkpoint.path}: its weights are quantised, and gptkit reads floating-point ones",
             _FIRST_ONE if architecture is not None else "convert --to hf, and then those files with --dtype bfloat16.",
         )
-    # Only now: the embedding may come after the head, and under an old name.
-    embedding = next((leaf.checkpoint for leaf in checkpoint.leaves if leaf.shared == ("embedding.weight",)), "")
-    if heads and embedding not in checkpoint._found:  # as safetensors' save_model leaves it
-        checkpoint._found[embedding] = heads[0]
-        checkpoint.notes.append(f"{heads.pop(0)} is there for the embedding it is tied to")
-    other = [
-        name
-        for name, known in copies.items()
-        if checkpoint._found.setdefault(known, name) != name and checkpoint.fetched
-        if not (
-            info[name] == info[checkpoint._found[known]] and checkpoint._weights.same(checkpoint._found[known], name)
-        )
+    _refuse(checkpoint, made, architecture, allow_extra, partial)
+    info, notes = weights.info, checkpoint.notes
+    checkpoint._found = made.found
+    notes += [f"{made.stands_in} is there for the embedding it is tied to"] if made.stands_in else []
+    notes += [f"extra tensors left out: {_some(made.extra)}"] if made.extra and allow_extra else []
+    how = "repeats the embedding it is tied to: kept once"
+    if not checkpoint.fetched:
+        how = "is tied to the embedding: not compared, since no weight was fetched"
+    notes += [f"{name} {how}" for name in made.heads]
+    notes += [f"{len(made.copies)} tensors of shared blocks are there again: kept once"] if made.copies else []
+    checkpoint.carried = {
+        group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
+        for group, names in made.carried.items()
+    }
+    missing = made.missing
+    checkpoint._found.update(pair for group in made.carried.values() for pair in group.items())
+    notes += checkpoint.told
+    notes += [f"buffers without weights left out: {_some(made.dropped)}"] if made.dropped else []
+    if partial:
+        notes += [_lacking(made)] if missing else []
+        _as_they_are(checkpoint, made.declared, missing, [] if allow_extra else made.extra)
+
+
+def _lacking(made: Match) -> str:
+    return f"{len(made.missing)} of {len(made.declared)} tensors are missing: {_some(made.missing)}"
+
+
+def _refuse(
+    checkpoint: Checkpoint, made: Match, architecture: Architecture | None, allow_extra: bool, partial: bool
+) -> None:
+    """Raise CheckpointError with everything that does not fit, and what to do."""
+    info, missing, extra = checkpoint._weights.info, made.missing, made.extra
+    problems = [] if partial or not missing else [_lacking(made)]
+    shaped = [
+        f"{own} is {list(info[own][1])}, expected {list(made.declared[name].shape)}"
+        for name in made.shaped
+        for own in [made.found[name]]
     ]
-    untied = [name for name in heads if checkpoint.fetched and not _is_tied(checkpoint, embedding, name)]
-    missing = [name for name in declared if name not in checkpoint._found]
-    lacking = f"{len(missing)} of {len(declared)} tensors are missing: {_some(missing)}"
-    problems = [] if partial or not missing else [lacking]
-    shaped, typed = [], []
-    for name, own in checkpoint._found.items():
-        dtype, shape = info[own]
-        if shape != declared[name].shape:
-            shaped.append(f"{own} is {list(shape)}, expected {list(declared[name].shape)}")
-        if dtype not in (*FLOATS, *(INTEGERS if integers else ()), *(F8 if "scales" in carried else ())):
-            typed.append(f"{own} is {dtype}")
+    typed = [f"{name} is {info[name][0]}" for name in made.typed]
     for names, what in ((shaped, "tensors have another shape"), (typed, "weights are not floating point")):
         problems += [f"{len(names)} {what}: {_some(names)}"] if names else []
     hint = "Check that config.json belongs to these weights."
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
-    if untied:
-        problems.append(f"config.json ties the head to the embedding, but {_some(untied)} holds other values")
+    if made.untied:
+        problems.append(f"config.json ties the head to the embedding, but {_some(made.untied)} holds other values")
         if len(problems) == 1:
             hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
-    altered = _altered(checkpoint, family, carried.get("unused", {})) if checkpoint.fetched else []
-    if altered:
-        problems.append(f"other values than the family computes with, which transformers would take: {_some(altered)}")
+    if made.altered:
+        told = _some(made.altered)
+        problems.append(f"other values than the family computes with, which transformers would take: {told}")
         if len(problems) == 1:
             hint = "No tree has both. Take these tensors out of the files if they are left over."
-    if other:
-        problems.append(f"layers share a block, and {_some(other)} holds other values than where it is stored")
-    if twice:
-        problems.append(f"{len(twice)} tensors are there under two names: {_some(twice)}")
+    if made.parted:
+        problems.append(f"layers share a block, and {_some(made.parted)} holds other values than where it is stored")
+    if made.twice:
+        names = [f"{name} and {other}" for name, other in made.twice]
+        problems.append(f"{len(names)} tensors are there under two names: {_some(names)}")
     if extra and not allow_extra and not partial:
         problems.append(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
-    elif extra and allow_extra:
-        checkpoint.notes.append(f"extra tensors left out: {_some(extra)}")
-    if problems:
-        if extra and not allow_extra and len(problems) == 1:
-            hint = "Pass --allow-extra to leave them out."
-        elif extra and missing:
-            hint = renamed(extra) or hint
-        raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
-    how = "repeats the embedding it is tied to: kept once"
-    if not checkpoint.fetched:
-        how = "is tied to the embedding: not compared, since no weight was fetched"
-    checkpoint.notes += [f"{name} {how}" for name in heads]
-    if copies:
-        checkpoint.notes.append(f"{len(copies)} tensors of shared blocks are there again: kept once")
-    checkpoint.carried = {
-        group: tuple(own_leaves((known, info[name][1]) for known, name in names.items()))
-        for group, names in carried.items()
-    }
-    checkpoint._found.update(pair for group in carried.values() for pair in group.items())
-    checkpoint.notes += checkpoint.told
-    if dropped:
-        checkpoint.notes.append(f"buffers without weights left out: {_some(dropped)}")
-    if partial:
-        if missing:
-            checkpoint.notes.append(lacking)
-        _as_they_are(checkpoint, declared, missing, [] if allow_extra else extra)
+    if not problems:
+        return
+    if extra and not allow_extra and len(problems) == 1:
+        hint = "Pass --allow-extra to leave them out."
+    elif extra and missing:
+        hint = renamed(extra) or hint
+    raise CheckpointError(f"{checkpoint.path}: " + "; ".join(problems), hint)
 
 
 def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing: list[str], extra: list[str]) -> None:
@@ -344,35 +314,6 @@ def _as_they_are(checkpoint: Checkpoint, declared: dict[str, BoundLeaf], missing
     checkpoint.extra = tuple(own_leaves((name, info[name][1]) for name in known))
     checkpoint._found.update({name: name for name in known})
     checkpoint.leaves = [leaf for leaf in checkpoint.leaves if leaf.checkpoint not in missing] + [*checkpoint.extra]
-
-
-def _is_tied(checkpoint: Checkpoint, embedding: str, name: str) -> bool:
-    """Whether a tied head that was stored all the same has the embedding's bytes."""
-    weights, stored = checkpoint._weights, checkpoint._found[embedding]
-    dtype, shape = weights.info[name]
-    if dtype not in FLOATS or shape != (checkpoint.spec.vocab_size, checkpoint.spec.hidden_size):  # reported as such
-        return weights.info[stored] == (dtype, shape)
-    return weights.same(stored, name)
-
-
-def _altered(checkpoint: Checkpoint, family: Architecture | None, unused: Mapping[str, str]) -> list[str]:
-    """The tensors among those that no layer reads which are no copies of what they are one with, or not what the config
-    makes of them: transformers would compute with them. By their names there, and in the files.
-    """
-    weights, found = checkpoint._weights, checkpoint._found
-    wrong: list[str] = []
-    if family is None:
-        return wrong
-    for known, name in unused.items():
-        first, make = family.repeated.get(known), family.made.get(known)
-        if first in found and not weights.same(name, found[first]):
-            wrong.append(name)
-        if make is not None:
-            values, theirs = make(checkpoint.spec), to_float64(weights.read(name), weights.info[name][0])
-            near = 1e-6 if weights.info[name][0] in ("F32", "F64") else 1e-2  # numpy's sine may differ in the last bit
-            if theirs.shape != values.shape or not np.allclose(theirs, values, rtol=0, atol=near):
-                wrong.append(name)
-    return wrong
 
 
 def stated_dtype(config: Mapping[str, Any] | None) -> str | None:
