@@ -27,10 +27,10 @@ from .obstacles import OWN_FORMAT, Kinds, express, of_kind
 @dataclass(frozen=True)
 class Leaf:
     """One checkpoint tensor: its name template and the shared names it holds, `{layer}` the block's index, `{expert}`
-    an expert's. Where the tensor holds those of all experts, only the shared names have `{expert}`, and its layout
-    says along which axis they lie (`Layout.each`). With a `{use}` it is of one of the layers that run a shared block:
-    the checkpoint's `{layer}` is the one that stores the block's weights, the shared names' the one that runs it, and
-    `{use}` how many layers before that run any.
+    an expert's, `{head}` a head's. Where the tensor holds those of all experts, only the shared names have `{expert}`,
+    and its layout says along which axis they lie (`Layout.each`). With a `{use}` it is of one of the layers that run a
+    shared block: the checkpoint's `{layer}` is the one that stores the block's weights, the shared names' the one that
+    runs it, and `{use}` how many layers before that run any.
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants. `buffer`:
     transformers does not count it among the parameters.
@@ -545,11 +545,16 @@ def _bound(owner: str, leaves: Sequence[Leaf], spec: ModelSpec, shapes: Mapping[
             if "{layer}" not in leaf.checkpoint:
                 yield from () if layer else _bind_one(owner, leaf, {}, shapes, ends)
             elif leaf.when is None or leaf.when(block):
-                for expert in range(sizes["experts"] if "{expert}" in leaf.checkpoint else 1):
-                    yield from _bind_one(owner, leaf, {**place, "expert": expert}, shapes, sizes)
+                for index in range(_repeats(leaf.checkpoint, sizes)):
+                    yield from _bind_one(owner, leaf, {**place, "expert": index, "head": index}, shapes, sizes)
     for leaf in leaves[first:]:
         if leaf not in per_block:
             yield from _bind_one(owner, leaf, {}, shapes, ends)
+
+
+def _repeats(template: str, sizes: Mapping[str, int]) -> int:
+    """Return how many tensors a name template may stand for in a layer."""
+    return next((sizes.get(f"{each}s", 0) for each in ("expert", "head") if f"{{{each}}}" in template), 1)
 
 
 def _uses(spec: ModelSpec) -> dict[int, list[dict[str, int]]]:

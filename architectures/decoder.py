@@ -319,7 +319,8 @@ class Decoder:
     field says, or functions of those that the fields say. rotary: what is assumed of its positions; None where
     attention has them from `layers`, or has none. learned: whether there is a table of positions, of the kind `table`.
     The role "final_norm" says whether one stands behind the last layer, as it does where nobody says so. head_norms:
-    how queries and keys are normed: every head by the "same" norm or by its "own", or all heads at once as a "whole";
+    how queries and keys are normed: every head by the "same" norm or by its "own" (with a tensor for each head "apart",
+    and without bias), or all heads at once as a "whole";
     where a field has the role of that name, it says whether. embedding_norm: whether the embedding has a norm. layers:
     what differs by layer. recurrent: of a family in which not all layers have attention. mixtures: of a family that has
     mixtures of experts; the plain roles of one are `expert_size` (an expert's width, that of a dense layer where no
@@ -338,7 +339,7 @@ class Decoder:
     rotary: RotaryKind | None = USUAL_ROTARY
     learned: bool = False
     table: type[Any] = LearnedPositions
-    head_norms: Literal["", "same", "own", "whole"] = ""
+    head_norms: Literal["", "same", "own", "apart", "whole"] = ""
     embedding_norm: bool = False
     layers: Layers | None = None
     recurrent: _Recurrent | None = None
@@ -482,9 +483,10 @@ class Decoder:
             """Of the queries or keys of so many heads."""
             if not values.get("head_norms", self.head_norms):
                 return None
-            groups = {"groups": count} if self.head_norms == "own" else {}
+            groups = {"groups": count} if self.head_norms in ("own", "apart") else {}
+            apart = {"apart": True, "bias": False} if self.head_norms == "apart" else {}
             size = head_dim if self.head_norms == "same" else count * head_dim
-            return self.norm(size=size, eps=values["eps"], **norm, **groups)
+            return self.norm(size=size, eps=values["eps"], **{**norm, **groups, **apart})
 
         kv_heads = values["kv_heads"] or heads
         shared: dict[str, Any] = {

@@ -42,8 +42,8 @@ class LatentDecoder(Decoder):
 
     kv_heads: the default of `num_key_value_heads`, which are to be as many as there are heads; None where that is the
     default. turning: what is assumed of rotary keys. interleaved: whether neighbours turn together, where no field says
-    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together. tables: whether
-    `head_dim` sizes the tables of cos and sin, which are as wide as rotary keys where it is absent.
+    it; None where `rope_interleave` does. gathered: as of the component, where neighbours turn together. tables:
+    whether `head_dim` sizes the tables of cos and sin, which are as wide as rotary keys where it is absent.
     """
 
     mixer: type[Any] = LatentAttention

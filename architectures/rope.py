@@ -192,11 +192,11 @@ def _rotary(
             raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
     found = _read_scaling(scaling, rope, turned, base, context_length, kind.renewed)
     if turned + turned % 2 != dim:
-        rest["base"], turned = _one_frequency(rope, dim, turned, found, kind), dim
+        rest["base"], turned = _one_frequency(dim, turned, found, kind), dim
     return Rotary(dim=dim, scaling=found, spread=turned if turned % 2 else None, **rest)
 
 
-def _one_frequency(rope: ConfigReader, dim: int, turned: int, scaling: RopeScaling | None, kind: RotaryKind) -> float:
+def _one_frequency(dim: int, turned: int, scaling: RopeScaling | None, kind: RotaryKind) -> float:
     """Return the base by which all pairs turn alike: transformers' tables of one frequency stand for every pair.
 
     Raises:

@@ -62,8 +62,8 @@ class LayerNorm(Norm, Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
 
     `groups` cuts a row into so many, each normed by itself with its part of the weight (StableLM's and Cohere's norms
-    of every head). `cast` says where it is computed: in torch's kernel, in that kernel in fp32 at least (OLMo), or
-    written out in fp32 at least (Cohere).
+    of every head). With `apart` the part of each is a tensor of its own (StableLM). `cast` says where it is computed:
+    in torch's kernel, in that kernel in fp32 at least (OLMo), or written out in fp32 at least (Cohere).
     """
 
     label = "norms"
@@ -82,15 +82,21 @@ class LayerNorm(Norm, Component, frozen=True):
     gain: Gain = "weight"
     groups: Size = 1
     cast: Literal["kernel", "float32 kernel", "float32"] = "kernel"
+    apart: bool = False
 
     def __post_init__(self) -> None:
         _check_groups(self)
+        if self.apart and (self.bias or self.gain == "none"):
+            raise ConfigError("norms whose groups have a tensor each have a weight in it, and no bias")
 
     def small(self, size: int) -> Self:
         groups = _groups(self, size)
         return msgspec.structs.replace(self, size=size, groups=groups)
 
     def weights(self) -> dict[str, Weight]:
+        if self.apart:
+            own = Weight((self.size // self.groups,), "gain", self.weight_of(1.0))
+            return {f"{group}.weight": own for group in range(self.groups)}
         return self.gains() | ({"bias": bias(self.size)} if self.bias else {})
 
     def words(self) -> dict[str, Words]:

@@ -199,6 +199,14 @@ def _are_rows(parts: Sequence[Tensor], whole: Tensor | None) -> bool:
     return True
 
 
+class _GroupWeight(nn.Module):
+    """The weight of one group of a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
 @computes(LayerNorm)
 class LayerNormModule(nn.Module):
     """Over the last dimension."""
@@ -206,12 +214,15 @@ class LayerNormModule(nn.Module):
     def __init__(self, spec: LayerNorm) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" else None
+        self.weight = nn.Parameter(torch.empty(spec.size)) if spec.gain != "none" and not spec.apart else None
         self.bias = nn.Parameter(torch.empty(spec.size)) if spec.bias else None
+        for group in range(spec.groups if spec.apart else 0):
+            self.add_module(str(group), _GroupWeight(spec.size // spec.groups))
 
     def forward(self, x: Tensor) -> Tensor:
         spec = self.spec
-        factor = None if self.weight is None else spec.factor(self.weight)
+        weight = torch.cat([*self.parameters()]) if spec.apart else self.weight
+        factor = None if weight is None else spec.factor(weight)
         if spec.cast == "float32":
             return self._written_out(x, factor)
         if spec.cast == "float32 kernel":

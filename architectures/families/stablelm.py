@@ -1,13 +1,14 @@
 """StableLM (Stability AI 2023): llama with layer norms, a quarter of each head turned, and parallel blocks in some.
 
-Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. The norms of every head in StableLM 2 12B are
-a tensor a head, which has no map here yet.
+Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. In StableLM 2 12B every head has a norm of
+its own, each a tensor.
 """
 
 from ...components import LayerNorm
+from ..base import Leaf, leaves_of
 from ..decoder import PRE, Decoder, Field
 from ..rope import PART, RotaryKind
-from .llama import LEAVES, LLAMA_DROPPED
+from .llama import ATTENTION, EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
 
 _DECODER = Decoder(
     {
@@ -22,6 +23,7 @@ _DECODER = Decoder(
         "max_position_embeddings": Field("context", 4096),
         "layer_norm_eps": Field("eps", 1e-5),
         "use_qkv_bias": Field("attention.qkv_bias", False),
+        "qk_layernorm": Field("head_norms", False),
         "use_parallel_residual": Field("block.parallel", False),
         "tie_word_embeddings": Field("tied", False),
     },
@@ -29,17 +31,21 @@ _DECODER = Decoder(
     norms=lambda values: PRE[:1] if values["block.parallel"] else PRE,
     fixed={"block.sums": lambda values: "stream first" if values["block.parallel"] else "branches first"},
     rotary=RotaryKind(part=PART, whole=0.25, even=True),
+    head_norms="apart",
     square=True,
 )
 
+_HEAD_NORMS = tuple(
+    Leaf(f"{T}self_attn.{x}_layernorm.norms.{{head}}.weight", f"{B}attention.{x}_norm.{{head}}.weight") for x in "qk"
+)
+_LEAVES = (*leaves_of({**EMBEDDING, **ATTENTION}), *_HEAD_NORMS, *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
 
 _STABLELM = _DECODER.architecture(
     "stablelm",
     "StableLmForCausalLM",
-    LEAVES,
+    _LEAVES,
     released="2023-04",
     token_ids={"bos_token_id": 0, "eos_token_id": 0},
     dropped=LLAMA_DROPPED,
     irrelevant={"hidden_dropout": "training only"},
-    refused={"qk_layernorm": ((False, None), "there a norm is a tensor a head, without a map here")},
 )

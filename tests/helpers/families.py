@@ -1917,6 +1917,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "stablelm-parallel": {
         **LLAMA,
         "model_type": "stablelm",
+        "qk_layernorm": True,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "use_parallel_residual": True,
