@@ -32,8 +32,9 @@ class Leaf:
     shared block: the checkpoint's `{layer}` is the one that stores the block's weights, the shared names' the one that
     runs it, and `{use}` how many layers before that run any.
 
-    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants. `buffer`:
-    transformers does not count it among the parameters.
+    `when` narrows it to the blocks it is for, where a family names one thing differently in its variants; `beside` and
+    `unless` do so by a shared tensor that the tree must have, or must not have. `buffer`: transformers does not count
+    it among the parameters.
     """
 
     checkpoint: str
@@ -41,6 +42,8 @@ class Leaf:
     layout: Layout = IDENTITY
     when: Callable[[Block], bool] | None = None
     buffer: bool = False
+    beside: str = ""
+    unless: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -410,7 +413,9 @@ class Architecture:
 
     def repeats(self, spec: ModelSpec) -> dict[str, str]:
         """All parameters of transformers' modules that are one with another."""
-        return {**self.repeated, **self.borrowed(spec)}
+        own = {leaf.checkpoint for leaf in self.bind(spec)} if self.repeated else set()
+        repeated = {name: other for name, other in self.repeated.items() if name not in own}
+        return {**repeated, **self.borrowed(spec)}
 
     def bind(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map of a tree, in the order of its leaves.
@@ -592,6 +597,8 @@ def _bind_one(
     runs = {"layer": place["runs"]} if "runs" in place else {}
     names = tuple(name.format(**{**each, **runs}) for each in places for name in leaf.names)
     if not names or not all(name in shapes for name in names):
+        return
+    if (leaf.beside and leaf.beside not in shapes) or leaf.unless in shapes:
         return
     own, name = tuple(shapes[name] for name in names), leaf.checkpoint.format(**place)
     try:

@@ -69,11 +69,12 @@ class EncoderDecoder:
         if encoder is None:
             raise CannotExpress("there is no encoder where one should be")
         table = replace(encoder.embedding, shared=False)
+        head = None if spec.head is None else replace(spec.head, vocab_size=encoder.vocab_size)
         alone = tuple(
             replace(block, sublayers=tuple(each for each in block.sublayers if each.mixer.slot != CrossAttention.slot))
             for block in spec.blocks
         )
-        first = self.encoder.write(replace(encoder, head=spec.head, embedding=table))
+        first = self.encoder.write(replace(encoder, head=head, embedding=table))
         return {**first, **self.decoder.write(replace(spec, encoder=None, blocks=alone))}
 
 

@@ -23,14 +23,20 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
     text's pooled vector, or its first token's state where there is no pooler: (B, T, 2 · hidden).
 
     A model with an encoder reads the batch as its source, and the same tokens from the last to the first as what it
-    has written so far: neither text tells what the other says at a place, and each logit hangs on both.
+    has written so far: neither text tells what the other says at a place, and each logit hangs on both. Where the
+    vocabularies differ, ids beyond the smaller one start again from 0.
     """
     given: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    target = batch.input_ids.flip(-1)
+    reversed_ids = batch.input_ids.flip(-1)
     if isinstance(model, Decoder) and model.encoder is not None:
-        written: Tensor = model(target, encoded=model.encode(batch.input_ids, batch.attention_mask))
+        source = batch.input_ids % model.encoder.spec.vocab_size
+        encoded = model.encode(source, batch.attention_mask)
+        written: Tensor = model(reversed_ids % model.spec.vocab_size, encoded=encoded)
         return written
-    if not isinstance(model, Decoder) and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    config = getattr(model, "config", None)
+    if not isinstance(model, Decoder) and config is not None and getattr(config, "is_encoder_decoder", False):
+        given["input_ids"] = batch.input_ids % config.vocab_size
+        target = reversed_ids % (getattr(config, "decoder_vocab_size", None) or config.vocab_size)
         theirs: Tensor = model(**given, decoder_input_ids=target).logits
         return theirs
     if isinstance(model, Decoder):

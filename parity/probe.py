@@ -97,6 +97,11 @@ def passed(limit: _Limit, most: int | None, long: bool) -> bool:
     return (most is None or limit.beyond <= most) and (long or limit.tokens <= AFFORDABLE)
 
 
+def vocabulary(spec: ModelSpec) -> int:
+    """Return the number of token ids that a probe draws from: the larger vocabulary of a model that has two."""
+    return max(stack.vocab_size for stack in (spec, spec.encoder) if stack is not None)
+
+
 def probe(
     spec: ModelSpec, *others: ModelSpec, long: bool = False, up_to: int | None = None, seed: int = 0
 ) -> list[Batch]:
@@ -108,14 +113,16 @@ def probe(
     most = min(longest(spec, *others) or 10**9, up_to or 10**9)
 
     def tokens(batch: int, length: int) -> Tensor:
-        return torch.randint(spec.vocab_size, (batch, min(length, most)), generator=generator)
+        return torch.randint(vocabulary(spec), (batch, min(length, most)), generator=generator)
 
     batches = [Batch("one token", tokens(1, 1)), Batch("random tokens", tokens(1, 64))]
     # Every region of the vocabulary: strides over it, so that a row shifted or a block swapped shows.
-    regions = torch.linspace(0, spec.vocab_size - 1, min(_REGIONS, spec.vocab_size), dtype=torch.float64).round().long()
+    regions = (
+        torch.linspace(0, vocabulary(spec) - 1, min(_REGIONS, vocabulary(spec)), dtype=torch.float64).round().long()
+    )
     width = min(len(regions), most)
     # Several rows where a short table of positions does not take them in one; the last one is filled up.
-    rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=spec.vocab_size - 1)
+    rows = torch.nn.functional.pad(regions, (0, -len(regions) % width), value=vocabulary(spec) - 1)
     batches.append(Batch("vocabulary regions", rows.reshape(-1, width)))
     batches.append(Batch("one token repeated", tokens(1, 1).expand(1, min(32, most)).clone()))
     padded = tokens(3, 48)
@@ -143,8 +150,8 @@ def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpe
     """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
         raise UsageError(f"the prompt {shown(name, 40)} has no tokens: nothing to compare")
-    if max(ids) >= spec.vocab_size:
-        raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {spec.vocab_size}")
+    if max(ids) >= vocabulary(spec):
+        raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {vocabulary(spec)}")
     most = longest(spec, *others)
     if most is not None and len(ids) > most:
         raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, the model takes {most}")

@@ -4,15 +4,20 @@ and a decoder with norms behind sums and sinusoidal positions.
 Source: transformers models/marian/{configuration,modeling}_marian.py. Files may hold the sines and cosines as a table.
 """
 
+from dataclasses import replace as replace_leaf
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...components import ModelSpec, SinusoidalPositions
+from ..base import Leaf
 from ..config import ConfigReader
 from ..encoder_decoder import OF_BOTH, EncoderDecoder
 from ..obstacles import of_kind
 from .bart import OF_BART, leaves, stack, with_bias, without_bias
 
 BASE = "MarianModel"
+_SHARED = "share_encoder_decoder_embeddings"
 
 SINES: dict[str, Any] = {"positions": {"made": "float64"}, "table": SinusoidalPositions}
 """Of `stack` where positions are sines and cosines that numpy makes."""
@@ -35,11 +40,41 @@ _STACKS = EncoderDecoder(stack("encoder", tokens=58101, **SINES), stack("decoder
 
 
 def _read(config: ConfigReader) -> ModelSpec:
-    """config.json -> tree."""
-    spec = _STACKS.read(config)
-    if (tokens := config.raw("decoder_vocab_size")) not in (None, spec.vocab_size):
-        raise config.fail("decoder_vocab_size", tokens, f"{spec.vocab_size}, as the encoder has")
-    return spec
+    """Return the tree of a config.json: both stacks share a table of tokens, or each has its own."""
+    spec, shared = _STACKS.read(config), config.boolean(_SHARED, True)
+    assert spec.encoder is not None
+    tokens = config.optional_integer("decoder_vocab_size", spec.vocab_size) or spec.vocab_size
+    if shared:
+        if tokens != spec.vocab_size:
+            raise config.fail("decoder_vocab_size", tokens, f"{spec.vocab_size}, as the encoder has")
+        return spec
+    return replace(
+        spec,
+        encoder=replace(spec.encoder, embedding=replace(spec.encoder.embedding, shared=False)),
+        embedding=replace(spec.embedding, vocab_size=tokens),
+        head=replace(spec.has_head(), vocab_size=tokens),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config fields that `_read` reads."""
+    fields, encoder = _STACKS.write(spec), spec.encoder
+    if encoder is None or encoder.embedding.shared:
+        return fields
+    return {**fields, "vocab_size": encoder.vocab_size, "decoder_vocab_size": spec.vocab_size, _SHARED: False}
+
+
+_OWN = "encoder.embedding.weight"
+
+
+def _leaves() -> tuple[Leaf, ...]:
+    """Return BART's leaves, and before those of each stack that of a table of tokens of its own."""
+    shared, others = ("embedding.weight",), leaves()
+    found = [replace_leaf(leaf, unless=_OWN) if leaf.names == shared else leaf for leaf in others]
+    for stack_name, name, beside in (("encoder", _OWN, ""), ("decoder", *shared, _OWN)):
+        first = next(at for at, leaf in enumerate(found) if leaf.checkpoint.startswith(f"model.{stack_name}."))
+        found.insert(first, Leaf(f"model.{stack_name}.embed_tokens.weight", name, beside=beside))
+    return tuple(found)
 
 
 def _unwritten(spec: ModelSpec) -> int:
@@ -51,16 +86,13 @@ def _unwritten(spec: ModelSpec) -> int:
 MARIAN = _STACKS.architecture(
     "marian",
     "MarianMTModel",
-    leaves(),
+    _leaves(),
     released="2020-05",
     hf_config="MarianConfig",
     read=with_bias(_read, BASE),
-    write=without_bias(_STACKS.write, BASE),
+    write=without_bias(_write, BASE),
     token_ids={"eos_token_id": 0, "pad_token_id": 58100},
-    refused={
-        **OF_BOTH,
-        "share_encoder_decoder_embeddings": ((True, None), "a vocabulary of its own for each stack is not read yet"),
-    },
+    refused=OF_BOTH,
     **{
         **OF_BART,
         "carried": {"unused": (*OF_BART["carried"]["unused"], *MADE)},

@@ -194,7 +194,7 @@ def of_older_files(architecture: Architecture) -> Iterator[Mutant]:
     prefixes = ("", "base_model.", architecture.prefix + "model.")
     for prefix in prefixes if any(subject.base for subject in subjects(architecture.name)) else ():
         yield Mutant(f"prefix {prefix!r}", dataclasses.replace(architecture, prefix=prefix))
-    (table,) = (leaf.checkpoint for leaf in architecture.leaves if leaf.shared == "embedding.weight")
+    table = next(leaf.checkpoint for leaf in architecture.leaves if leaf.shared == "embedding.weight")
     tied = any(subject.spec.tied for subject in subjects(architecture.name))
     wrong = {"head.weight", "lm_head.bias", table} - {architecture.head}
     for head in sorted(wrong) if tied else ():

@@ -1958,6 +1958,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bart": BART,
     "marian": {**BART, "model_type": "marian", "pad_token_id": 0, "activation_function": "swish", "decoder_layers": 3},
+    "marian-two-vocabularies": {
+        **BART,
+        "model_type": "marian",
+        "pad_token_id": 0,
+        "share_encoder_decoder_embeddings": False,
+        "decoder_vocab_size": 83,
+    },
     "mbart": {**BART, "model_type": "mbart", "encoder_layers": 2, "pad_token_id": 0},
     "modernbert": {**MODERNBERT, "num_hidden_layers": 4},
     "modernbert-biases": {
