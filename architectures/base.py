@@ -95,6 +95,23 @@ class BoundLeaf:
         """The shared tensors, in the order of `shared` -> the checkpoint's tensor."""
         return self.layout.inverse(tensors, self.sizes)
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the tensor holds a matrix of each expert, one after the other along its first dimension."""
+        return self.layout.each is not None and len(self.shape) == 3
+
+    def of_expert(self, expert: int) -> BoundLeaf:
+        """Return the matrix of one expert of a `stacked` tensor as a leaf of its own."""
+        own = slice(expert * len(self.layout.parts), (expert + 1) * len(self.layout.parts))
+        return replace(
+            self,
+            checkpoint=f"{self.checkpoint}[{expert}]",
+            shape=self.shape[1:],
+            shared=self.shared[own],
+            shared_shapes=self.shared_shapes[own],
+            layout=self.layout.of_one(),
+        )
+
 
 @dataclass(frozen=True)
 class Stacked:
@@ -328,7 +345,7 @@ class Architecture:
         """The tree that a config tells of, without the `optional` parts of which files with tensors of these names have
         nothing, and with the head that they have (`own_head`).
         """
-        there = {each for name in names for each in self._spellings(name)} if self.optional else {*names}
+        there = {each for name in names for each in self.spellings(name)} if self.optional else {*names}
         if self.head in there and self.own_head(spec):
             spec = _with_own_head(spec)
         lacking: dict[str, None] = {}
@@ -430,24 +447,36 @@ class Architecture:
 
     def bind_files(self, spec: ModelSpec, names: Iterable[str]) -> list[BoundLeaf]:
         """The weight map of files with tensors of these names."""
-        found = {each for name in names for each in self._spellings(name)} if self.stacked else set()
+        found = {each for name in names for each in self.spellings(name)} if self.stacked else set()
         return self.bind(spec) if found.isdisjoint(self.parameters(spec)) else self.bind_modules(spec)
 
     def bind_modules(self, spec: ModelSpec) -> list[BoundLeaf]:
         """The weight map where files hold what transformers' modules do (`stacked`), as transformers reads them too."""
         leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
+        made = self._of_modules(spec, leaves)
+        parts = {part for name in made for group in self.parameters(spec)[name][1] for part in group}
+        return [leaf for name, leaf in leaves.items() if name not in parts] + list(made.values())
+
+    def bind_all(self, spec: ModelSpec) -> dict[str, BoundLeaf]:
+        """Return the weight map under the names of checkpoints and under those of transformers' modules together."""
+        leaves = {leaf.checkpoint: leaf for leaf in self.bind(spec)}
+        return {**leaves, **self._of_modules(spec, leaves)}
+
+    def _of_modules(self, spec: ModelSpec, leaves: Mapping[str, BoundLeaf]) -> dict[str, BoundLeaf]:
+        """Return as leaves the parameters of transformers' modules that are no tensors of their own in a checkpoint."""
+        found: dict[str, BoundLeaf] = {}
         for name, (stacked, groups) in self.parameters(spec).items():
-            own = [[leaves.pop(part) for part in parts if part in leaves] for parts in groups]
+            own = [[leaves[part] for part in parts if part in leaves] for parts in groups]
             if own[0]:
-                leaves[name] = stacked.leaf(name, own)
-        return list(leaves.values())
+                found[name] = stacked.leaf(name, own)
+        return found
 
     def carries(self, name: str, layers: int) -> tuple[str, str] | None:
         """The group that a tensor is carried along with in a model of so many layers, and its name with its prefix."""
         places = {"layer": _layer(name), "behind": layers}
         for group, templates in self.carried.items():
             begins = tuple(each.format(**places) for each in templates)
-            found = next((each for each in self._spellings(name) if each.startswith(begins)), None)
+            found = next((each for each in self.spellings(name) if each.startswith(begins)), None)
             if found is not None:
                 return group, found
         return ("scales", name) if _SCALES.search(name) else None
@@ -459,7 +488,7 @@ class Architecture:
         theirs, ours = next(pairs, ("", ""))
         return theirs + name.removeprefix(ours)
 
-    def _spellings(self, name: str) -> list[str]:
+    def spellings(self, name: str) -> list[str]:
         """What a tensor in a file may be called here."""
         found = [name, self.prefix + name] if self.prefix else [name]
         found += [name.removeprefix(self.prefix)] if self.base_class else []
@@ -470,7 +499,7 @@ class Architecture:
 
         None for a dropped buffer. A name that is not known comes back as it is.
         """
-        candidates = self._spellings(name)
+        candidates = self.spellings(name)
         for candidate in candidates:
             if candidate in known or candidate == self.head:
                 return candidate
@@ -481,7 +510,7 @@ class Architecture:
             for old, new in self.aliases:
                 if old.format(layer=layer) == candidate:
                     named = new.format(layer=layer)
-                    return next((each for each in self._spellings(named) if each in known), named)
+                    return next((each for each in self.spellings(named) if each in known), named)
             if any(template.format(layer=layer) == candidate for template in self.dropped):
                 return None
         return name

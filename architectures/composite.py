@@ -16,9 +16,9 @@ _PART = "text_config"
 """The field of a composite config that holds the language model's own."""
 _PLACES = (
     ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
     ("language_model.", ""),
+    ("text_model.", ""),
     ("", ""),
 )
 """How names of the language model begin in composite checkpoints, and by itself; the first that is known is right."""
@@ -29,6 +29,11 @@ _LEFT = (
 )
 """Fields of what the language model lies in."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
+
+
+def bare_names(name: str) -> list[str]:
+    """Return what a tensor or module of a composite model may be called in its language model by itself."""
+    return [ours + name.removeprefix(theirs) for theirs, ours in _PLACES if name.startswith(theirs)]
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
@@ -80,10 +85,7 @@ def text_names(
         InvalidInput: one that it needs is not there, or there is one that it has no place for.
     """
     names = list(names)
-    own = {
-        name: [ours + name.removeprefix(theirs) for theirs, ours in _PLACES if name.startswith(theirs)]
-        for name in names
-    }
+    own = {name: bare_names(name) for name in names}
     tied = not any(family.head in each for each in own.values())
     config = {**config, "tie_word_embeddings": tied}
     spec = family.spec(config)

@@ -20,7 +20,7 @@ numpy arrays and torch tensors alike, and on shapes alone.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +92,13 @@ class Layout:
             return parse(self.shared)
         dimensions = [tuple(axis for axis in dimension if axis != self.each) for dimension in self._checkpoint]
         return tuple(dimension for dimension in dimensions if dimension)
+
+    def of_one(self) -> "Layout":
+        """Return the layout of a single index of `each`, whose axis is the tensor's first dimension."""
+        if self._checkpoint[0] != (self.each,):
+            raise ValueError(f"{self.each} is not the first dimension of {self.checkpoint!r}")
+        _, _, rest = self.checkpoint.strip().partition(" ")
+        return replace(self, checkpoint=rest, each=None)
 
     def repeats(self, sizes: _Sizes) -> int:
         """How many sets of shared tensors there are: the extent of `each`."""

@@ -284,7 +284,7 @@ def root(
 
 
 def reshaped(
-    models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, offline: bool
+    models: Sequence[ModelCount], swaps: Sequence[str] | None, recipe: str | None, opening: Mapping[str, Any]
 ) -> Iterator[tuple[ModelCount, Reshaped, str]]:
     """Each model, what --swap and --recipe would make of it, and the family that has that ("" for none)."""
     from ..architectures import expressed
@@ -292,7 +292,7 @@ def reshaped(
 
     steps = steps_from(swaps or [], recipe)
     for model in models:
-        made = swapped(model.spec, steps, model.family or None, model.name, files=model.folder, offline=offline)
+        made = swapped(model.spec, steps, model.family or None, model.name, files=model.folder, **opening)
         yield model, made, expressed(made.spec)[0] or ""
 
 

@@ -47,7 +47,7 @@ def compare(
         from ..surgery.options import guarantee_in_words
 
         pairs = []
-        for model, made, family in reshaped(counts, swap, recipe, opening["offline"]):
+        for model, made, family in reshaped(counts, swap, recipe, opening):
             notes = (f"{', '.join(map(str, made.steps))}: {guarantee_in_words(made.guarantee)}", *made.notes)
             pairs += [model, ModelCount(f"{model.name} swapped", family, made.spec, notes=notes)]
         counts = pairs

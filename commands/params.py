@@ -100,7 +100,7 @@ def params(
     swapped = bool(swap or recipe)
     if swapped:
         pairs = []
-        for model, made, family in base.reshaped(counts, swap, recipe, opening["offline"]):
+        for model, made, family in base.reshaped(counts, swap, recipe, opening):
             name = f"{model.name} {' '.join(map(str, made.steps))}"
             pairs += [model, ModelCount(name, family, made.spec, swap={"of": model.name, **made.as_json()})]
         counts = pairs

@@ -86,6 +86,8 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
         return
     config, _ = read_config_file(folder / ADAPTER_CONFIG)
     base, rank = config.get("base_model_name_or_path"), config.get("r")
+    if isinstance(settings := config.get("lora_parameters"), dict):  # mlx-lm's
+        base, rank = config.get("model"), settings.get("rank")
     given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
     method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
     kind = "an adapter"

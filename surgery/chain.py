@@ -96,6 +96,7 @@ def chain(
     stored: str | None = None,
     text: Callable[[], Text] | None = None,
     offline: bool = False,
+    allow_pickle: bool = False,
     names: Sequence[str] = (),
     leaves: bool = False,
 ) -> Chain:
@@ -113,6 +114,7 @@ def chain(
     models: list[Model] = [Stored(source)]
     found, done = list[Swapped](), list[Step]()
     given: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
+    given["allow_pickle"] = allow_pickle
     promise, used = Promise(), list[Text]()
 
     def calibration() -> Calibration:

@@ -84,6 +84,7 @@ class Asked:
     weights: what it may ask of the weights. calibration gives token ids of a text when asked, or raises UsageError,
     saying what to give. origin: where the tree came from. files: the folder of the model's companions (its tokenizer),
     where they are its own. texts: companions that do not lie there. offline: whether adapters may be fetched.
+    allow_pickle: whether adapters in pickles are read.
     """
 
     value: str
@@ -97,6 +98,7 @@ class Asked:
     files: Path | None = None
     texts: Mapping[str, bytes] = field(default_factory=dict)
     offline: bool = False
+    allow_pickle: bool = False
 
     def number(self, what: str, least: int = 1, most: int = _LARGEST) -> int:
         """The argument as a whole number (the value, where there is no colon). Raises UsageError where it is none, or

@@ -196,12 +196,14 @@ def swapped(
     files: Path | None = None,
     texts: Mapping[str, bytes] | None = None,
     offline: bool = False,
+    allow_pickle: bool = False,
 ) -> Reshaped:
     """The tree after some swaps, one after the other, from its shapes.
 
     `family` is the one that it came from, which an adapter's names go by, and `reference` what messages call it.
     `files` is the folder of its tokenizer, without which tokens cannot be told apart, and `texts` are those files that
-    do not lie there; `offline`: no adapter may be fetched from the hub. Raises SwapRefused where a precondition does
+    do not lie there; `offline`: no adapter may be fetched from the hub; `allow_pickle`: one in a pickle is read.
+    Raises SwapRefused where a precondition does
     not hold, whatever the weights or with weights such as training leaves, and UsageError where there is no such step.
     """
     if not steps:
@@ -212,6 +214,7 @@ def swapped(
             origin = read_spec(files)[1]
     origin = replace(origin, family=family, reference=reference)
     given = {"origin": origin, "files": files, "texts": dict(texts or {}), "offline": offline}
+    given["allow_pickle"] = allow_pickle
     # Of weights that nobody has looked at each tensor is itself.
     chain = _Chain(spec, {parameter.name: parameter.name for parameter in spec.parameters()}, given)
     for number, step in enumerate(steps):

@@ -126,7 +126,7 @@ def swap(
         each_step: measure also what every step costs by itself; by default of several steps on models of up to 50
             million parameters.
         offline: use local files and the hub's cache only.
-        allow_pickle: read .bin files too (weights only).
+        allow_pickle: read .bin files too (weights only), of the model and of an adapter.
         allow_extra: leave out tensors that have no place in the model instead of refusing them.
         progress: called with the bytes of every tensor written.
 
@@ -160,7 +160,16 @@ def swap(
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
     labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()
     leaves = form.kind != "local"
-    done = chain(source, wanted, stored=stored, text=text, offline=offline, names=labels, leaves=leaves)
+    done = chain(
+        source,
+        wanted,
+        stored=stored,
+        text=text,
+        offline=offline,
+        allow_pickle=allow_pickle,
+        names=labels,
+        leaves=leaves,
+    )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text()
     base = told or Recipe("", "", (), "the call")

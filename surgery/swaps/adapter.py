@@ -1,38 +1,36 @@
-"""PEFT's adapter files: what of a model a LoRA adapter changes, by the names of the base model's own modules.
+"""Adapters as peft and mlx-lm save them: what of a model an adapter changes, by the names of the base model's modules.
 
-adapter_config.json says how the tensors of adapter_model.safetensors are to be read. What is not understood is refused
-by name: another method (IA3, AdaLoRA, LoHa), or a setting with which base and adapter compute something else.
+adapter_config.json says how the tensors are to be read. What gptkit does not understand it refuses by name: another
+method (IA3, AdaLoRA, LoHa), or a setting with which base and adapter compute something else.
 
-Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py).
+Sources: LoRA 2106.09685; rsLoRA 2312.03732; DoRA 2402.09353; peft 0.21 (tuners/lora, utils/save_and_load.py); mlx-lm
+(tuner/lora.py, tuner/dora.py, tuner/utils.py).
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ...architectures.config import read_config_file
 from ...converter.dtypes import to_float64
-from ...converter.files import sha256_file
-from ...converter.index import single
-from ...converter.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from ...converter.safetensors import read_header
+from ...converter.names import ADAPTER_CONFIG
+from ...converter.patterns import first_matches
 from ...converter.weights import Weights
-from ...errors import InvalidInput, Offline, SwapRefused, UntrustedInput
+from ...errors import InvalidInput, SwapRefused, shown
 from ..base import Wide
+from .adapter_files import open_files
 
-_PICKLE = "adapter_model.bin"
 _REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
     "arrow_config": "it chooses among adapters for each token, which no merged weight does",
     "kasa_config": "it keeps a part of the base model's singular values alone",
     "layer_replication": "it repeats layers of the base model",
     "monteclora_config": "its matrices are drawn at random",
-    "target_parameters": "it changes parameters that belong to no linear",
     "use_bdlora": "its matrices are block-diagonal",
     "use_qalora": "it pools its input",
 }
@@ -44,21 +42,27 @@ _LORA = re.compile(
     r"(\.(?!weight$|bias$)[^.]+)?(\.(?P<kind>weight|bias))?"
 )
 _ROWS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
-_BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<kind>weight|bias)")
-_SAVED = re.compile(r"(?P<module>.+?)(\.modules_to_save(\.[^.]+)?)?\.(?P<kind>weight|bias)")
+_BASE = re.compile(r"(?P<module>.+?)(\.token_adapter)?\.(base_layer|original_module)\.(?P<kind>weight|bias)")
+_SAVED = re.compile(r"(?P<module>.+?)(?P<wrapped>\.modules_to_save(\.[^.]+)?)?\.(?P<kind>[^.]+)")
+_MLX = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 
 
 @dataclass
-class _Lora:
-    """The tensors of one module, by their names in the file: A (rank, in), B (out, rank), the bias of B, and DoRA's
-    magnitude (out). Of an embedding A is (rank, tokens) and B (hidden, rank).
-    """
+class Lora:
+    """The tensors of one module, by their names in the file."""
 
-    embedding: bool = False
     a: str = ""
+    """A (rank, in). Of all experts together peft has (experts · rank, in), mlx-lm (experts, rank, in)."""
     b: str = ""
+    """B (out, rank). Of all experts together peft has (out, rank · experts), mlx-lm (experts, out, rank)."""
     bias: str | None = None
+    """The bias of B."""
     magnitude: str | None = None
+    """DoRA's magnitude (out)."""
+    embedding: bool = False
+    """Whether it is peft's adapter of an embedding: A is (rank, tokens), B (hidden, rank)."""
+    turned: bool = False
+    """Whether matrices are stored as mlx-lm stores them: A as (in, rank), B as (rank, out)."""
 
 
 @dataclass(frozen=True)
@@ -66,39 +70,129 @@ class Adapter:
     """An adapter; modules and tensors by the names that they have in the base model.
 
     lora: the low-rank changes of modules. saved: tensors that stand in for the base model's. base: copies of the base
-    model's that came along. rows: modules (embeddings) of which `indices` have new rows.
+    model's that came along. rows: modules (embeddings) of which `indices` have new rows. mlx: mlx-lm wrote it.
     """
 
     reference: str
     config: Mapping[str, Any]
     sha256: str
-    lora: Mapping[str, _Lora]
+    lora: Mapping[str, Lora]
     saved: Mapping[str, str]
     base: Mapping[str, str]
     rows: Mapping[str, str]
     file: Weights = field(repr=False)
+    mlx: bool = False
+
+    @property
+    def trained_on(self) -> str | None:
+        """The model that the adapter says it was trained on."""
+        base = self.config.get("model" if self.mlx else "base_model_name_or_path")
+        return base if isinstance(base, str) and base else None
+
+    @property
+    def method(self) -> str:
+        """The method in a word, for the record of what was merged."""
+        dora = self.config.get("use_dora") or self.config.get("fine_tune_type") == "dora"
+        return ("dora" if dora else "lora") + ("+rslora" if self.config.get("use_rslora") else "")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's, by its name in the file."""
         return self.file.info[name][1]
 
-    def read(self, name: str) -> Wide:
-        """A tensor in fp64. Raises InvalidInput where it holds NaN or infinity."""
-        values = to_float64(self.file.read(name), self.file.info[name][0])
+    def read(self, name: str, part: int | None = None) -> Wide:
+        """A tensor in fp64, or one index of its first dimension. Raises InvalidInput where it holds NaN or infinity."""
+        array = self.file.read(name)
+        return self._wide(name, array if part is None else array[part])
+
+    def _wide(self, name: str, array: Any) -> Wide:
+        values = to_float64(array, self.file.info[name][0])
         if not np.isfinite(values).all():
             raise InvalidInput(f"{self.reference}: {name} is not finite")
         return values
 
-    def scale(self, module: str) -> float:
-        """α / r, or α / √r: what B·A is multiplied by. `rank_pattern` and `alpha_pattern` are by module. Raises
-        SwapRefused where the rank is not that of the module's tensors.
+    def factors(self, module: str, expert: int | None, experts: int) -> tuple[Wide, Wide]:
+        """Return A (rank, in) and B (out, rank) of a module, or of one of its experts.
+
+        peft has the ranks of A one expert after the other, and those of B one rank after the other.
         """
-        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config.get("r", 8))
-        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
-        found = self.shape(self.lora[module].a)[0]
-        if rank != found:
-            raise SwapRefused(f"{self.reference}: {module} has rank {found}, its {ADAPTER_CONFIG} says {rank}")
+        lora = self.lora[module]
+        if expert is None:
+            a, b = self.read(lora.a), self.read(lora.b)
+            return (a.T, b.T) if lora.turned else (a, b)
+        if self.mlx:
+            return self.read(lora.a, expert), self.read(lora.b, expert)
+        a, b = self.file.read(lora.a), self.file.read(lora.b)
+        own = a.reshape(experts, -1, a.shape[1])[expert], b.reshape(len(b), -1, experts)[:, :, expert]
+        return self._wide(lora.a, own[0]), self._wide(lora.b, own[1])
+
+    def factor_shapes(self, module: str, outputs: int, inputs: int, experts: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that A and B need for a matrix (outputs, inputs), or one of each of so many experts."""
+        lora = self.lora[module]
+        own = (*self.shape(lora.a), 0, 0)
+        rank = own[1 if self.mlx and (experts or lora.turned) else 0]
+        if self.mlx and experts:
+            return {lora.a: (experts, rank, inputs), lora.b: (experts, outputs, rank)}
+        if lora.turned:
+            return {lora.a: (inputs, rank), lora.b: (rank, outputs)}
+        return {lora.a: (rank - rank % (experts or 1), inputs), lora.b: (outputs, rank)}
+
+    def scale(self, module: str, parameter: str | None = None, experts: int = 0) -> float:
+        """Return what B·A is multiplied by: α / r, or α / √r; mlx-lm states the number itself.
+
+        peft's `rank_pattern` and `alpha_pattern` are by module, or by `parameter` where the adapter changes one that
+        is no linear's weight. Raises SwapRefused where the config does not say the rank that the tensors have.
+        """
+        if self.mlx:
+            return self._mlx_scale
+        name = parameter or module
+        rank = self._patterns["rank_pattern"].get(name, self.config.get("r", 8))
+        alpha = self._patterns["alpha_pattern"].get(name, self.config.get("lora_alpha", 8))
+        own = self.shape(self.lora[module].a)[0] // (experts or 1)
+        if rank != own or isinstance(rank, bool):
+            told = shown(rank)
+            raise SwapRefused(f"{self.reference}: {module} has rank {own}, its {ADAPTER_CONFIG} says {told}")
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise SwapRefused(f"{self.reference}: lora_alpha of {module} is {shown(alpha)}, which is no number")
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    @property
+    def _mlx_scale(self) -> float:
+        settings = self.config.get("lora_parameters")
+        scale = settings.get("scale") if isinstance(settings, dict) else None
+        if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
+            raise SwapRefused(
+                f"{self.reference}: lora_parameters of its {ADAPTER_CONFIG} have no scale that is a number"
+            )
+        return float(scale)
+
+    @cached_property
+    def _patterns(self) -> dict[str, dict[str, Any]]:
+        """The settings of modules and parameters that a pattern names, by the setting's name and the module's."""
+        names = [*self.lora, *(name for module in self.lora for name in self.parameters_of(module))]
+        found: dict[str, dict[str, Any]] = {}
+        for setting in ("rank_pattern", "alpha_pattern"):
+            patterns = self.config.get(setting) or {}
+            if not isinstance(patterns, dict):
+                raise InvalidInput(f"{ADAPTER_CONFIG}: {setting} is {shown(patterns)}, which is no object")
+            matched = first_matches(f"{ADAPTER_CONFIG}: {setting}", list(patterns), names) if patterns else []
+            found[setting] = {n: patterns[key] for n, key in zip(names, matched, strict=False) if key is not None}
+        return found
+
+    @property
+    def target_parameters(self) -> list[str]:
+        """The ends of the names of parameters that peft was asked to train where they stand."""
+        given = self.config.get("target_parameters") or []
+        return [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
+
+    def parameters_of(self, module: str) -> list[str]:
+        """Return the names that parameters of a module may have which peft trains where they stand."""
+        bare = without_wrappers(module)
+        ends = dict.fromkeys(each.rpartition(".")[2] for each in self.target_parameters)
+        return [f"{bare}.{end}" for end in ends if self.targets(f"{bare}.{end}")]
+
+    def targets(self, parameter: str) -> bool:
+        """Return whether `target_parameters` name a parameter, by peft's own rule."""
+        return any(parameter == each or parameter.endswith(f".{each}") for each in self.target_parameters)
 
     def indices(self, module: str) -> list[int]:
         """The tokens whose rows `rows` holds. Raises SwapRefused where the config does not say."""
@@ -107,36 +201,44 @@ class Adapter:
             given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
         count = self.shape(self.rows[module])[0]
         if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
-            raise SwapRefused(f"{self.reference}: {count} rows for {module}, trainable_token_indices are {given!r:.60}")
+            told = shown(given)
+            raise SwapRefused(f"{self.reference}: {count} rows for {module}, trainable_token_indices are {told}")
         return given
 
 
-def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """peft's own rule (utils/other.py, get_pattern_key): the first whose regular expression ends the module's name."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise InvalidInput(f"{ADAPTER_CONFIG}: {pattern!r:.60} is no regular expression: {error}") from error
-    return default
+_WRAPPER = ".base_layer"
 
 
-def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
-    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput where
-    there is none, or its files are broken, UntrustedInput for a pickle, Offline where it is on the hub and there is no
-    network, and SwapRefused where it is no LoRA adapter, or one of a kind that is not understood.
+def without_wrappers(module: str) -> str:
+    """Return a module's name without the wrappers that peft puts around one whose parameters it trains."""
+    while module.endswith(_WRAPPER):
+        module = module.removesuffix(_WRAPPER)
+    return module
+
+
+def wrappers(module: str) -> int:
+    """Return how many of peft's wrappers stand around the one that a module's name leads to."""
+    return (len(module) - len(without_wrappers(module))) // len(_WRAPPER)
+
+
+def read_adapter(reference: str, *, offline: bool = False, allow_pickle: bool = False) -> Adapter:
+    """Read an adapter's folder, or a repository on the hub (org/name, org/name@revision).
+
+    Raises what `open_files` raises, and SwapRefused where it is no LoRA adapter, or one of a kind that gptkit does not
+    understand.
     """
-    config_path, path = _files(reference, offline)
+    config_path, file, sha256 = open_files(reference, offline, allow_pickle)
     config = read_config_file(config_path)[0]
+    if "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config):
+        return _read_mlx(reference, config, sha256, file)
     _require_understood(reference, config)
-    file = Weights(single(path, read_header(path)).tensors)
-    lora: dict[str, _Lora] = {}
+    lora: dict[str, Lora] = {}
     saved, base, rows, unknown = dict[str, str](), dict[str, str](), dict[str, str](), []
+    whole = {*_texts(config.get("modules_to_save"))}
     for full in file.info:
         name = full.removeprefix("base_model.model.")
         if match := _LORA.fullmatch(name):
-            own, part = lora.setdefault(match["module"], _Lora()), match["part"]
+            own, part = lora.setdefault(match["module"], Lora()), match["part"]
             if part == "lora_magnitude_vector":
                 own.magnitude = full
             elif match["kind"] == "bias":
@@ -146,61 +248,71 @@ def read_adapter(reference: str, *, offline: bool = False) -> Adapter:
                 setattr(own, part[-1].lower(), full)
         elif match := _ROWS.fullmatch(name):
             rows[match["module"]] = full
-        elif match := _BASE.fullmatch(name) or _SAVED.fullmatch(name):
-            (base if match.re is _BASE else saved)[f"{match['module']}.{match['kind']}"] = full
+        elif match := _BASE.fullmatch(name):
+            base[f"{match['module']}.{match['kind']}"] = full
+        elif (match := _SAVED.fullmatch(name)) and (
+            match["kind"] in ("weight", "bias") or match["wrapped"] or not whole.isdisjoint(name.split("."))
+        ):
+            tensor = f"{match['module']}.{match['kind']}"
+            if tensor not in saved or not match["wrapped"]:  # peft reads the name without the wrapper
+                saved[tensor] = full
         else:
             unknown.append(name)
+    # What a module had before it was saved whole is of no use.
+    base = {name: own for name, own in base.items() if name not in saved}
+    _require_whole(reference, lora, unknown)
+    return Adapter(reference, config, sha256, lora, saved, base, rows, file)
+
+
+def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weights) -> Adapter:
+    """Read what mlx-lm's training leaves: adapters, or the tensors of the last layers as a whole ("full")."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora", "full"):
+        raise SwapRefused(f"{reference} has the fine_tune_type {shown(kind)}, which gptkit does not know")
+    if kind == "full":
+        return Adapter(reference, config, sha256, {}, {name: name for name in file.info}, {}, {}, file, mlx=True)
+    lora: dict[str, Lora] = {}
+    unknown = []
+    for name in file.info:
+        match = _MLX.fullmatch(name)
+        if match is None:
+            unknown.append(name)
+            continue
+        own = lora.setdefault(match["module"], Lora())
+        if match["part"] == "m":
+            own.magnitude = name
+        else:
+            setattr(own, match["part"][-1], name)
+            own.turned = len(file.info[name][1]) == 2
+    _require_whole(reference, lora, unknown)
+    return Adapter(reference, config, sha256, lora, {}, {}, {}, file, mlx=True)
+
+
+def _require_whole(reference: str, lora: Mapping[str, Lora], unknown: Iterable[str]) -> None:
+    """Raise SwapRefused where there are tensors that are not LoRA's, or half a module's."""
+    unknown = list(unknown)
     halves = [module for module, each in lora.items() if not each.a or not each.b]
     if unknown or halves:
         what = "tensors that are not LoRA's" if unknown else "only A or only B for"
         raise SwapRefused(f"{reference} has {what}: {', '.join((unknown or halves)[:4])}")
-    return Adapter(reference, config, sha256_file(path), lora, saved, base, rows, file)
+
+
+def _texts(value: Any) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     method = config.get("peft_type")
     if method != "LORA":
         hint = "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save."
-        raise SwapRefused(f"{reference} is an adapter of the kind {method!r:.40}, which is not merged here", hint)
+        raise SwapRefused(f"{reference} is an adapter of the kind {shown(method, 40)}, which is not merged here", hint)
     for name, why in _REFUSED.items():
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
     start = config.get("init_lora_weights", True)
     if not any(start is each or start == each for each in _INITIALISED):
         raise SwapRefused(
-            f"{reference} is trained with init_lora_weights {start!r:.40}: it starts from weights that are not the"
+            f"{reference} is trained with init_lora_weights {shown(start, 40)}: it starts from weights that are not the"
             " base model's",
             "peft writes it as a plain adapter: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
         )
-
-
-def _files(reference: str, offline: bool) -> tuple[Path, Path]:
-    """The paths of config and weights."""
-    from huggingface_hub import constants
-
-    from ...converter.hub import Repository
-
-    folder, hub = Path(reference).expanduser(), None
-    repo, _, revision = reference.removeprefix("hf://").partition("@")
-    if not folder.is_dir():
-        if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
-            raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
-        cached = Repository(repo, revision or None, "", online=False)  # whichever commit the cache has
-        hub = cached if offline or constants.HF_HUB_OFFLINE else Repository.open(repo, revision or None)
-
-    def path_of(name: str) -> Path | None:
-        if hub is None:
-            return folder / name if (folder / name).is_file() else None
-        return hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)
-
-    config, weights = path_of(ADAPTER_CONFIG), path_of(ADAPTER_WEIGHTS)
-    if config is None and hub is not None and not hub.commit:
-        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
-    if config is None:
-        raise InvalidInput(f"{reference} is no adapter: there is no {ADAPTER_CONFIG} in it")
-    if weights is not None:
-        return config, weights
-    if path_of(_PICKLE) is not None:
-        hint = f"peft writes {ADAPTER_WEIGHTS} where it loads and saves it again."
-        raise UntrustedInput(f"{reference} has its weights as {_PICKLE}, a pickle, which can run code", hint)
-    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}")

@@ -64,6 +64,8 @@ COMPOSITES: dict[str, dict[str, Any]] = {
         "vision_config.num_heads": 4,
     },
     "qwen3_vl": {"vision_config.depth": 2},
+    "smolvlm": {"scale_factor": 2, "vision_config.image_size": 28, "vision_config.patch_size": 14},
+    "idefics3": {"scale_factor": 2, "vision_config.image_size": 28, "vision_config.patch_size": 14},
     **{key: {"text_config.layer_types": ["linear_attention", "full_attention"]} for key in ("qwen3_5", "qwen3_5_moe")},
 }
 """Types of models of images and text, with what must be said to cut them down."""

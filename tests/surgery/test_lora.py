@@ -274,6 +274,10 @@ def copy(plain: Path, tmp_path: Path) -> Path:
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"r": 4}, "q_proj has rank 3, its adapter_config.json says 4"),
         ({"rank_pattern": {"(": 4}}, "'\\(' is no regular expression"),
+        ({"rank_pattern": {"(.*)*x": 4}}, "matching '\\(\\.\\*\\)\\*x' takes more time"),
+        ({"alpha_pattern": {"q" * 5000: 4}}, "more than 4,096 characters"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is \\[3\\], which is no object"),
+        ({"lora_alpha": "7"}, "lora_alpha of .* is '7', which is no number"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str, copy: Path) -> None:
@@ -287,9 +291,11 @@ def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], mess
 def test_another_base_is_refused_with_what_does_not_fit(copy: Path) -> None:
     edit(copy, base_model_name_or_path="org/the-right-one")
     narrow = refused(copy, "narrow")
-    assert "was trained on another model" in narrow.message and "is [120, 3]" in narrow.message
+    assert "does not fit this model" in narrow.message and "is [120, 3]" in narrow.message
     assert narrow.hint == "It says that it was trained on org/the-right-one."
-    assert "in 3 layers, here are 5" in refused(copy, "deep").message
+    deep = refused(copy, "deep").message
+    assert "does not fit this model: its target_modules name model.layers.3.self_attn.q_proj.weight" in deep
+    assert "another model" not in narrow.message + deep  # which is a guess
     assert "modules that this model does not have: model.layers.2.self_attn" in refused(copy, "shallow").message
     assert "changes 6 modules that this model does not have" in refused(copy, "gpt2").message
     result = gptkit.swap(copy / "base", copy / "out", merge_lora=str(copy / "adapter"))
@@ -320,7 +326,7 @@ def test_files_that_are_missing_or_broken(copy: Path, tmp_path: Path) -> None:
     assert "tensors that are not LoRA's: model.layers.0.mlp.ia3_l" in refused(copy).message
     shutil.move(copy / "adapter" / "adapter_model.safetensors", copy / "adapter" / "adapter_model.bin")
     error = refused(copy)
-    assert isinstance(error, UntrustedInput) and "adapter_model.bin, a pickle" in error.message
+    assert isinstance(error, UntrustedInput) and "adapter_model.bin is a pickle" in error.message
     (copy / "adapter" / "adapter_model.bin").unlink()
     assert "has no adapter_model.safetensors" in refused(copy).message
     (copy / "adapter" / "adapter_config.json").unlink()
@@ -353,7 +359,9 @@ def test_after_a_swap_that_leaves_the_family_it_is_refused(copy: Path) -> None:
 
 def no_scale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        module, "_delta", lambda adapter, m: adapter.read(adapter.lora[m].b) @ adapter.read(adapter.lora[m].a)
+        module,
+        "_delta",
+        lambda adapter, c: adapter.read(adapter.lora[c.module].b) @ adapter.read(adapter.lora[c.module].a),
     )
 
 
@@ -366,7 +374,7 @@ def never_transposed(patch: pytest.MonkeyPatch) -> None:
 
 
 def bias_unscaled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module, "_bias_of", lambda adapter, m: adapter.read(adapter.lora[m].bias))
+    patch.setattr(module, "_bias_of", lambda adapter, c: adapter.read(adapter.lora[c.bias].bias))
 
 
 def embedding_not_transposed(patch: pytest.MonkeyPatch) -> None:
@@ -374,8 +382,10 @@ def embedding_not_transposed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         module,
         "_delta",
-        lambda adapter, m: (
-            right(adapter, m).T.reshape(right(adapter, m).shape) if adapter.lora[m].embedding else right(adapter, m)
+        lambda adapter, c: (
+            right(adapter, c).T.reshape(right(adapter, c).shape)
+            if adapter.lora[c.module].embedding
+            else right(adapter, c)
         ),
     )
 
@@ -405,6 +415,6 @@ def test_a_scale_read_wrongly_shows_against_peft(kind: str, tmp_path: Path, monk
     """What both sides of the measurement share it cannot see; the test against peft does."""
     model, settings = KINDS[kind]
     trained(model, tmp_path, **settings)
-    monkeypatch.setattr(Adapter, "scale", lambda self, m: self.config["lora_alpha"] / self.config["r"])
+    monkeypatch.setattr(Adapter, "scale", lambda self, *_: self.config["lora_alpha"] / self.config["r"])
     gptkit.swap(tmp_path / "base", tmp_path / "out", merge_lora=str(tmp_path / "adapter"))
     assert gap(logits_of_peft(tmp_path), logits_of(tmp_path / "out")) > 1e-3

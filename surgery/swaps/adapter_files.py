@@ -1,0 +1,77 @@
+"""Find an adapter's files: its config, and its weights as peft or mlx-lm saves them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...converter.files import sha256_file
+from ...converter.index import single
+from ...converter.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, refuse_pointer, untrusted
+from ...converter.pickles import arrays, pickle_weights
+from ...converter.safetensors import read_header
+from ...converter.weights import Weights
+from ...errors import InvalidInput, Offline
+
+_PICKLE = "adapter_model.bin"
+_MLX = "adapters.safetensors"
+_MLX_OLD = "adapters.npz"
+
+
+def _safetensors(path: Path) -> Weights:
+    return Weights(single(path, read_header(path)).tensors)
+
+
+def _npz(path: Path) -> Weights:
+    weights = Weights(arrays(path))
+    weights.check()
+    return weights
+
+
+_READERS: dict[str, Callable[[Path], Weights]] = {
+    ADAPTER_WEIGHTS: _safetensors,
+    _MLX: _safetensors,
+    _MLX_OLD: _npz,
+    _PICKLE: lambda path: pickle_weights([path]),
+}
+"""The names of files with an adapter's weights, the preferred one first, and what reads each."""
+
+
+def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path, Weights, str]:
+    """Return the path of an adapter's config, its tensors, and the sha256 of the file that has them.
+
+    `reference` is a folder, or a repository on the hub (org/name, org/name@revision). Raises InvalidInput where there
+    is no adapter or a file is broken, UntrustedInput for a pickle without `allow_pickle`, and Offline where it is on
+    the hub and there is no network.
+    """
+    path_of = _finder(reference, offline)
+    config = path_of(ADAPTER_CONFIG)
+    if config is None:
+        raise InvalidInput(f"{reference} is no adapter: there is no {ADAPTER_CONFIG} in it")
+    for name, read in _READERS.items():
+        path = path_of(name)
+        if path is None:
+            continue
+        if name == _PICKLE:
+            refuse_pointer(path)
+            if not allow_pickle:
+                raise untrusted(path, "Pass --allow-pickle if you trust where it comes from.")
+        return config, read(path), sha256_file(path)
+    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}", f"mlx-lm's {_MLX} is read too.")
+
+
+def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
+    """Return a function that gives the path of a file of the adapter, by its name, and None where there is none."""
+    from huggingface_hub import constants
+
+    from ...converter.hub import Repository
+
+    folder = Path(reference).expanduser()
+    if folder.is_dir():
+        return lambda name: folder / name if (folder / name).is_file() else None
+    repo, _, revision = reference.removeprefix("hf://").partition("@")
+    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+        raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
+    cached = Repository(repo, revision or None, "", online=False)  # whichever commit the cache has
+    hub = cached if offline or constants.HF_HUB_OFFLINE else Repository.open(repo, revision or None)
+    if not hub.commit and hub.cached(ADAPTER_CONFIG, hub.revision) is None:
+        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
+    return lambda name: hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)
