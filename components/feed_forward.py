@@ -12,17 +12,20 @@ from .operations import Activation as ActivationOperation
 from .operations import AnyOperation, Cap, Given, Product, Program, Scale, Shift, Sizes, Sparse, linear, out_of
 from .words import Words, plain_number
 
-__all__ = ["FeedForward", "GatedFeedForward", "LayerInput"]
+__all__ = ["ExpertLatent", "FeedForward", "GatedFeedForward", "LayerInput"]
 
 _USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Activation) if each not in LEARNT))}
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """down(activation(up(x))); an activation may have parameters of its own (`activations.LEARNT`)."""
+    """down(activation(up(x))); an activation may have parameters of its own (`activations.LEARNT`). With `inside` it
+    reads and writes a latent of the component that it is part of, not the residual stream.
+    """
 
     label = "feed-forward"
     slot = "feed_forward"
     rounds = ("arithmetic",)
+    notes = ("inside",)
     tells = ("intermediate_size", "activation", "up_bias", "down_bias")
     usual: ClassVar[dict[str, Any]] = _USUAL
     forgotten: ClassVar[dict[str, str]] = {
@@ -36,11 +39,14 @@ class FeedForward(Mixer, Component, frozen=True):
     up_bias: bool = False
     down_bias: bool = False
     arithmetic: Arithmetic = "linear"
+    inside: bool = False
 
     def weights(self) -> dict[str, Weight]:
         found = {
-            "up_proj.weight": Weight((self.intermediate_size, self.hidden_size), "reads"),
-            "down_proj.weight": Weight((self.hidden_size, self.intermediate_size), "writes"),
+            "up_proj.weight": Weight((self.intermediate_size, self.hidden_size), "inner" if self.inside else "reads"),
+            "down_proj.weight": Weight(
+                (self.hidden_size, self.intermediate_size), "inner" if self.inside else "writes"
+            ),
         }
         if self.up_bias:
             found["up_proj.bias"] = bias(self.intermediate_size)
@@ -82,6 +88,31 @@ class FeedForward(Mixer, Component, frozen=True):
             ActivationOperation(active, (up.id,), inner, row, numbers, function=self.activation),
             linear(self, "down_proj", path, active, shape, row),
         )
+
+
+class ExpertLatent(Component, frozen=True):
+    """The projections between the residual stream and a latent of `width` numbers, which experts read and write
+    (Nemotron 3 Super).
+    """
+
+    label = FeedForward.label
+    forgotten: ClassVar[dict[str, str]] = {"bias": "biases around the experts' latent dropped"}
+
+    hidden_size: Size
+    width: Size
+    bias: bool = False
+
+    def weights(self) -> dict[str, Weight]:
+        found = {
+            "down_proj.weight": Weight((self.width, self.hidden_size), "reads"),
+            "up_proj.weight": Weight((self.hidden_size, self.width), "writes"),
+        }
+        more = {"down_proj.bias": bias(self.width), "up_proj.bias": bias(self.hidden_size)} if self.bias else {}
+        return found | more
+
+    def words(self) -> dict[str, Words]:
+        biases = ", biases" if self.bias else ""
+        return {"experts' latent": Words(f"{self.width:,}{biases}", {"width": self.width, "bias": self.bias})}
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ..errors import ConfigError
 from .base import Component, Mixer, Positive, Size, Weight, bias
-from .feed_forward import FeedForward, GatedFeedForward
+from .feed_forward import ExpertLatent, FeedForward, GatedFeedForward
 from .norms import Norm
 from .operations import (
     Activation,
@@ -48,7 +48,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
     "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4). The router reads
     `router_multiplier` · `router_norm`(x) and experts `expert_norm`(x), where there are such, and with `expert_scale`
-    the weights that they have in the end are each multiplied by a number of the expert's own (Gemma 4).
+    the weights that they have in the end are each multiplied by a number of the expert's own (Gemma 4). With a
+    `latent` experts are as wide as that is, read its projection of x, and their sum is projected back.
 
     How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
     of those of the largest logits alone, or a sigmoid of all, where these are taken of it (Llama 4); `scored_in`, the
@@ -81,6 +82,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         "router_multiplier": "what the router reads not scaled",
         "expert_norm": "norm before experts left out",
         "expert_scale": "weights of experts without their own factors",
+        "latent": "experts on the stream, not on their latent",
     }
     rounds = (
         "routed_in",
@@ -120,6 +122,7 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
     router_multiplier: Positive = 1.0
     expert_norm: Norm | None = None
     expert_scale: bool = False
+    latent: ExpertLatent | None = None
     routed_in: Literal["input", "float32"] = "input"
     chosen_by: Literal["scores", "logits", "logits of all"] = "scores"
     scored_in: Literal["float32", "input"] = "float32"
@@ -145,14 +148,26 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         for norm in (self.router_norm, self.expert_norm):
             if norm is not None and norm.size != self.hidden_size:
                 raise ConfigError(f"a norm of size {norm.size} before a mixture {self.hidden_size} wide")
-        for inner, what in ((self.expert, "experts are"), (self.shared, "a shared expert is")):
-            if inner is not None and inner.hidden_size != self.hidden_size:
-                raise ConfigError(f"{what} {inner.hidden_size} wide, their router {self.hidden_size}")
+        if self.latent is not None and self.latent.hidden_size != self.hidden_size:
+            raise ConfigError(f"a latent of a stream {self.latent.hidden_size} wide, which is {self.hidden_size}")
+        if getattr(self.expert, "inside", False) != (self.latent is not None):
+            raise ConfigError("experts are inside where they have a latent, and nowhere else")
+        for inner, wide, what, source in (
+            (self.expert, self.expert_width, "experts are", "router" if self.latent is None else "latent"),
+            (self.shared, self.hidden_size, "a shared expert is", "router"),
+        ):
+            if inner is not None and inner.hidden_size != wide:
+                raise ConfigError(f"{what} {inner.hidden_size} wide, their {source} {wide}")
 
     @property
     def intermediate_size(self) -> int:
         """Of each expert."""
         return self.expert.intermediate_size
+
+    @property
+    def expert_width(self) -> int:
+        """The width of what each expert reads and writes."""
+        return self.hidden_size if self.latent is None else self.latent.width
 
     @property
     def shared_size(self) -> int:
@@ -181,7 +196,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def children(self) -> Iterator[tuple[str, Component]]:
         yield from ((f"experts.{number}", self.expert) for number in range(self.experts))
-        named = {"shared": self.shared, "router_norm": self.router_norm, "expert_norm": self.expert_norm}
+        named: dict[str, Component | None] = {"latent": self.latent, "shared": self.shared}
+        named |= {"router_norm": self.router_norm, "expert_norm": self.expert_norm}
         yield from ((name, each) for name, each in named.items() if each is not None)
 
     def weights(self) -> dict[str, Weight]:
@@ -220,6 +236,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             yield "router bias"
         if self.groups > 1 or self.top_groups > 1:
             yield f"{self.top_groups} of {self.groups} groups"
+        if self.latent is not None:
+            yield f"in a latent of {self.latent.width:,}"
         if self.shared is not None:
             width = f"{self.shared.intermediate_size:,}"
             yield f"shared {width}{', gated' if self.shared_gate else ''}{', averaged' if self.averaged else ''}"
@@ -246,11 +264,15 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         else:
             top_k = min(self.top_k, 3)
             sizes = {"experts": top_k if self.top_k == self.experts else min(self.experts, 4), "top_k": top_k}
-        expert = msgspec.structs.replace(self.expert, hidden_size=hidden, intermediate_size=3 * hidden // 2)
+        inner = hidden if self.latent is None else hidden // 2
+        expert = msgspec.structs.replace(self.expert, hidden_size=inner, intermediate_size=3 * hidden // 2)
+        latent = None if self.latent is None else msgspec.structs.replace(self.latent, hidden_size=hidden, width=inner)
         shared = None if self.shared is None else self.shared.small(hidden)
         norms = {name: getattr(self, name) for name in ("router_norm", "expert_norm")}
         small = {name: norm and norm.small(hidden) for name, norm in norms.items()}
-        return msgspec.structs.replace(self, hidden_size=hidden, expert=expert, shared=shared, **small, **sizes)
+        return msgspec.structs.replace(
+            self, hidden_size=hidden, expert=expert, shared=shared, latent=latent, **small, **sizes
+        )
 
     def slips(self) -> dict[str, Self]:
         more = "an expert a token too many"
@@ -267,7 +289,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
         return {"experts in other places": dict.fromkeys(modules, order)}
 
     def operations(self, path: str, source: str, shape: Sizes) -> Program:
-        taken: Sizes = (*shape[:-1], self.top_k, self.hidden_size)
+        taken: Sizes = (*shape[:-1], self.top_k, self.expert_width)
+        mixed: Sizes = (*shape[:-1], self.expert_width)
         chosen = f"{path}.{'choice' if self.choice_bias else 'expert_scale' if self.expert_scale else 'chosen'}"
         before: list[AnyOperation] = []
         read = given = source
@@ -279,7 +302,10 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             before.append(Scale(f"{path}.router_scaled", (read,), shape, "norms", factor=factor))
             read = before[-1].id
         inner = () if self.expert_norm is None else self.expert_norm.operations(f"{path}.expert_norm", source, shape)
-        given = inner[-1].id if inner else source
+        given, latent = inner[-1].id if inner else source, self.latent
+        if latent is not None:
+            inner = (*inner, linear(latent, "down_proj", f"{path}.latent", given, mixed, "feed-forward"))
+            given = inner[-1].id
         gathered, combined = f"{path}.gathered", f"{path}.combined"
         *inside, last = self.expert.operations(f"{path}.experts", gathered, taken)
         apart = 1 if any(isinstance(each, Linear) and each.fused for each in inside) else self.experts
@@ -318,14 +344,20 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             Combine(
                 combined,
                 (chosen, last.id),
-                shape,
+                mixed,
                 "feed-forward",
                 wide=weighs_wide,
                 one_by_one=apart_too,
                 weighs=not inputs,
             ),
-            *self._beside(path, source, shape, combined),
+            *self._back(path, shape, combined),
+            *self._beside(path, source, shape, combined if latent is None else f"{path}.latent.up_proj"),
         )
+
+    def _back(self, path: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
+        """Yield the projection of the experts' sum onto the stream, where they have a latent."""
+        if self.latent is not None:
+            yield linear(self.latent, "up_proj", f"{path}.latent", combined, shape, "feed-forward")
 
     def _beside(self, path: str, source: str, shape: Sizes, combined: str) -> Iterator[AnyOperation]:
         """The shared expert, and its sum with the others."""

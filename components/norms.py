@@ -69,6 +69,7 @@ class LayerNorm(Norm, Component, frozen=True):
     label = "norms"
     centred = True
     rounds = ("cast",)
+    notes = ("apart",)
     tells = ("eps", "bias")
     forgotten: ClassVar[dict[str, str]] = {
         "bias": "bias of norms dropped",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..components import (
     Arithmetic,
     DenseBesideExperts,
+    ExpertLatent,
     FeedForward,
     GatedFeedForward,
     LayerInput,
@@ -171,6 +172,16 @@ class _DenseBesideExpertsModule(nn.Module):
         return dense + self.mixture_output_norm(self.mixture(x))  # type: ignore[no-any-return]
 
 
+@computes(ExpertLatent)
+class _ExpertLatentModule(nn.Module):
+    """The projections around experts, which the mixture calls."""
+
+    def __init__(self, spec: ExpertLatent) -> None:
+        super().__init__()
+        self.down_proj = Linear(spec.hidden_size, spec.width, spec.bias)
+        self.up_proj = Linear(spec.width, spec.hidden_size, spec.bias)
+
+
 @computes(MixtureOfExperts)
 class MixtureOfExpertsModule(nn.Module):
     """For each token the weighted sum of the experts that its router takes; see `components.MixtureOfExperts`.
@@ -192,6 +203,7 @@ class MixtureOfExpertsModule(nn.Module):
         over_all = spec.summed == "over all" and spec.weighs == "inputs" and plain
         self.into = StackedLinears() if over_all else None
         self.out_of = StackedLinears()
+        self.latent: Any = None if spec.latent is None else build_module(spec.latent)
         self.router_norm = build_module(spec.router_norm) if spec.router_norm else None
         self.expert_norm = build_module(spec.expert_norm) if spec.expert_norm else None
         self.expert_scale = _Factors(spec.experts) if spec.expert_scale else None
@@ -201,7 +213,12 @@ class MixtureOfExpertsModule(nn.Module):
     def forward(self, x: Tensor, *_: Any) -> Tensor:  # (B, T, hidden)
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(rows)  # each (N, top_k), N = B·T
-        mixed = self.mix(rows if self.expert_norm is None else self.expert_norm(rows), weights, chosen).reshape(x.shape)
+        given = rows if self.expert_norm is None else self.expert_norm(rows)
+        if self.latent is None:
+            mixed = self.mix(given, weights, chosen)
+        else:
+            mixed = self.latent.up_proj(self.mix(self.latent.down_proj(given), weights, chosen))
+        mixed = mixed.reshape(x.shape)
         if self.shared is None:
             return mixed
         beside = self.shared(x)

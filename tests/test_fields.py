@@ -92,6 +92,7 @@ ASK_FOR_MORE = {
     ("LatentAttention", "rope_heads"),
     ("Embedding", "width"),
     ("Head", "width"),
+    ("MixtureOfExperts", "latent"),
     ("LatentAttention", "q_rank"),
     ("Attention", "kv_from"),
     ("ModelSpec", "layer_inputs"),

@@ -320,7 +320,7 @@ def test_component_labels_cover_every_parameter():
     labels = {p.component for v in VARIANTS for p in spec_of(v.config).parameters()}
     others = {"embedding", "positions", "attention", "router", "feed-forward", "layer inputs", "norms", "head"}
     others |= {"pooler", "streams", "low rank", "recurrence", "convolution", "cross-attention", "shared block"}
-    others |= {"encoder attention", "encoder feed-forward", "encoder norms", "encoder positions"}
+    others |= {"encoder embedding", "encoder attention", "encoder feed-forward", "encoder norms", "encoder positions"}
     assert labels == others
 
 

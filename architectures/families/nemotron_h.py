@@ -12,6 +12,7 @@ from ...components import (
     Attention,
     Block,
     Embedding,
+    ExpertLatent,
     FeedForward,
     Head,
     Mamba2,
@@ -44,6 +45,7 @@ _OF_EXPERTS = (
     "moe_shared_expert_intermediate_size",
     "norm_topk_prob",
     "routed_scaling_factor",
+    "moe_latent_size",
 )
 
 
@@ -69,6 +71,8 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
     experts = config.integer("n_routed_experts", 8, most=MOST_EXPERTS)
     sizes: dict[str, Any] = {role: config.integer(name, default) for name, (role, default) in _CHOICE.items()}
     plain = {**inner, "up_bias": False, "down_bias": False}
+    width = config.optional_integer("moe_latent_size")
+    plain |= {} if width is None else {"hidden_size": width, "inside": True}
     expert = FeedForward(intermediate_size=config.integer("moe_intermediate_size", 7688), **plain)
     shared = FeedForward(intermediate_size=config.integer("moe_shared_expert_intermediate_size", 7688), **inner)
     return MixtureOfExperts(
@@ -76,6 +80,7 @@ def _mixture(config: ConfigReader, hidden: int, inner: dict[str, Any]) -> Mixtur
         experts=experts,
         expert=expert,
         shared=shared,
+        latent=None if width is None else ExpertLatent(hidden_size=hidden, width=width, bias=inner["up_bias"]),
         normalise=config.boolean("norm_topk_prob", True),
         multiplier=config.number("routed_scaling_factor", 1.0),
         scores="sigmoid",
@@ -151,6 +156,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
                 found |= {name: getattr(mixer, role) for name, (role, _) in _CHOICE.items()}
                 found |= {"n_routed_experts": mixer.experts, "moe_intermediate_size": mixer.intermediate_size}
                 found |= {"moe_shared_expert_intermediate_size": mixer.shared_size}
+                found |= {} if mixer.latent is None else {"moe_latent_size": mixer.latent.width}
                 found |= {"norm_topk_prob": mixer.normalise, "routed_scaling_factor": mixer.multiplier}
                 shared = of_kind(mixer.shared, FeedForward)
                 found |= {"mlp_hidden_act": name_of(mixer.expert.activation), "mlp_bias": shared.up_bias}
@@ -170,13 +176,14 @@ _M = _T + "mixer."
 _EXPERT = _M + "experts.{expert}."
 _STACKED = tuple(Stacked(f"{_M}experts.{name}_proj", (f"{_EXPERT}{name}_proj.weight",)) for name in ("up", "down"))
 _UP_DOWN = ("up_proj", "down_proj")
+_LATENT = (("fc1", "down_proj"), ("fc2", "up_proj"))
 
 _NEMOTRON_H = Architecture(
     name="nemotron_h",
     model_types=("nemotron_h",),
     hf_class="NemotronHForCausalLM",
     hf_config="NemotronHConfig",
-    kinds=frozenset({Mamba2, RMSNorm, Attention, FeedForward, MixtureOfExperts}),
+    kinds=frozenset({Mamba2, RMSNorm, Attention, FeedForward, MixtureOfExperts, ExpertLatent}),
     read=_read,
     write=_write,
     leaves=(
@@ -194,6 +201,7 @@ _NEMOTRON_H = Architecture(
                 *leaves_of({_M + name: f"{B}feed_forward.{name}" for name in _UP_DOWN}),
                 *leaves_of({_EXPERT + name: f"{B}feed_forward.experts.{{expert}}.{name}" for name in _UP_DOWN}),
                 *leaves_of({f"{_M}shared_experts.{name}": f"{B}feed_forward.shared.{name}" for name in _UP_DOWN}),
+                *leaves_of({f"{_M}{name}_latent_proj": f"{B}feed_forward.latent.{ours}" for name, ours in _LATENT}),
                 *leaves_of({_M + "gate": B + "feed_forward.router"}),
                 Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias"),
                 *leaves_of({"backbone.norm_f": "final_norm"}),
@@ -240,6 +248,5 @@ _NEMOTRON_H = Architecture(
     refused={
         "tie_word_embeddings": ((False, None), "transformers' class of this family ties nothing"),
         "sliding_window": ((None,), "transformers' cache goes by it in decoding, and the layers do not"),
-        "moe_latent_size": ((None,), "experts on a narrower stream have no component here"),
     },
 )

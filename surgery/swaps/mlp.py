@@ -248,7 +248,7 @@ def _part(path: str, expert: Dense, index: int, count: int) -> dict[str, Tensor]
 
 def _numbers(expert: Dense) -> list[str]:
     """The tensors of an activation's own numbers, which units do not share out."""
-    return [name for name, weight in expert.weights().items() if weight.role == "inner"]
+    return [name for name in expert.weights() if name.startswith("activation.")]
 
 
 def _weighed(name: str, cut: slice, factor: float) -> Computed:

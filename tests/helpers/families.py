@@ -1752,6 +1752,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu",
     },
     "nemotron_h": NEMOTRON_H,
+    "nemotron_h-latent": {**NEMOTRON_H, "moe_latent_size": 24, "mlp_bias": True, "num_experts_per_tok": 3},
     "nemotron_h-dense": {
         **{name: value for name, value in NEMOTRON_H.items() if name != "layers_block_type"},
         "hybrid_override_pattern": "*-M",
