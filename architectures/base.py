@@ -170,6 +170,13 @@ _SCALES = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
 OUTSIDE = ("vision", "audio")
 """Those that make a model composite: no class of the language model alone has a place for them."""
 
+_OTHER_HEADS = re.compile(
+    r"Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|Regression|Reward|Score|ValueHead|DoubleHeads"
+)
+"""What names of transformers' classes have in them that end in another head than a language model's."""
+_NO_HEAD = re.compile(r"\w+(?<!LMHead)(?<!DoubleHeads)Model")
+"""What transformers' classes without a head are called."""
+
 BEHIND = {"mtp": ("model.layers.{behind}.",)}
 """How names begin where a layer behind the last drafts tokens: `carried` of most families that have such."""
 
@@ -330,6 +337,16 @@ class Architecture:
     def class_of(self, spec: ModelSpec) -> str:
         """The transformers class that computes a tree."""
         return self.hf_class if spec.head is not None or not self.base_class else self.base_class
+
+    def other_class(self, config: Mapping[str, Any] | None) -> str | None:
+        """Return the class that config.json names where it has no head, or another one than a language model's; None
+        where it has what every tree of this family has.
+        """
+        named = (config or {}).get("architectures")
+        name = named[0] if isinstance(named, list) and named else None
+        if self.base_class or not isinstance(name, str) or not name.isidentifier() or len(name) > 80:
+            return None
+        return name if name != self.hf_class and (_OTHER_HEADS.search(name) or _NO_HEAD.fullmatch(name)) else None
 
     def back(self, spec: ModelSpec) -> ModelSpec:
         """The tree that config.json would be read as where this one was written; see `obstacles.Target`."""

@@ -23,7 +23,8 @@ from .names import INDEX
 from .pickles import pickle_weights, renamed
 from .quantised import METHODS, dequantised
 from .resolve import Reference, quantised, read_spec, resolve
-from .tree import Origin, Quantised
+from .scan import Scan
+from .tree import Origin, OtherClass, Quantised
 from .weights import Checkpoint as Checkpoint
 from .weights import TensorFiles as TensorFiles
 from .weights import Weights, own_leaves
@@ -57,6 +58,35 @@ def open_checkpoint(
     read = None if found.other is None else found.other.read
     numbers = None if stored else "BF16" if narrow else "F32"
     opened = _read(found, remote, allow_pickle, check, numbers) if read is None else read(found.source, allow_pickle)
+    return _checked(found, opened, allow_extra=allow_extra, integers=integers, partial=partial, stored=stored)
+
+
+def open_scanned(files: Scan, *, allow_pickle: bool = False) -> Checkpoint:
+    """Open what was scanned, as `open_checkpoint` opens it and with the same refusals, without asking for any header
+    again.
+    """
+    found, opened = files.found, files.opened
+    assert found.source is not None
+    read = None if found.other is None else found.other.read
+    if opened is None and read is not None:
+        opened = read(found.source, allow_pickle)
+    elif opened is None:
+        check = functools.partial(_usable, methods=tuple(METHODS))
+        opened = _read(found, None if files.fetched else files.weight_files(), allow_pickle, check, "F32")
+    return _checked(found, opened)
+
+
+def _checked(
+    found: Reference,
+    opened: Opened,
+    *,
+    allow_extra: bool = False,
+    integers: bool = False,
+    partial: bool = False,
+    stored: bool = False,
+) -> Checkpoint:
+    """Make a checkpoint of what a reader found, or raise with everything that does not fit."""
+    assert found.path is not None and found.source is not None
     origin = opened.origin
     if origin.reference is None:  # else a converted folder, which remembers its first source
         # A local path says nothing on another machine: only its last part is kept.
@@ -108,7 +138,7 @@ def open_files(
     how = {"offline": offline, "allow_pickle": allow_pickle, "headers_only": headers_only}
     try:
         return open_checkpoint(reference, **how, **options)
-    except (UnknownFamily, Quantised) as error:
+    except (UnknownFamily, Quantised, OtherClass) as error:
         opened = open_tensors(reference, **how)
         opened.notes.append(f"its tensors are told by their own names: {error.message}")
         return opened
@@ -254,6 +284,20 @@ def _match(
         _as_they_are(checkpoint, made.declared, missing, [] if allow_extra else made.extra)
 
 
+def _refuse_other_class(path: Path, made: Match, architecture: Architecture | None, name: str) -> None:
+    """Raise OtherClass where all that stands in the way of a language model is the head of the class `name`."""
+    head, own = getattr(architecture, "head", ""), made.own_head(architecture)
+    if made.missing not in ([], [head]) or own != made.extra or not (made.missing or own):
+        return
+    what = f"with {_some(own)} in the place of a language model's head" if own else f"without a head ({head})"
+    hint = "params, show, compare, diff and audit read it; to compute it, use transformers."
+    if not own:
+        hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
+    elif not made.missing:
+        hint = f"Pass --allow-extra to take the language model without {_some(own)}."
+    raise OtherClass(f"{path} is a {name}, {what}, and gptkit computes language models", hint)
+
+
 def _lacking(made: Match) -> str:
     return f"{len(made.missing)} of {len(made.declared)} tensors are missing: {_some(made.missing)}"
 
@@ -263,6 +307,9 @@ def _refuse(
 ) -> None:
     """Raise CheckpointError with everything that does not fit, and what to do."""
     info, missing, extra = checkpoint._weights.info, made.missing, made.extra
+    other = None if architecture is None or partial else architecture.other_class(checkpoint.origin.config)
+    if other is not None and made.sound and (missing or not allow_extra):
+        _refuse_other_class(checkpoint.path, made, architecture, other)
     problems = [] if partial or not missing else [_lacking(made)]
     shaped = [
         f"{own} is {list(info[own][1])}, expected {list(made.declared[name].shape)}"

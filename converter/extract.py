@@ -44,7 +44,7 @@ def extract(
         raise UsageError(f"{shown(part, 40)} is no part that can be extracted", f"known: {', '.join(_PARTS)}")
     found = resolve(model, offline=offline, companions=True)
     assert found.path is not None
-    files = replace(scan(found.path), reference=found.text, revision=found.revision)
+    files = replace(scan(found.path), found=found, revision=found.revision)
     problems = [*files.broken.values(), files.index_error, files.config_error]
     if files.config is None or any(problems):
         why = next(filter(None, problems), f"{found.text} has no config.json")

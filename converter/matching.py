@@ -52,6 +52,20 @@ class Match:
         """The leaves that no tensor holds."""
         return [name for name in self.declared if name not in self.found]
 
+    def own_head(self, family: Architecture | None) -> list[str]:
+        """Return the tensors of a head that the family's trees do not have: those outside of the layers and of what the
+        family's names begin with.
+        """
+        begins = () if family is None or not family.prefix else (family.prefix,)
+        inside = [name for name in self.extra if any(part.isdecimal() for part in name.split("."))]
+        return [name for name in self.extra if name not in inside and not name.startswith(begins)]
+
+    @property
+    def sound(self) -> bool:
+        """Whether all that is there fits, be something missing or there without a place."""
+        wrong = (self.twice, self.shaped, self.typed, self.untied, self.parted, self.altered)
+        return not any(wrong)
+
     @property
     def embedding(self) -> str:
         """The leaf of the token embedding."""

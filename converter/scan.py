@@ -1,25 +1,28 @@
-"""What lies in a checkpoint's weight files, each read for itself: what is wrong with one is told, and stops nothing.
+"""Read each weight file of a checkpoint for itself: what is wrong with one is reported, and the others are still read.
 
-Everything else here refuses a folder whose index and files disagree; an audit wants to know how they do. Headers alone
-are read, of a repository on the hub by ranges. What pickles hold is told by a process of its own.
+`open_checkpoint` refuses a folder whose index and files disagree; an audit wants to know how they do. Only headers
+are read, of a repository on the hub by ranges. A process of its own reads pickles. Formats that only their own reader
+understands (DCP, what training programs leave) are opened by it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..architectures.config import read_config_file
-from ..errors import CheckpointError, GptkitError, InvalidInput
-from .index import PICKLE_SUFFIXES, Stored, read_index
+from ..errors import CheckpointError, GptkitError, InvalidInput, UntrustedInput
+from .formats import Opened
+from .index import PICKLE_SUFFIXES, Stored, WeightFiles, assembled, read_index, single
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, refuse_pointer, untrusted
 from .pickles import Unpickler, named_tensors
 from .resolve import Reference, resolve
-from .safetensors import Header, TensorInfo, read_header
+from .safetensors import DTYPES, Header, TensorInfo, read_header
 from .weights import Weights
 
 
@@ -31,30 +34,45 @@ class _About(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Scan:
-    """The weight files of a checkpoint as far as they can be read.
+    """The weight files of a checkpoint as far as they can be read."""
 
-    reference, revision: what was asked for, and the hub's commit. folder: where its small files lie. names: of all
-    files, a repository's included. headers: of the weight files that can be read; broken: of the others, why not.
-    index: the file that each tensor is said to lie in, None without an index; index_error: why there is none, though
-    the file is there; total_size: the bytes that it says. config: config.json as an object, None without one;
-    config_error: why it cannot be read. fetched: whether the weights are here. stored: where tensors lie that are no
-    plain bytes of a file; the types in a GGUF's header are ggml's.
-    """
-
-    reference: str
+    found: Reference
+    """What was asked for, resolved."""
     folder: Path
+    """Where its small files are: config.json and the tokenizer's."""
     names: frozenset[str]
+    """All files, a repository's included."""
     headers: Mapping[str, Header]
+    """The weight files that can be read. The types in a GGUF's header are ggml's."""
     broken: Mapping[str, str]
+    """Those that cannot, and why."""
     index: Mapping[str, str] | None = None
+    """The file that the index names for each tensor; None without an index."""
     index_error: str = ""
+    """Why the index cannot be read."""
+    stale_index: str = ""
+    """What is wrong with an index beside a single file that holds everything, which loaders read instead."""
     total_size: int | None = None
+    """The bytes of all tensors, as the index says."""
     config: Mapping[str, Any] | None = None
+    """config.json as an object; None without one."""
     config_error: str = ""
+    """Why config.json cannot be read."""
     revision: str | None = None
+    """The hub's commit."""
     fetched: bool = True
-    format: Literal["safetensors", "gguf", "pickle"] = "safetensors"
-    stored: Mapping[str, Stored] = field(default_factory=dict)
+    """Whether the weights are here."""
+    format: str = "safetensors"
+    """ "safetensors", "pickle", or the name of a format of `converter.formats`."""
+    stored: Weights | None = None
+    """The tensors, where they are not plain bytes of a safetensors file."""
+    opened: Opened | None = None
+    """What the reader of another format made of the files."""
+
+    @property
+    def reference(self) -> str:
+        """What was asked for."""
+        return self.found.text
 
     @property
     def own(self) -> tuple[str, str]:
@@ -87,8 +105,8 @@ class Scan:
     @cached_property
     def raw(self) -> Weights:
         """The tensors as they are stored."""
-        if self.stored:
-            return Weights(self.stored)
+        if self.stored is not None:
+            return self.stored
         stored = {}
         for name, info in self.tensors.items():
             files = self.holders[name]
@@ -96,6 +114,15 @@ class Scan:
             path = self.folder / (file if file in files else files[0])
             stored[name] = Stored(path, info.dtype, info.shape, info.start, info.nbytes)
         return Weights(stored, fetched=self.fetched)
+
+    def weight_files(self) -> WeightFiles:
+        """The headers as `open_checkpoint` takes them, so that none is asked of the hub twice. Raises CheckpointError
+        where they and the index disagree.
+        """
+        if SINGLE in self.headers or self.index is None:
+            name = SINGLE if SINGLE in self.headers else next(iter(self.headers))
+            return single(self.folder / name, self.headers[name])
+        return assembled(self.folder, dict(self.index), dict(self.headers))
 
 
 def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pickle: bool = False) -> Scan:
@@ -109,10 +136,10 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
     assert found.path is not None
     if found.format == "gguf":
         return _of_gguf(found)
+    if found.other is not None and found.other.read is not None:
+        return _of_format(found, allow_pickle)
     if found.repository is None:
-        folder = found.path if found.names is not None else found.path.parent
-        names = found.names if found.names is not None else frozenset({found.path.name})
-        made = _scan(found.text, folder, names, lambda name: read_header(folder / name))
+        made = _of_folder(found)
     else:
         from .remote import header_of  # here, because it imports the hub's library
 
@@ -120,17 +147,56 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
         names = frozenset(repository.files or ()) or listing(found.path) or frozenset()
         if INDEX in names:
             repository.fetch(INDEX)
-        made = _scan(found.text, found.path, names, lambda name: header_of(repository, name))
+        made = _scan(found, found.path, names, lambda name: header_of(repository, name))
         made = replace(made, revision=repository.commit, fetched=False)
         repository.record()
     if not made.headers and not made.broken and made.fetched:
         made = _with_pickles(made, allow_pickle)
     if not made.headers and not made.broken:
-        hint = (
-            "Name a folder or a repository that holds safetensors files, one such file, a GGUF, or a folder of pickles."
-        )
+        hint = "Name a checkpoint: a folder or a repository with weight files, or one such file."
         raise InvalidInput(f"{found.text} holds no weight file: there is nothing to audit", hint)
     return made
+
+
+def _of_folder(found: Reference) -> Scan:
+    assert found.path is not None
+    folder = found.path if found.names is not None else found.path.parent
+    names = found.names if found.names is not None else frozenset({found.path.name})
+    return _scan(found, folder, names, lambda name: read_header(folder / name))
+
+
+def _of_format(found: Reference, allow_pickle: bool) -> Scan:
+    """Open another format by its own reader. Pickles that it does not know as a model are read as they are."""
+    assert found.path is not None and found.source is not None and found.other is not None
+    assert found.other.read is not None and found.format is not None
+    plain = _of_folder(found)
+    try:
+        opened = found.other.read(found.source, allow_pickle)
+    except UntrustedInput:
+        raise
+    except InvalidInput as error:
+        pickles = _with_pickles(plain, allow_pickle)
+        if pickles.headers and not pickles.broken:
+            return pickles
+        return replace(plain, headers={}, broken={found.source.name: error.message}, format=found.format)
+    weights = opened.weights
+    infos: dict[str, dict[str, TensorInfo]] = {path.name: {} for path in opened.files}
+    for name, (dtype, shape) in weights.info.items():
+        file = weights.place(name)[0].name or opened.files[0].name
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        infos.setdefault(file, {})[name] = TensorInfo(name, dtype, shape, 0, nbytes)
+    return replace(
+        plain,
+        folder=opened.home or plain.folder,
+        headers={file: Header(tensors, {}) for file, tensors in infos.items()},
+        broken={},
+        index=None,
+        index_error="",
+        config=opened.origin.config if opened.architecture is not None else None,
+        format=found.format,
+        stored=weights,
+        opened=opened,
+    )
 
 
 def _of_gguf(found: Reference) -> Scan:
@@ -142,15 +208,13 @@ def _of_gguf(found: Reference) -> Scan:
     try:
         header = open_header(path)
     except CheckpointError as error:
-        return Scan(found.text, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
+        return Scan(found, path.parent, frozenset({path.name}), {}, {path.name: error.message}, format="gguf")
     infos = {
         name: TensorInfo(name, each.type.name, each.shape, each.start, each.end)
         for name, each in header.tensors.items()
     }
     headers = {path.name: Header(infos, {})}
-    return Scan(
-        found.text, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path)._tensors
-    )
+    return Scan(found, path.parent, frozenset({path.name}), headers, {}, format="gguf", stored=tensors(path))
 
 
 def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
@@ -184,11 +248,11 @@ def _with_pickles(files: Scan, allow_pickle: bool) -> Scan:
         )
         stored |= held if index is None else {key: each for key, each in held.items() if index.get(key, name) == name}
     return replace(
-        files, headers=headers, broken=broken, index=index, index_error=error, format="pickle", stored=stored
+        files, headers=headers, broken=broken, index=index, index_error=error, format="pickle", stored=Weights(stored)
     )
 
 
-def _scan(reference: str, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> Scan:
+def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callable[[str], Header]) -> Scan:
     index: dict[str, str] | None = None
     error, total, config, config_error = "", None, None, ""
     if INDEX in names:
@@ -208,7 +272,7 @@ def _scan(reference: str, folder: Path, names: frozenset[str], header: Callable[
             config_error = failure.message
     weights = sorted(name for name in names if name.endswith(".safetensors"))
     if SINGLE in weights:  # which wins over all others, as everywhere
-        weights = [SINGLE, *(name for name in weights if name in set((index or {}).values()) - {SINGLE})]
+        weights = [SINGLE]
 
     def read(name: str) -> Header | str:
         try:
@@ -218,12 +282,18 @@ def _scan(reference: str, folder: Path, names: frozenset[str], header: Callable[
 
     with ThreadPoolExecutor(8) as pool:
         each = dict(zip(weights, pool.map(read, weights), strict=True))
+    stale = ""
+    if SINGLE in weights and (index is not None or error):
+        held = getattr(each[SINGLE], "tensors", {})
+        stale = error or ("" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} does not say what {SINGLE} holds")
+        index, error = (None, "") if stale else (index, error)
     return Scan(
-        reference,
+        found,
         folder,
         names,
-        headers={name: found for name, found in each.items() if isinstance(found, Header)},
-        broken={name: found for name, found in each.items() if isinstance(found, str)},
+        stale_index=stale,
+        headers={name: one for name, one in each.items() if isinstance(one, Header)},
+        broken={name: one for name, one in each.items() if isinstance(one, str)},
         index=index,
         index_error=error,
         total_size=total,

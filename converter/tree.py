@@ -21,7 +21,7 @@ from ..architectures import architecture_of, named
 from ..architectures.config import parse_config_text, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..components.ranges import some_of
-from ..errors import ConfigError, InvalidInput, UnknownFamily, UsageError, shown
+from ..errors import CheckpointError, ConfigError, InvalidInput, UnknownFamily, UsageError, shown
 from ..version import __version__
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
@@ -50,6 +50,10 @@ class Origin:
 
 class Quantised(InvalidInput):
     """Weights that are stored as something else than floating-point numbers, in a way that is not read here."""
+
+
+class OtherClass(CheckpointError):
+    """A model of a known family without a language model's head: its config.json names another class."""
 
 
 def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec, Origin, list[str]]:

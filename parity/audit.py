@@ -6,6 +6,7 @@ model of an unknown family to what its names say of one another.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from ..errors import InvalidInput, UsageError, shown
 from .audits.config import check_config, check_vocabulary
 from .audits.files import check_files
 from .audits.programs import ask_program
+from .audits.reader import READ, check_reader
 from .audits.source import compare_with_source
 from .audits.subject import Audit, Finding, Subject
 from .audits.tree import check_gguf, check_layers, check_tree
 from .audits.values import check_values
 
+MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
+"""The rules among `READ` whose faults `fix` mends."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
 """What `loader` may name: programs whose own code tells here what they would do."""
 
@@ -35,7 +39,8 @@ def fix(
     **options: Any,
 ) -> Audit:
     """Write a checkpoint again with what is wrong and can be mended without loss: names, index, shards that nobody
-    lists, tensors that are there twice. Published as every conversion is. Returns the audit of what was written.
+    lists, tensors that are there twice. Published as every conversion is. Returns the audit of what was written; where
+    `load` would still refuse it, nothing is written, and the audit of `new` says so first (the rule "not-fixed").
 
     Args:
         new: the checkpoint, as everywhere.
@@ -49,15 +54,20 @@ def fix(
         InvalidInput: as `audit`; a weight file cannot be read, so that its tensors would be lost.
         UsageError: `out` exists or cannot be made.
     """
-    found = scan(new, offline=offline, allow_pickle=allow_pickle)
-    if found.format == "gguf":
-        raise InvalidInput(f"{found.reference} is a GGUF, which is not written again", "Convert its source again.")
-    if found.broken or not found.fetched:
-        why = next(iter(found.broken.values()), f"{found.reference} is on the hub, and its weights are not here")
+    files = scan(new, offline=offline, allow_pickle=allow_pickle)
+    if files.format not in ("safetensors", "pickle") or files.found.is_own:
+        kind = "in gptkit's own format" if files.found.is_own else f"of the format {files.format}"
+        hint = f"Write it as safetensors: gptkit convert {files.reference} {out} --to hf"
+        raise InvalidInput(f"{files.reference} is {kind}, and is not written again", hint)
+    if files.broken or not files.fetched:
+        why = next(iter(files.broken.values()), f"{files.reference} is on the hub, and its weights are not here")
         raise InvalidInput(f"{why}: nothing is written", "Fetch it first.")
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
-    names = audit(new, **more, **{**options, "values": False}).names
-    rewrite(found, {name: names.get(name, name) for name in found.tensors}, out, force)
+    before = audit(new, **more, **{**options, "values": False})
+    if any(each.severity == "error" and each.rule in READ - MENDED for each in before.findings):
+        message = f"nothing was written: --fix cannot mend what follows, and gptkit load would refuse {out}"
+        return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
+    rewrite(files, {name: before.names.get(name, name) for name in files.tensors}, out, force)
     return audit(out, **more, **options)
 
 
@@ -98,9 +108,10 @@ def audit(
         if each is not None and not each.tensors and not each.broken:
             raise InvalidInput(f"{each.reference} holds no tensor: there is nothing to audit")
     subject = Subject(found, other, loader, values, opening, progress or (lambda done, total: None))
-    findings = [finding for rule in RULES for finding in rule(subject)]
+    for rule in RULES:
+        subject.findings.extend(rule(subject))
     order = {"error": 0, "warning": 1, "note": 2}
-    findings.sort(key=lambda finding: order[finding.severity])
+    findings = sorted(subject.findings, key=lambda finding: order[finding.severity])
     sizes = sum(info.nbytes for info in found.tensors.values())
     looked = subject.looked()
     return Audit(
@@ -115,6 +126,7 @@ RULES: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_layers,
     check_config,
     check_vocabulary,
+    check_reader,
     check_values,
     compare_with_source,
     ask_program,

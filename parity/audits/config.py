@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from ...components import ModelSpec
 from ...converter.dtypes import FLOATS, HF_NAMES
 from ...converter.files import read_small
 from ...converter.names import CONFIG
+from ...converter.safetensors import TensorInfo
 from ..surroundings import MOST_BYTES
 from .subject import Finding, Subject
 
@@ -25,13 +26,12 @@ def check_config(subject: Subject) -> Iterator[Finding]:
     files = subject.files
     if files.config is None:
         return
-    scales = tuple(name for name in files.tensors if _QUANTISED.search(name))
-    few = tuple(name for name, info in files.tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64"))
-    if (scales or few) and not subject.quantised:
+    scaled = tuple(_scaled(files.tensors))
+    if scaled and not subject.quantised:
         message = "config.json says of no quantisation, and these are, or belong to, quantised weights"
         remedy = "Add the quantization_config, or dequantise them."
-        yield Finding("config-quantisation", "error", message, scales or few, remedy)
-    elif subject.quantised and not scales and not few:
+        yield Finding("config-quantisation", "error", message, scaled, remedy)
+    elif subject.quantised and not scaled and {info.dtype for info in files.tensors.values()} <= {*FLOATS}:
         message = "config.json says that the weights are quantised, and every tensor is of plain floating point"
         yield Finding("config-quantisation", "error", message, (), "Remove the quantization_config.")
     if not isinstance(subject.spec, ModelSpec):
@@ -45,6 +45,19 @@ def check_config(subject: Subject) -> Iterator[Finding]:
     if isinstance(stated, str) and floats and stated.removeprefix("torch.") not in {HF_NAMES[each] for each in floats}:
         message = f"config.json says {stated}, the tensors are {', '.join(sorted(floats))}"
         yield Finding("config-dtype", "note", message, (), "Loaders convert them as they load.")
+
+
+def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Return the tensors that are called as parts of quantised weights are, in a module that holds few bits: neither
+    a name nor a dtype alone says so.
+    """
+    few = {_module(name) for name, info in tensors.items() if info.dtype not in (*FLOATS, "BOOL", "I64")}
+    return (name for name in tensors if _QUANTISED.search(name) and _module(name) in few)
+
+
+def _module(name: str) -> str:
+    """Return the module that a tensor belongs to, or of a part of a quantised weight (`W.absmax`) the weight's."""
+    return _QUANTISED.sub("", name).removesuffix(".weight")
 
 
 def check_vocabulary(subject: Subject) -> Iterator[Finding]:

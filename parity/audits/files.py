@@ -14,6 +14,9 @@ def check_files(subject: Subject) -> Iterator[Finding]:
         yield Finding("broken-file", "error", why, (), f"Fetch or write {name} again.")
     if files.index_error:
         yield Finding("broken-index", "error", files.index_error, (), "Write the index again.")
+    if files.stale_index:
+        message = f"{files.stale_index}; loaders read {single} alone"
+        yield Finding("stale-index", "warning", message, (), "Remove the index, or the file if it is the older one.")
     if files.config_error:
         yield Finding("broken-config", "error", files.config_error, (), f"Write {CONFIG} again.")
     twice = [name for name, holders in files.holders.items() if len(holders) > 1]
@@ -22,7 +25,7 @@ def check_files(subject: Subject) -> Iterator[Finding]:
         yield Finding("duplicate-tensor", "error", f"in more than one file: {where}", tuple(twice), "Keep one of each.")
     weights = [*files.headers, *files.broken]
     if files.index is None:
-        if len(weights) > 1 and single not in weights:
+        if files.opened is None and len(weights) > 1 and single not in weights:
             yield Finding("no-index", "error", f"{len(weights)} weight files and no {index}", (), "Write the index.")
         return
     lost: dict[str, list[str]] = defaultdict(list)

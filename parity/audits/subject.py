@@ -1,18 +1,22 @@
 """What an audit looks at, and what it finds."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from ...architectures import Architecture, architecture_of
+from ...architectures import Architecture, named
 from ...architectures.config import quantisation
 from ...architectures.layout import Shape
 from ...components import ModelSpec
 from ...converter.formats.gguf import declared
+from ...converter.matching import Match, match
+from ...converter.names import CONFIG, LOCAL_CONFIG
+from ...converter.resolve import read_spec
 from ...converter.scan import Scan
+from ...converter.weights import identity_leaves
 from ...display import Record, Shown
-from ...errors import CannotExpress, InvalidInput, UnknownFamily
+from ...errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UnknownFamily
 
 Severity = Literal["error", "warning", "note"]
 
@@ -88,12 +92,29 @@ class Subject:
     names: dict[str, str] = field(default_factory=dict)
     """Tensors by their names in the files, each with the name that it is to have."""
 
+    findings: list[Finding] = field(default_factory=list)
+    """What the rules before this one have found."""
+
     @cached_property
-    def family(self) -> Architecture | None:
+    def described(self) -> tuple[ModelSpec, Architecture | None] | GptkitError | None:
+        """The tree, as the reader that `load` uses reads it, and the family that the tensors' names are of, if any; or
+        why it cannot be read. None of a family that is not known.
+        """
+        files = self.files
         try:
-            return None if self.files.config is None else architecture_of(self.files.config)
-        except InvalidInput:
+            if files.format == "gguf":
+                return None if self.gguf is None else (self.gguf[0], None)
+            if files.opened is not None:
+                return files.opened.spec, files.opened.architecture
+            if files.found.other is not None and files.config is None:
+                return None
+            beside = replace(files.found, format="hf", source=files.folder / CONFIG)
+            spec, origin, _ = read_spec(files.found if files.found.other is None else beside)
+        except UnknownFamily:
             return None
+        except (CannotExpress, InvalidInput) as error:
+            return error
+        return spec, None if files.found.is_own or origin.family is None else named(origin.family)
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
@@ -107,20 +128,46 @@ class Subject:
         except UnknownFamily:
             return None
 
+    @property
+    def spec(self) -> ModelSpec | GptkitError | None:
+        """The tree of `described`, or why there is none."""
+        return self.described[0] if isinstance(self.described, tuple) else self.described
+
+    @property
+    def family(self) -> Architecture | None:
+        """The family that the tensors' names are of; None where it is not known, or the names are another format's."""
+        return self.described[1] if isinstance(self.described, tuple) else None
+
     @cached_property
-    def spec(self) -> ModelSpec | str | None:
-        """The tree that config.json says; in words why it says none; None of a family that is not known."""
-        try:
-            if self.gguf is not None:
-                return self.gguf[0]
-        except (CannotExpress, InvalidInput) as error:
-            return error.message
-        if self.family is None or self.files.config is None:
+    def match(self) -> Match | GptkitError | None:
+        """How the tensors fit the tree, as `load` pairs them; None where there is no tree, or the tensors stand for
+        others (GGUF, quantised weights).
+        """
+        spec, family, weights = self.spec, self.family, self.files.raw
+        if not isinstance(spec, ModelSpec) or self.files.format == "gguf" or self.quantised:
             return None
+        if not weights.info:  # and the files that were to hold them are reported
+            return None
+        if len(spec.blocks) > len(weights.info):
+            return CheckpointError(
+                f"config.json says {len(spec.blocks):,} layers, and there are {len(weights.info):,} tensors"
+            )
         try:
-            return self.family.spec(self.files.config)
-        except InvalidInput as error:
-            return error.message
+            spec = spec if family is None else family.in_files(spec, weights.info)
+            leaves = identity_leaves(spec) if family is None else family.bind_files(spec, weights.info)
+            if family is None and self.files.opened is not None:
+                leaves = self.files.opened.leaves
+            return match(spec, leaves, weights, family, family)
+        except (CannotExpress, InvalidInput) as error:
+            return error
+
+    @property
+    def says(self) -> str:
+        """The file that says what the model is, for a message."""
+        files = self.files
+        return (
+            LOCAL_CONFIG if files.found.is_own else CONFIG if files.config is not None else "what is stored with them"
+        )
 
     @cached_property
     def quantised(self) -> bool:

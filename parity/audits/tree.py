@@ -1,16 +1,16 @@
 """Rules about the tensors that a model has to have."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 from ...analysis.named import LAYER
-from ...architectures import Architecture, BoundLeaf
 from ...components import ModelSpec
 from ...components.ranges import number_ranges
 from ...converter.formats.gguf import special_ids, without_ones
 from ...converter.formats.gguf_header import open_header
+from ...converter.matching import Match
 from ...converter.names import CONFIG
+from ...errors import GptkitError
 from .names import counted, folded, matched
 from .subject import Finding, Subject
 
@@ -18,83 +18,122 @@ _FEW = 4  # a layer lacks what so many times as many layers have
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
-@dataclass
-class _Pairs:
-    """Tensors of a known family beside those that its tree declares, by name. found: declared name -> ours."""
-
-    declared: dict[str, BoundLeaf]
-    found: dict[str, str] = field(default_factory=dict)
-    extra: list[str] = field(default_factory=list)
-    shaped: list[tuple[str, str]] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)
-
-
-def _pairs(subject: Subject, spec: ModelSpec, family: Architecture) -> _Pairs:
-    tensors, layers = subject.files.tensors, len(spec.blocks)
-    pairs = _Pairs({leaf.checkpoint: leaf for leaf in family.bind_files(spec, tensors)})
-    for name, info in tensors.items():
-        known = family.canonical_name(name, pairs.declared, layers)
-        if known is None or (known not in pairs.declared and family.carries(name, layers)):
-            continue
-        if known == family.head and spec.tied:
-            pairs.heads.append(name)
-        elif known not in pairs.declared:
-            pairs.extra.append(name)
-        else:
-            pairs.found[known] = name
-            if info.shape != pairs.declared[known].shape:
-                pairs.shaped.append((name, known))
-    embedding = next(name for name, leaf in pairs.declared.items() if "embedding.weight" in leaf.shared)
-    for name in pairs.heads:
-        pairs.found.setdefault(embedding, name)  # as safetensors' save_model leaves it
-        if tensors[name].shape != pairs.declared[embedding].shape:
-            pairs.shaped.append((name, embedding))
-    return pairs
-
-
 def check_tree(subject: Subject) -> Iterator[Finding]:
-    """The tensors of a known family, held to what config.json says, one by one."""
-    files, spec, family = subject.files, subject.spec, subject.family
-    if isinstance(spec, str):
-        remedy = f"Correct {CONFIG}." if files.config is not None else "Convert its source again."
-        yield Finding("config", "error", spec, (), remedy)
-    if not isinstance(spec, ModelSpec) or family is None or subject.quantised:
+    """Compare the tensors of a known family with those that its config declares, one by one."""
+    files, spec, pairs = subject.files, subject.spec, subject.match
+    if isinstance(spec, GptkitError) and not files.config_error:
+        remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else "Convert its source again.")
+        yield Finding("config", "error", spec.message, (), remedy)
+    elif spec is None and files.found.names is not None and CONFIG not in files.names and files.format != "gguf":
+        message = f"there is no {CONFIG}: no program can tell what model these tensors are of"
+        yield Finding("no-config", "error", message, (), f"Put the model's {CONFIG} beside them.")
+    if isinstance(pairs, GptkitError):
+        yield Finding("config", "error", pairs.message, (), pairs.hint or f"Correct {CONFIG}.")
+    if not isinstance(pairs, Match) or not isinstance(spec, ModelSpec):
         return
-    pairs, layers = _pairs(subject, spec, family), len(spec.blocks)
-    shapes = {name: leaf.shape for name, leaf in pairs.declared.items() if name not in pairs.found}
+    numbers = {name: int(index["index"]) for name in files.tensors if (index := LAYER.fullmatch(name))}
+    missing, extra = pairs.missing, pairs.extra
+    if subject.family is not None:
+        other = _other_names(subject, pairs)
+        yield from _other_class(subject, pairs, other)
+        missing = [name for name in missing if name not in set(other.values())]
+        extra = [name for name in extra if name not in other]
+        if subject.family.other_class(files.config):
+            missing = [name for name in missing if name != subject.family.head]
+            extra = [name for name in extra if name not in pairs.own_head(subject.family)]
+        subject.names |= other
+        if other:
+            shown = "; ".join(folded(f"{name} is {known}" for name, known in other.items())[:3])
+            message = f"{counted(other)} that a {subject.family.name} has under another name: {shown}"
+            yield Finding("other-name", "error", message, tuple(other), "Rename them: --fix OUT does.")
+    yield from _missing(subject, pairs, spec, missing, numbers)
+    yield from _extra(subject, spec, extra, numbers)
+    yield from _odd(subject, pairs)
+
+
+def _other_names(subject: Subject, pairs: Match) -> dict[str, str]:
+    """Return the tensors without a place that fit what is missing, each with the name that it is to have."""
+    ours = {name: subject.files.tensors[name].shape for name in pairs.extra}
+    shapes = {name: pairs.declared[name].shape for name in pairs.missing}
     # Layouts were tried when the names were bound: what is left may have another name.
-    ours = {name: files.tensors[name].shape for name in pairs.extra}
-    other = {name: theirs[0] for name, (theirs, how) in matched(ours, shapes, lambda *_: True).items() if not how}
-    subject.names |= other
-    if other:
-        shown = "; ".join(folded(f"{name} is {known}" for name, known in other.items())[:3])
-        message = f"{counted(other)} that a {family.name} has under another name: {shown}"
-        yield Finding("other-name", "error", message, tuple(other), "Rename them: --fix OUT does.")
-    extra = [name for name in pairs.extra if name not in other]
-    missing = [name for name in shapes if name not in set(other.values())]
-    numbers = {name: int(match["index"]) for name in files.tensors if (match := LAYER.fullmatch(name))}
-    behind = tuple(name for name in extra if numbers.get(name, 0) >= layers)
-    if behind:
-        where = number_ranges(sorted({numbers[name] for name in behind}))
-        message = f"config.json says {layers} layers, and there are tensors of layer {where}"
-        yield Finding("config-layers", "error", message, behind, "Correct the number of layers, or remove these.")
-    if missing == [family.head]:
+    return {name: theirs[0] for name, (theirs, how) in matched(ours, shapes, lambda *_: True).items() if not how}
+
+
+def _other_class(subject: Subject, pairs: Match, other: Mapping[str, str]) -> Iterator[Finding]:
+    """Report a model that has another head than a language model's, or none, as its config.json says."""
+    family = subject.family
+    name = None if family is None else family.other_class(subject.files.config)
+    if family is None or name is None:
+        return
+    own = tuple(each for each in pairs.own_head(family) if each not in other)
+    if own:
+        message = f"config.json names {name}, whose head is not a language model's: its shape was not compared"
+        yield Finding("other-head", "note", message, own)
+    elif name.endswith("Model"):
+        yield Finding("other-head", "note", f"config.json names {name}, which has no head")
+    else:
+        message = f"config.json names {name}, and the tensors of its head are missing"
+        yield Finding("missing-tensor", "error", message, (), "Export them again from the source.")
+
+
+def _missing(
+    subject: Subject, pairs: Match, spec: ModelSpec, missing: list[str], numbers: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Report declared tensors that no file has."""
+    if subject.family is not None and missing == [subject.family.head]:
         remedy = 'Set "tie_word_embeddings": true if the head is the embedding; else find it.'
         yield Finding("missing-tensor", "error", "the head is missing", tuple(missing), remedy)
     elif missing:
-        gone = [layer for layer in range(layers) if layer not in numbers.values()] if not other else []
+        gone = (
+            [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
+        )
         where = f", all of layer {number_ranges(gone)} among them" if gone else ""
-        message = f"{counted(missing)} of {len(pairs.declared):,} that config.json asks for missing{where}"
+        message = f"{counted(missing)} of {len(pairs.declared):,} that {subject.says} asks for missing{where}"
         yield Finding("missing-tensor", "error", message, tuple(missing), "Export them again from the source.")
+
+
+def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping[str, int]) -> Iterator[Finding]:
+    """Report tensors that the model has no place for."""
+    layers = len(spec.blocks)
+    behind = tuple(name for name in extra if numbers.get(name, 0) >= layers)
+    if behind:
+        where = number_ranges(sorted({numbers[name] for name in behind}))
+        message = f"{subject.says} says {layers} layers, and there are tensors of layer {where}"
+        yield Finding("config-layers", "error", message, behind, "Correct the number of layers, or remove these.")
     if left := tuple(name for name in extra if name not in behind):
-        message = f"{counted(left)} without a place in a {family.name}"
+        what = "the model" if subject.family is None else f"a {subject.family.name}"
+        message = f"{counted(left)} without a place in {what}"
         yield Finding("extra-tensor", "error", message, left, "Find which model they are of, or remove them.")
-    for name, known in pairs.shaped:
-        leaf, shape = pairs.declared[known], list(files.tensors[name].shape)
+
+
+def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
+    """Report what is there and does not fit: shapes, dtypes, names that are there twice, copies with other values."""
+    tensors = subject.files.tensors
+    for known in pairs.shaped:
+        name, leaf = pairs.found[known], pairs.declared[known]
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
-        rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name in pairs.heads else (rule, "")
-        message = f"is {shape}, and config.json says {list(leaf.shape)}"
-        yield Finding(rule, "error", message, (name,), remedy or f"Correct {CONFIG} or the tensor.")
+        rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
+        message = f"is {list(tensors[name].shape)}, and {subject.says} says {list(leaf.shape)}"
+        yield Finding(rule, "error", message, (name,), remedy or f"Correct {subject.says} or the tensor.")
+    if typed := tuple(name for name in pairs.typed if name not in pairs.carried.get("scales", {}).values()):
+        kinds = ", ".join(sorted({tensors[name].dtype for name in typed}))
+        message = f"weights that are stored as {kinds}, and {subject.says} says of no quantisation"
+        yield Finding("dtype", "error", message, typed, "Dequantise them, or add the quantization_config.")
+    if pairs.untied:
+        message = f"{subject.says} ties the head to the embedding, and a head with other values is stored"
+        remedy = 'Set "tie_word_embeddings": false if the head is meant to be its own, or remove it.'
+        yield Finding("tied-head", "error", message, tuple(pairs.untied), remedy)
+    elif pairs.heads and not subject.files.fetched:
+        message = f"{subject.says} ties the head to the embedding, and a head is stored: their values were not compared"
+        yield Finding("tied-head", "note", message, tuple(pairs.heads))
+    if pairs.altered:
+        message = "other values than the family computes with, which transformers would load"
+        yield Finding("altered-tensor", "error", message, tuple(pairs.altered), "Remove them if they are left over.")
+    if pairs.parted:
+        message = "layers share a block, and these copies hold other values than where it is stored"
+        yield Finding("altered-tensor", "error", message, tuple(pairs.parted), "Export them again from the source.")
+    for pair in pairs.twice:
+        yield Finding("two-names", "error", "one tensor under two names", pair, "Keep one of them.")
 
 
 def check_gguf(subject: Subject) -> Iterator[Finding]:

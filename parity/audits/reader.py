@@ -1,0 +1,32 @@
+"""The rule about what `load` makes of a checkpoint."""
+
+from collections.abc import Iterator
+
+from ...converter.checkpoint import open_scanned
+from ...converter.tree import OtherClass, Quantised
+from ...errors import CannotExpress, InvalidInput, UnknownFamily
+from .subject import Finding, Subject
+
+READ = frozenset(
+    {
+        *("broken-file", "broken-index", "broken-config", "no-index", "dangling-index", "unlisted-tensor"),
+        *("config", "no-config", "config-layers", "config-vocabulary", "config-head", "tied-head", "altered-tensor"),
+        *("duplicate-tensor", "two-names", "other-name", "missing-tensor", "extra-tensor", "shape", "dtype", "refused"),
+    }
+)
+"""The rules that report what `load` refuses, as errors."""
+
+
+def check_reader(subject: Subject) -> Iterator[Finding]:
+    """Open the checkpoint as `load` does, and report why it refuses where no other rule has."""
+    if any(each.rule in READ and each.severity == "error" for each in subject.findings):
+        return
+    try:
+        open_scanned(subject.files, allow_pickle=subject.opening["allow_pickle"])
+    except (UnknownFamily, Quantised) as error:
+        note = f"compared by its names alone, because gptkit cannot load it: {error.message}"
+        yield Finding("not-loaded", "note", note)
+    except OtherClass:  # which a rule about the tree has reported
+        return
+    except (CannotExpress, InvalidInput) as error:
+        yield Finding("refused", "error", f"gptkit load refuses it: {error.message}", (), error.hint or "")
