@@ -14,14 +14,16 @@ from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
 from ..errors import InvalidInput, UsageError, shown
-from .audits.config import check_config, check_vocabulary
+from .audits.config import check_config
 from .audits.files import check_files
+from .audits.function import compare_function
 from .audits.programs import ask_program
 from .audits.reader import READ, check_reader
 from .audits.source import compare_with_source
 from .audits.subject import Audit, Finding, Subject
 from .audits.tree import check_gguf, check_layers, check_tree
 from .audits.values import check_values
+from .audits.vocabulary import check_vocabulary
 
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
 """The rules among `READ` whose faults `fix` mends."""
@@ -115,7 +117,14 @@ def audit(
     sizes = sum(info.nbytes for info in found.tensors.values())
     looked = subject.looked()
     return Audit(
-        found.reference, found.revision, len(found.tensors), sizes, tuple(looked), tuple(findings), subject.names
+        found.reference,
+        found.revision,
+        len(found.tensors),
+        sizes,
+        tuple(looked),
+        tuple(findings),
+        values,
+        subject.names,
     )
 
 
@@ -129,5 +138,6 @@ RULES: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_reader,
     check_values,
     compare_with_source,
+    compare_function,
     ask_program,
 )

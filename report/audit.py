@@ -28,6 +28,8 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
     counts = [(each, [x for x in audit.findings if x.severity == each]) for each in _STYLES]
     told = ", ".join(counted(len(found), kind) for kind, found in counts if found)
     yield from layout.wrapped(told or "Nothing found", 0, "bold")
+    if not audit.values:
+        yield from layout.wrapped("Values were not read: NaN, infinities and zeros need --values", 0, "dim")
     for each in audit.findings:
         yield ""
         yield Text(f"{each.severity} {each.rule}", style=_STYLES[each.severity])

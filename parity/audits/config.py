@@ -1,17 +1,12 @@
-"""Rules about config.json and the tokenizer."""
+"""The rule about what config.json says of how the weights are stored."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from ...components import ModelSpec
 from ...converter.dtypes import FLOATS, HF_NAMES
-from ...converter.files import read_small
 from ...converter.names import CONFIG
 from ...converter.safetensors import TensorInfo
-from ..surroundings import MOST_BYTES
 from .subject import Finding, Subject
 
 _QUANTISED = re.compile(
@@ -58,48 +53,3 @@ def _scaled(tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
 def _module(name: str) -> str:
     """Return the module that a tensor belongs to, or of a part of a quantised weight (`W.absmax`) the weight's."""
     return _QUANTISED.sub("", name).removesuffix(".weight")
-
-
-def check_vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Tokens and special ids, held against the rows that the model has for them."""
-    files = subject.files
-    config = files.config or {}
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    rows = text.get("vocab_size") if isinstance(text, dict) else None
-    if isinstance(subject.spec, ModelSpec):
-        rows = subject.spec.vocab_size
-    if type(rows) is not int:
-        return
-    for name in (CONFIG, "generation_config.json"):
-        try:
-            given = config if name == CONFIG else _json(files.folder / name)
-        except (OSError, ValueError):
-            continue
-        for key, value in given.items() if isinstance(given, dict) else ():
-            ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
-            if re.fullmatch(r"\w*_token_ids?", key) and any(each >= rows for each in ids):
-                message = f"{name}: {key} is {max(ids):,}, and the model has {rows:,} rows"
-                if subject.family is not None and subject.family.token_ids.get(key) == value:
-                    message += ", as config classes have it where nobody sets it"
-                    yield Finding("special-token", "note", message)
-                else:
-                    yield Finding("special-token", "error", message, (), f"Correct {name}.")
-    try:
-        tokenizer = _json(files.folder / "tokenizer.json")
-        vocab = tokenizer["model"]["vocab"]
-        ids = list(range(len(vocab))) if isinstance(vocab, list) else list(vocab.values())
-        ids += [each["id"] for each in tokenizer.get("added_tokens") or ()]
-        largest = max(each for each in ids if type(each) is int)
-    except (AttributeError, LookupError, OSError, TypeError, ValueError):  # none, or none of a form known here
-        return
-    if largest >= rows:
-        message = f"tokenizer.json has ids up to {largest:,}, and the model has {rows:,} rows"
-        yield Finding("tokenizer-vocabulary", "error", message, (), "Add rows, or use the tokenizer of this model.")
-
-
-def _json(path: Path) -> Any:
-    """Raises OSError, ValueError: there is none to be read."""
-    try:
-        return json.loads(read_small(path, MOST_BYTES))
-    except RecursionError as error:
-        raise ValueError(str(error)) from error

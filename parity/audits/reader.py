@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from ...converter.checkpoint import open_scanned
 from ...converter.tree import OtherClass, Quantised
 from ...errors import CannotExpress, InvalidInput, UnknownFamily
 from .subject import Finding, Subject
@@ -21,12 +20,9 @@ def check_reader(subject: Subject) -> Iterator[Finding]:
     """Open the checkpoint as `load` does, and report why it refuses where no other rule has."""
     if any(each.rule in READ and each.severity == "error" for each in subject.findings):
         return
-    try:
-        open_scanned(subject.files, allow_pickle=subject.opening["allow_pickle"])
-    except (UnknownFamily, Quantised) as error:
+    error = subject.checkpoint
+    if isinstance(error, UnknownFamily | Quantised):
         note = f"compared by its names alone, because gptkit cannot load it: {error.message}"
         yield Finding("not-loaded", "note", note)
-    except OtherClass:  # which a rule about the tree has reported
-        return
-    except (CannotExpress, InvalidInput) as error:
+    elif isinstance(error, CannotExpress | InvalidInput) and not isinstance(error, OtherClass):
         yield Finding("refused", "error", f"gptkit load refuses it: {error.message}", (), error.hint or "")

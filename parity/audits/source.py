@@ -1,25 +1,29 @@
 """The rule that compares a checkpoint with its source."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ...converter.checkpoint import open_checkpoint
+from ...components import ModelSpec
+from ...converter.checkpoint import Checkpoint, open_checkpoint
 from ...converter.dtypes import FLOATS
 from ...converter.scan import Scan
 from ...errors import InvalidInput
 from .names import counted, folded, matched
 from .subject import Finding, Severity, Subject
+from .vocabulary import compare_vocabulary, resized
 
 _PART = 2**20
 
 
 def compare_with_source(subject: Subject) -> Iterator[Finding]:
-    """What the source has and the checkpoint has not, or has otherwise; what is there under another name is matched."""
-    if subject.source is None:
+    """Report what the source has and the checkpoint lacks or has otherwise. Tensors under other names are matched."""
+    if subject.source is None or subject.origin is None:
         return
-    if "gguf" in (formats := {subject.files.format, subject.source.format}) and len(formats) > 1:
+    formats = {subject.files.format, subject.source.format}
+    trees = isinstance(subject.spec, ModelSpec) and isinstance(subject.origin.spec, ModelSpec)
+    if (trees and _naming(subject) != _naming(subject.origin)) or ("gguf" in formats and len(formats) > 1):
         yield from _across(subject, subject.source)
         return
     ours, theirs = subject.files.tensors, subject.source.tensors
@@ -45,8 +49,19 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
         shown = [f"{' + '.join(names)} → {name}{f' ({how})' if how else ''}" for name, (names, how) in moved.items()]
         pairs = "; ".join(folded(shown)[:3])
         yield Finding("renamed-tensor", "note", f"under another name: {pairs}", tuple(moved))
+    yield from _changed_tensors(subject, subject.origin, both)
+
+
+def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> Iterator[Finding]:
+    """Report tensors that have another shape, dtype or other values than in the source."""
+    ours, theirs = subject.files.tensors, source.files.tensors
     shaped = [name for name in both if ours[name].shape != theirs[name].shape]
+    vocabulary = resized(subject, source, shaped)
+    if vocabulary:
+        yield from compare_vocabulary(subject, source, vocabulary)
     for name in shaped:
+        if name in vocabulary:
+            continue
         message = f"is {list(ours[name].shape)}, in the source {list(theirs[name].shape)}"
         yield Finding("source-shape", "error", message, (name,), "Export it again.")
     typed = defaultdict(list)
@@ -65,9 +80,16 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
             yield Finding("source-value", "error", message, tuple(changed), "gptkit diff tells by how much.")
 
 
+def _naming(subject: Subject) -> str:
+    """Say whose names the tensors have: families', or those of a format of its own."""
+    files = subject.files
+    own = files.found.format if files.opened is None else files.opened.format or files.format
+    return str(own) if subject.family is None else "family"
+
+
 def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
-    """The same of a GGUF and a checkpoint of another format, by the names and shapes that both trees share."""
-    shapes = []
+    """Compare checkpoints whose tensors have other names by those of the tree, as a GGUF with a folder."""
+    shapes, sides = [], []
     for side in (source.reference, subject.files.reference):
         try:
             opened = open_checkpoint(side, headers_only=True, partial=True, **subject.opening)
@@ -78,6 +100,7 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
             return
         pairs = [pair for leaf in opened.leaves for pair in zip(leaf.shared, leaf.shared_shapes, strict=True)]
         shapes.append(dict(pairs))
+        sides.append(opened)
     theirs, ours = shapes
     lost = tuple(name for name in theirs if name not in ours)
     if lost:
@@ -87,6 +110,20 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
         if ours[name] != theirs[name]:
             message = f"is {list(ours[name])}, in the source {list(theirs[name])}"
             yield Finding("source-shape", "error", message, (name,), "Convert the source again.")
+    if subject.values:
+        both = [name for name in theirs if ours.get(name) == theirs[name]]
+        if changed := tuple(name for name in both if not _equal(sides, name)):
+            message = f"{counted(changed)} of other values than in the source, where both are stored in one dtype"
+            yield Finding("source-value", "error", message, changed, "gptkit diff tells by how much.")
+
+
+def _equal(sides: Sequence[Checkpoint], name: str) -> bool:
+    """Return whether a tensor has the same bytes on both sides, or another dtype."""
+    (x, dtype), (y, other) = (side.tensor(name) for side in sides)
+    equal = dtype != other or np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes()
+    for side in sides:
+        side.release()
+    return equal
 
 
 def _same(subject: Subject, name: str, other: str) -> bool:

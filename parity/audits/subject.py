@@ -9,11 +9,13 @@ from ...architectures import Architecture, named
 from ...architectures.config import quantisation
 from ...architectures.layout import Shape
 from ...components import ModelSpec
+from ...converter.checkpoint import Checkpoint, open_scanned
 from ...converter.formats.gguf import declared
 from ...converter.matching import Match, match
 from ...converter.names import CONFIG, LOCAL_CONFIG
 from ...converter.resolve import read_spec
 from ...converter.scan import Scan
+from ...converter.tree import Origin
 from ...converter.weights import identity_leaves
 from ...display import Record, Shown
 from ...errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UnknownFamily
@@ -44,6 +46,8 @@ class Audit(Shown):
     nbytes: int
     looked: tuple[str, ...]
     findings: tuple[Finding, ...]
+    values: bool = False
+    """Whether the weights were read: NaN, infinities and zeros are found in no other way."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are to have another name, and which."""
 
@@ -55,6 +59,7 @@ class Audit(Shown):
     def as_json(self) -> dict[str, Any]:
         data = {"schema_version": 1, "model": self.reference, "revision": self.revision, "clean": self.clean}
         data |= {"tensors": self.tensors, "bytes": self.nbytes, "held_against": list(self.looked)}
+        data["values_read"] = self.values
         return {**data, "findings": [each.as_json() for each in self.findings]}
 
     def as_sarif(self) -> dict[str, Any]:
@@ -96,16 +101,16 @@ class Subject:
     """What the rules before this one have found."""
 
     @cached_property
-    def described(self) -> tuple[ModelSpec, Architecture | None] | GptkitError | None:
-        """The tree, as the reader that `load` uses reads it, and the family that the tensors' names are of, if any; or
-        why it cannot be read. None of a family that is not known.
+    def described(self) -> tuple[ModelSpec, Origin, bool] | GptkitError | None:
+        """The tree as the reader that `load` uses reads it, where it came from, and whether the tensors have the names
+        of its family; or why it cannot be read. None of a family that is not known.
         """
         files = self.files
         try:
             if files.format == "gguf":
-                return None if self.gguf is None else (self.gguf[0], None)
+                return None if self.gguf is None else (self.gguf[0], Origin(), False)
             if files.opened is not None:
-                return files.opened.spec, files.opened.architecture
+                return files.opened.spec, files.opened.origin, files.opened.architecture is not None
             if files.found.other is not None and files.config is None:
                 return None
             beside = replace(files.found, format="hf", source=files.folder / CONFIG)
@@ -114,7 +119,7 @@ class Subject:
             return None
         except (CannotExpress, InvalidInput) as error:
             return error
-        return spec, None if files.found.is_own or origin.family is None else named(origin.family)
+        return spec, origin, not files.found.is_own
 
     @cached_property
     def gguf(self) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]] | None:
@@ -136,7 +141,13 @@ class Subject:
     @property
     def family(self) -> Architecture | None:
         """The family that the tensors' names are of; None where it is not known, or the names are another format's."""
-        return self.described[1] if isinstance(self.described, tuple) else None
+        return self.first_family if isinstance(self.described, tuple) and self.described[2] else None
+
+    @property
+    def first_family(self) -> Architecture | None:
+        """The family that the tree came from, whatever its tensors are called here."""
+        known = isinstance(self.described, tuple) and self.described[1].family
+        return named(known) if known else None
 
     @cached_property
     def match(self) -> Match | GptkitError | None:
@@ -157,8 +168,21 @@ class Subject:
             leaves = identity_leaves(spec) if family is None else family.bind_files(spec, weights.info)
             if family is None and self.files.opened is not None:
                 leaves = self.files.opened.leaves
-            return match(spec, leaves, weights, family, family)
+            return match(spec, leaves, weights, family, self.first_family)
         except (CannotExpress, InvalidInput) as error:
+            return error
+
+    @cached_property
+    def origin(self) -> "Subject | None":
+        """The source, looked at in the same way."""
+        return None if self.source is None else Subject(self.source, None, None, False, self.opening, self.progress)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | GptkitError:
+        """What `load` opens, or why it refuses."""
+        try:
+            return open_scanned(self.files, allow_pickle=self.opening["allow_pickle"])
+        except GptkitError as error:
             return error
 
     @property

@@ -1,0 +1,73 @@
+"""How much the logits of two trees differ, on a few random tokens. The only file here that needs torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...components import ModelSpec
+from ...converter.weights import Tree
+from ...errors import GptkitError
+from ..compare import Compared, compare_heads
+from ..probe import Batch, Scope
+from ..rows import states
+
+_WORK = 2 * 10**11
+"""Multiplications a model that the probe may take beside its first batch: a few seconds on one core."""
+_ORDER = ("random tokens", "past", "long")
+"""Which batches of the probe are computed, in this order, as far as they are affordable."""
+
+
+@dataclass
+class Reweighed:
+    """A tree with the tensors of another, for trees that need the same tensors."""
+
+    spec: ModelSpec
+    tensors: Tree
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        """Read one tensor: (array in its carrier dtype, dtype)."""
+        return self.tensors.tensor(name)
+
+    def release(self) -> None:
+        """Give the pages that were read back to the system."""
+        self.tensors.release()
+
+
+def effect(source: Tree, tree: Tree) -> str:
+    """Say in words how much a tree's logits differ from the source's, of the tokens that both have. Raises GptkitError
+    where they cannot be computed.
+    """
+    common = min(source.spec.vocab_size, tree.spec.vocab_size)
+    same = source.spec.vocab_size == tree.spec.vocab_size
+    scope = Scope(source.spec, tree.spec, None if same else (range(common), range(common)))
+    batches = _affordable(scope.probe(), source.spec)
+    with torch.inference_mode():
+        sides = [states(each, batches, torch.float32) for each in (source, tree)]
+    valid = [torch.cat([batch.valid(x) for batch, x in zip(batches, side, strict=True)]) for side in sides]
+    if not all(bool(torch.isfinite(each).all()) for each in valid):
+        raise GptkitError("one of the two gives NaN or infinite values")
+    return _words(compare_heads(source, tree, (valid[0], valid[1]), tokens=scope.tokens))
+
+
+def _affordable(batches: Sequence[Batch], spec: ModelSpec) -> list[Batch]:
+    """Return the batches that are computed: random tokens, and as many of those past a limit as the model allows."""
+    size = sum(each.count for each in spec.parameters())
+    chosen = [batch for begin in _ORDER for batch in batches if batch.name.startswith(begin)]
+    left, found = _WORK, chosen[:1]
+    for batch in chosen[1:]:
+        left -= size * batch.input_ids.numel()
+        found += [batch] if left > 0 else []
+    return found
+
+
+def _words(compared: Compared) -> str:
+    gap, largest = compared.gap.max().item(), compared.largest.max().item()
+    count = f"{len(compared.kl):,} random tokens"
+    if gap == 0:
+        return f"the same logits on {count}"
+    share = f"{gap / largest:.2g} of the largest" if largest else f"{gap:.2g}"
+    agree = compared.agree.double().mean().item()
+    kl = compared.kl.mean().item()
+    return f"logits differ by up to {share}, KL {kl:.2g} nats per token, top-1 agreement {agree:.0%}, on {count}"

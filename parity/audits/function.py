@@ -1,0 +1,206 @@
+"""The rule about what a model computes: each field of config.json that makes it another function than its source's."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from ...analysis.aspects import aspects
+from ...architectures.config import COMMON_IRRELEVANT, QUANTISED
+from ...components import ModelSpec, without_rounding
+from ...converter.checkpoint import Checkpoint
+from ...converter.names import CONFIG
+from ...errors import CannotExpress, GptkitError, InvalidInput, shown
+from ..surroundings import changed_tree
+from .subject import Finding, Subject
+
+_MEASURED = 2 * 10**9
+"""Bytes of weights up to which the effect on logits is measured without --values."""
+_MOST = 40
+"""Fields that are tried one by one. Where more differ, the two are not one model with a few changes."""
+_SHOWN = 4
+_ABSENT = object()
+
+
+def compare_function(subject: Subject) -> Iterator[Finding]:
+    """Report each field of config.json that changes what the model computes, in words, and its effect on logits."""
+    source = subject.origin
+    if source is None:
+        return
+    ours, theirs = subject.spec, source.spec
+    changed = _changed_fields(source.files.config, subject.files.config)
+    if not isinstance(ours, ModelSpec) or not isinstance(theirs, ModelSpec):
+        yield from _by_name(changed)
+        return
+    named, measured = set[str](), 0
+    resized = any(each.rule == "vocabulary" for each in subject.findings)
+    for path, (old, new) in changed.items():
+        edited = _edited(source, path, new)
+        if edited == theirs:
+            yield from _beside(source, path, old, new)
+            continue
+        said = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}"
+        words = {} if edited is None else _words(theirs, edited)
+        if edited is not None and not words:
+            yield Finding("rounding", "note", f"{said}. This changes how the model rounds, not its function")
+            continue
+        named |= words.keys()
+        if words.keys() == {"vocabulary"} and resized:  # which a rule about the vocabulary has reported
+            continue
+        effect = "" if edited is None else _effect_of_field(subject, source, edited)
+        measured += 1 if effect else 0
+        told = "; ".join([*words.values()][:_SHOWN]) or "it changes what other fields mean"
+        effect = f". By this field alone, {effect}" if effect else ""
+        yield Finding("function", "warning", f"{said}: {told}{effect}", (), "Restore it, unless it is meant.")
+    words = _words(theirs, ours)
+    left = [each for name, each in words.items() if name not in named]
+    if left:
+        message = f"it computes another function than its source: {'; '.join(left[: 2 * _SHOWN])}"
+        yield Finding("function", "warning", message, (), "Compare the configs: gptkit compare NEW OLD.")
+    told_apart = measured == 1 and len(changed) == 1 and not left
+    if words.keys() - ({"vocabulary"} if resized else set()) and not told_apart:
+        yield from _effect_of_all(subject, source)
+
+
+def _changed_fields(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that two configs of one model type state differently, by their dotted paths."""
+    if old is None or new is None or old.get("model_type") != new.get("model_type"):
+        return {}
+    found = dict(_flat_changes(old, new))
+    return found if len(found) <= _MOST else {}
+
+
+def _flat_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], place: str = "", depth: int = 4
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key in dict.fromkeys((*old, *new)):
+        x, y = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if isinstance(x, dict) and isinstance(y, dict) and depth and key:
+            yield from _flat_changes(x, y, f"{place}{key}.", depth - 1)
+        elif x is not y and (x != y or type(x) is not type(y)):
+            yield f"{place}{key}", (x, y)
+
+
+def _edited(source: Subject, path: str, value: Any) -> ModelSpec | None:
+    """Return the source's tree with one field of its config changed; None where that alone is refused."""
+    if source.family is None:
+        return None
+    config: dict[str, Any] = dict(source.files.config or {})
+    inside, parts = config, _parts(config, path)
+    for each in parts[:-1]:
+        inside[each] = dict(inside[each])
+        inside = inside[each]
+    if value is _ABSENT:
+        inside.pop(parts[-1], None)
+    else:
+        inside[parts[-1]] = value
+    try:
+        return source.family.spec(config)
+    except (CannotExpress, InvalidInput):
+        return None
+
+
+def _parts(config: Mapping[str, Any], path: str) -> list[str]:
+    """Split a dotted path into keys, which may have dots themselves."""
+    for key, value in config.items():
+        if isinstance(value, dict) and path.startswith(f"{key}."):
+            return [key, *_parts(value, path.removeprefix(f"{key}."))]
+    return [path]
+
+
+def _words(a: ModelSpec, b: ModelSpec) -> dict[str, str]:
+    """Return what two trees compute differently, by aspect, in words."""
+    if without_rounding(a) == without_rounding(b):
+        return {}
+    found: dict[str, str] = {}
+    theirs = {each.name: each for each in aspects(b)}
+    for aspect in aspects(a):
+        other = theirs.pop(aspect.name, None)
+        if other is None or other.data != aspect.data:
+            same = other is not None and other.words == aspect.words
+            found[aspect.name] = "" if same else f"{aspect.name} {aspect.words} → {other.words if other else 'none'}"
+    found |= {name: f"{name} none → {each.words}" for name, each in theirs.items()}
+    changes = [f"{each.path} {each.a} → {each.b}" for each in changed_tree(a, b) if not each.rounding]
+    if not found or not all(found.values()):  # what the short words do not tell apart
+        details = "; ".join(changes[:_SHOWN])
+        found = {name: words or f"{name} ({details})" for name, words in found.items()} or {"tree": details}
+    return found
+
+
+def _value(value: Any) -> str:
+    return "absent" if value is _ABSENT else shown(value, 60)
+
+
+def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
+    """Report the fields of a model type that gptkit does not know: each may change the function."""
+    for path, (old, new) in changed.items():
+        if path.rpartition(".")[2] in COMMON_IRRELEVANT or path.partition(".")[0] in COMMON_IRRELEVANT:
+            continue
+        message = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}: it may change the function"
+        yield Finding("function", "warning", message, (), "Restore it, unless it is meant.")
+
+
+def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
+    """Report a field that changes nothing in the tree, where it says of something else that is computed or stored."""
+    said = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}"
+    top, key = path.partition(".")[0], path.rpartition(".")[2]
+    part = source.family.part if source.family is not None else ""
+    if top in QUANTISED:
+        if _ABSENT not in (old, new):
+            yield Finding("function", "warning", f"{said}: the stored weights stand for other numbers")
+    elif top.endswith("_config") and top not in (part, "generation_config"):
+        yield Finding("function", "warning", f"{said}: it is of a part that gptkit does not compute")
+    elif key == "architectures" and new and new is not _ABSENT:
+        yield Finding("class", "warning", f"{said}: programs build another class")
+    elif key in ("dtype", "torch_dtype"):
+        yield Finding("rounding", "note", f"{said}: programs compute in it unless told otherwise")
+    elif key.endswith(("_token_id", "_token_ids")):
+        yield Finding("generation", "note", f"{said}: it decides where texts begin and end, not the logits")
+
+
+# --- the effect on logits ---------------------------------------------------------------------------------------------
+
+
+def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] | None:
+    """Return both checkpoints where both load and are small enough to be computed."""
+    if find_spec("torch") is None or not subject.files.fetched or not source.files.fetched:
+        return None
+    if not subject.values and _bytes(subject) + _bytes(source) > 2 * _MEASURED:
+        return None
+    ours, theirs = subject.checkpoint, source.checkpoint
+    return (ours, theirs) if isinstance(ours, Checkpoint) and isinstance(theirs, Checkpoint) else None
+
+
+def _bytes(subject: Subject) -> int:
+    return sum(info.nbytes for info in subject.files.tensors.values())
+
+
+def _effect_of_field(subject: Subject, source: Subject, edited: ModelSpec) -> str:
+    """Say how much the source's logits change with its own weights in an edited tree; "" where that is unknown."""
+    opened = _opened(subject, source)
+    if opened is None:
+        return ""
+    theirs = opened[1]
+    needed = [{(each.name, each.shape) for each in spec.parameters()} for spec in (edited, theirs.spec)]
+    if needed[0] != needed[1]:
+        return ""
+    from .effect import Reweighed, effect  # here, because it imports torch
+
+    try:
+        return effect(theirs, Reweighed(edited, theirs))
+    except GptkitError:
+        return ""
+
+
+def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
+    """Report how much the logits of the two differ, with all of their differences."""
+    opened = _opened(subject, source)
+    if opened is None:
+        message = "the effect on logits was not measured"
+        yield Finding("function-effect", "note", message, (), "--values measures it where both are here and load.")
+        return
+    from .effect import effect  # here, because it imports torch
+
+    try:
+        yield Finding("function-effect", "note", f"altogether, {effect(opened[1], opened[0])}")
+    except GptkitError as error:
+        yield Finding("function-effect", "note", f"the effect on logits was not measured: {error.message}")

@@ -1,0 +1,101 @@
+"""Rules about the vocabulary: the tokenizer, special tokens, and the rows that the model has for them."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...components import ModelSpec
+from ...converter.files import read_small
+from ...converter.names import CONFIG
+from ...converter.scan import Scan
+from ..surroundings import MOST_BYTES
+from .subject import Finding, Subject
+
+
+def check_vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Compare tokens and special ids with the rows that the model has for them."""
+    files, rows = subject.files, rows_of(subject)
+    config = files.config or {}
+    if rows is None:
+        return
+    for name in (CONFIG, "generation_config.json"):
+        try:
+            given = config if name == CONFIG else _json(files.folder / name)
+        except (OSError, ValueError):
+            continue
+        for key, value in given.items() if isinstance(given, dict) else ():
+            ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            if re.fullmatch(r"\w*_token_ids?", key) and any(each >= rows for each in ids):
+                message = f"{name}: {key} is {max(ids):,}, and the model has {rows:,} rows"
+                if subject.family is not None and subject.family.token_ids.get(key) == value:
+                    message += ", as config classes have it where nobody sets it"
+                    yield Finding("special-token", "note", message)
+                else:
+                    yield Finding("special-token", "error", message, (), f"Correct {name}.")
+    tokens = tokens_of(files)
+    if tokens is not None and tokens > rows:
+        message = f"tokenizer.json has ids up to {tokens - 1:,}, and the model has {rows:,} rows"
+        yield Finding("tokenizer-vocabulary", "error", message, (), "Add rows, or use the tokenizer of this model.")
+
+
+def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) -> Iterator[Finding]:
+    """Report that the vocabulary has another size than the source's, in the tensors `names`, and what the tokenizers
+    say of it.
+    """
+    rows = [rows_of(each) for each in (source, subject)]
+    tokens = [tokens_of(each.files) for each in (source, subject)]
+    message = f"the vocabulary went from {rows[0]:,} to {rows[1]:,} rows"
+    if tokens[0] is None or tokens[1] is None:
+        message += ", and there is no tokenizer.json on both sides to compare"
+    elif tokens[0] == tokens[1]:
+        message += f", and the tokenizer still has {tokens[1]:,} tokens"
+    else:
+        message += f", and its tokenizer from {tokens[0]:,} to {tokens[1]:,} tokens"
+    together = None not in tokens and tokens[0] != tokens[1]
+    remedy = "" if together else "Fine if the rows are padding; else give it the tokenizer that belongs to it."
+    yield Finding("vocabulary", "note" if together else "warning", message, tuple(names), remedy)
+
+
+def resized(subject: Subject, source: Subject, names: Iterable[str]) -> list[str]:
+    """Return the tensors whose shapes differ from the source's in the size of the vocabulary alone."""
+    rows = [rows_of(each) for each in (source, subject)]
+    if None in rows or rows[0] == rows[1]:
+        return []
+    found = []
+    for name in names:
+        theirs, ours = (each.files.tensors[name].shape for each in (source, subject))
+        if len(theirs) == len(ours) and all(x == y or [x, y] == rows for x, y in zip(theirs, ours, strict=True)):
+            found.append(name)
+    return found
+
+
+def rows_of(subject: Subject) -> int | None:
+    """Return the size of the vocabulary, as the config says."""
+    if isinstance(subject.spec, ModelSpec):
+        return subject.spec.vocab_size
+    config = subject.files.config or {}
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    rows = text.get("vocab_size") if isinstance(text, dict) else None
+    return rows if type(rows) is int else None
+
+
+def tokens_of(files: Scan) -> int | None:
+    """Return the number of ids of tokenizer.json; None where there is none, or none of a form that is known here."""
+    try:
+        tokenizer = _json(files.folder / "tokenizer.json")
+        vocab = tokenizer["model"]["vocab"]
+        ids = list(range(len(vocab))) if isinstance(vocab, list) else list(vocab.values())
+        ids += [each["id"] for each in tokenizer.get("added_tokens") or ()]
+        return 1 + max(each for each in ids if type(each) is int)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError):
+        return None
+
+
+def _json(path: Path) -> Any:
+    """Read a JSON file. Raises OSError, ValueError."""
+    try:
+        return json.loads(read_small(path, MOST_BYTES))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
