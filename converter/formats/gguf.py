@@ -126,6 +126,9 @@ def declared(path: Path) -> tuple[ModelSpec, dict[str, Shape], frozenset[str]]:
     """
     found = _Model(path, open_header(path))
     shapes = {leaf.checkpoint: leaf.shape for leaf in found.kind.bind(found.spec)}
+    for key in found.kind.numbers:  # which are no tensors there
+        for each in found.header.numbers(key, len(found.spec.blocks)):
+            shapes.pop(each.name, None)
     return found.spec, shapes, frozenset(found.dropped)
 
 
