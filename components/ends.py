@@ -1,8 +1,9 @@
 """Where tokens come in and logits go out. No torch."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import ConfigError
 from .base import Component, Positive, Size, Weight, bias
@@ -18,7 +19,8 @@ __all__ = ["Embedding", "Head", "LayerEmbedding"]
 class Embedding(Component, frozen=True):
     """The token table; its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before
     the first block (BLOOM). With `width` rows are so wide, and a matrix takes them to the stream (OPT 350m). The table
-    of an encoder that is `shared` is that of the model whose encoder it is, and is stored once.
+    of an encoder that is `shared` is that of the model whose encoder it is, and is stored once. The row of the token
+    `blank` counts as zeros, whatever it holds, in a tied head too (Youtu's padding token).
 
     `scaling` "rounded" rounds the multiplier to the dtype of the rows before it multiplies them.
     """
@@ -31,6 +33,7 @@ class Embedding(Component, frozen=True):
         "multiplier": "embedding not scaled",
         "width": "embedding as wide as the stream",
         "shared": "table of the encoder not shared",
+        "blank": "row of the padding token not zero",
     }
 
     tells = ("vocab_size", "hidden_size", "norm")
@@ -42,8 +45,11 @@ class Embedding(Component, frozen=True):
     width: Size | None = None
     shared: bool = False
     scaling: Literal["exact", "rounded"] = "exact"
+    blank: Annotated[int, Meta(ge=0)] | None = None
 
     def __post_init__(self) -> None:
+        if self.blank is not None and self.blank >= self.vocab_size:
+            raise ConfigError(f"the row of token {self.blank} is to be zeros, and there are {self.vocab_size} rows")
         if self.shared and self.width is not None:
             raise ConfigError("a table that is shared is as wide as the stream")
 

@@ -60,6 +60,8 @@ class EmbeddingModule(nn.Module):
     def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
         """`table` is the one that is read where the tree says that it is shared."""
         x = F.embedding(input_ids, self.weight if table is None else table)
+        if self.spec.blank is not None:
+            x = x.masked_fill((input_ids == self.spec.blank)[..., None], 0)
         if self.spec.multiplier != 1:
             rounded = self.spec.scaling == "rounded"
             x = x * (x.new_tensor(self.spec.multiplier) if rounded else self.spec.multiplier)
@@ -294,11 +296,11 @@ class PoolerModule(nn.Module):
 
 
 class HeadModule(nn.Module):
-    """Hidden states -> logits, with the embedding's matrix where they are tied."""
+    """Hidden states -> logits, with the embedding's matrix where they are tied; `blank` as of the embedding."""
 
-    def __init__(self, spec: Head) -> None:
+    def __init__(self, spec: Head, blank: int | None = None) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.blank = spec, blank if spec.tied else None
         width = spec.width or spec.hidden_size
         self.projection = None if spec.width is None else Linear(spec.hidden_size, width, False)
         self.transform = None if spec.transform is None else HeadTransformModule(spec.transform)
@@ -314,6 +316,8 @@ class HeadModule(nn.Module):
         x = x if self.projection is None else self.projection(x)
         inside = self.spec.added == "in the product"
         logits = F.linear(x, embedding if self.weight is None else self.weight, self.bias if inside else None)
+        if self.blank is not None:
+            logits[..., self.blank] = self.bias[self.blank] if inside and self.bias is not None else 0.0
         logits = logits if inside or self.bias is None else logits + self.bias
         if self.spec.multiplier != 1 and not before:
             divided = self.spec.scaling == "divide"
@@ -354,7 +358,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(BlockModule(block, attention) for block in spec.blocks)
         self.joined = None if spec.joined is None else build_module(spec.joined)
         self.final_norm = None if spec.final_norm is None else build_module(spec.final_norm)
-        self.head = None if spec.head is None else HeadModule(spec.head)
+        self.head = None if spec.head is None else HeadModule(spec.head, spec.embedding.blank)
         self.pooler = None if spec.pooler is None else PoolerModule(spec.pooler)
         self.shares = spec.shares
 

@@ -111,6 +111,8 @@ def head_rows(
     projection = tensor_of(tree, "head.projection.weight") if head.width is not None else None
     for each in columns:
         rows = weight[each].to(dtype)
+        if head.tied and tree.spec.embedding.blank is not None:
+            rows = rows.masked_fill((torch.arange(len(weight))[each] == tree.spec.embedding.blank)[:, None], 0)
         with torch.device("meta"):
             module = HeadModule(msgspec.structs.replace(head, vocab_size=len(rows), tied=False))
         module.transform = transform

@@ -370,6 +370,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
     config = dict(architecture.export_config(checkpoint.spec, original, standard=True) or original or {})
     leaves = {leaf.checkpoint: leaf for leaf in architecture.bind(checkpoint.spec)}
     table = next(leaf for leaf in leaves.values() if leaf.shared == ("embedding.weight",))
+    blank = checkpoint.spec.embedding.blank
     with quiet(), _parameters_on_meta():
         model = own_reference(config, dtype, attention)
         if model is None:
@@ -406,7 +407,11 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         name = architecture.canonical_name(module_name, leaves, len(checkpoint.spec.blocks)) or module_name
         leaf = table if name == architecture.head and checkpoint.spec.tied else leaves[name]
         parts = [checkpoint.tensor(shared) for shared in leaf.shared]
-        return view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
+        values = view_as_torch(leaf.to_checkpoint([array for array, _ in parts]), parts[0][1])
+        if leaf is table and blank is not None:  # which from_pretrained zeroes
+            values = values.clone()
+            values[blank] = 0
+        return values
 
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -81,6 +81,7 @@ def made() -> dict[tuple[str, str], ModelSpec]:
         ("MixtureOfExperts", "normalise"): SPECS["experts-plain"],
         ("GatedFeedForward", "limit"): SPECS["gpt_oss-b"],
         ("MixtureOfExperts", "added"): changed(SPECS["lfm2_moe"], "MixtureOfExperts", added=0.3),
+        ("Embedding", "blank"): changed(SPECS["llama-v5"], "Embedding", blank=3),
         ("MixtureOfExperts", "averaged"): changed(SPECS["qwen2_moe"], "MixtureOfExperts", averaged=True),
     }
 

@@ -3,7 +3,13 @@
 Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 """
 
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...components import ModelSpec
 from ..base import leaves_of
+from ..config import ConfigReader
 from ..decoder import USUAL, with_defaults
 from ..latent import LATENT, MADE, LatentDecoder, latent_leaves
 from .llama import EMBEDDING, ENDS, FEED_FORWARD, LLAMA_DROPPED, NORMS, B, T
@@ -27,12 +33,31 @@ _DECODER = LatentDecoder(
 
 LEAVES = (*leaves_of(EMBEDDING), *latent_leaves(B, T), *leaves_of({**FEED_FORWARD, **NORMS, **ENDS}))
 
+
+def _read(config: ConfigReader) -> ModelSpec:
+    """Return the tree of a config.json. transformers' class zeroes the padding token's row after loading."""
+    spec, padding = _DECODER.read(config), config.raw("pad_token_id")
+    if padding is None:
+        return spec
+    if type(padding) is not int or not 0 <= padding < spec.vocab_size:
+        raise config.fail("pad_token_id", padding, f"null or a token from 0 to {spec.vocab_size - 1}")
+    return replace(spec, embedding=replace(spec.embedding, blank=padding))
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    """Return the config fields that `_read` reads."""
+    blank = spec.embedding.blank
+    return {**_DECODER.write(spec), **({} if blank is None else {"pad_token_id": blank})}
+
+
 _YOUTU = _DECODER.architecture(
     "youtu",
     "YoutuForCausalLM",
     LEAVES,
     released="2025-12",
+    read=_read,
+    write=_write,
     token_ids={"bos_token_id": 128000, "eos_token_id": 128001},
     dropped=LLAMA_DROPPED,
-    irrelevant={**MADE, "embedding_initializer_range": "training only"},
+    irrelevant={**MADE, "pad_token_id": None, "embedding_initializer_range": "training only"},
 )

@@ -70,6 +70,7 @@ def _sized(
                 f"token {table.padding} is not kept, and positions are counted by it: it is that of padding"
             )
         table = replace(table, padding=numbers[table.padding])
+    _without_blank(spec)
     new = replace(spec, embedding=replace(spec.embedding, vocab_size=size), head=head, positions=table)
     told = {"from": spec.vocab_size, "to": size, **summary}
     promise = Promise(tokens=(tuple(tokens[0]), tuple(tokens[1])))
@@ -218,8 +219,15 @@ _pruned = partial(_entry, needs=_PRUNED, source="Load What You Need 2010.05609")
 _BOTH = ("embedding.weight", "head.weight")
 
 
+def _without_blank(spec: ModelSpec) -> None:
+    """Raise SwapRefused where the row of a token counts as zeros, which a moved or copied row would not."""
+    if spec.embedding.blank is not None:
+        raise SwapRefused(f"the row of token {spec.embedding.blank} counts as zeros, which this swap does not know")
+
+
 def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
     """The tree with its head tied to the embedding where it was not, or untied."""
+    _without_blank(spec)
     tied, words = spec.tied, {True: "tied", False: "untied"}
     new = replace(spec, head=replace(spec.has_head(), tied=not tied))
     return Swapped(new, guarantee, made, {"from": words[tied], "to": words[not tied], **more}, notes)
