@@ -12,8 +12,8 @@ backends/default/ops.py), compressed-tensors 0.20 (compressors, quantization/lif
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -87,6 +87,12 @@ class Scheme:
     may: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     made: str = ""
+    other: Mapping[str, str] = field(default_factory=dict)
+    """What some programs call a tensor of `needs`."""
+
+    def named(self, part: str, base: str, names: Container[str]) -> str | None:
+        """Return the name of a part's tensor, None where there is none."""
+        return next((base + end for end in (part, self.other.get(part, part)) if base + end in names), None)
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,11 @@ def _fp8(settings: _Settings, parts: Parts, dtype: str) -> Numbers | str:
         return "scales are floating-point numbers, or exponents of two"
     if len(shape) < 2:
         return "a matrix is expected"
-    if block is None:
-        wanted, block = grid if math.prod(grid) == 1 else (1,), shape[-2:]
+    if block is None:  # a scale for the whole matrix, or one for each of its rows, as vLLM has them
+        *matrices, rows, columns = shape
+        by_row = math.prod(grid) == math.prod(shape[:-1])
+        fits = by_row or math.prod(grid) == math.prod(matrices)
+        wanted, block = grid if fits else (*matrices, 1), (1 if by_row else rows, columns)
     elif not (isinstance(block, list) and len(block) == 2 and all(type(side) is int and side > 0 for side in block)):
         return f"weight_block_size is {shown(block, 40)}, not two sizes"
     else:
@@ -704,7 +713,7 @@ def _torchao(_: _Settings, parts: Parts, dtype: str) -> Numbers | str:
 
 
 METHODS = {
-    "fp8": _Method((Scheme("", ("_scale_inv",), _fp8, kinds=F8),)),
+    "fp8": _Method((Scheme("", ("_scale_inv",), _fp8, kinds=F8, other={"_scale_inv": "_scale"}),)),
     "mxfp4": _Method((Scheme("_blocks", ("_scales",), _mxfp4),)),
     "gptq": _Method((Scheme("qweight", ("scales", "qzeros"), _gptq, ("g_idx",), made="weight"),), _refuses_gptq),
     "awq": _Method((Scheme("qweight", ("scales", "qzeros"), _awq, made="weight"),), _refuses_awq),

@@ -48,7 +48,8 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
     lacking, twice, misfits = list[str](), list[str](), list[str]()
     for scheme, name in ((scheme, name) for scheme in method.schemes for name in info if _is_bits(name, scheme, info)):
         base = name.removesuffix(scheme.bits)
-        names = {part: base + part for part in (scheme.bits, *scheme.needs, *scheme.may) if base + part in info}
+        parts = (scheme.bits, *scheme.needs, *scheme.may)
+        names = {part: own for part in parts if (own := scheme.named(part, base, info)) is not None}
         used |= set(names.values())
         if missing := [base + part for part in scheme.needs if part not in names]:
             lacking.append(f"{name} ({some_of(missing, 2)} is expected)")
@@ -57,17 +58,17 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
         if whole != name and whole in info:
             twice.append(f"{whole} is there beside {name}")
             continue
-        parts = Parts(weights, names)
-        numbers = scheme.fit(settings, parts, dtype)
+        stored = Parts(weights, names)
+        numbers = scheme.fit(settings, stored, dtype)
         if isinstance(numbers, str):
-            misfits.append(f"{parts.told()}: {numbers}")
+            misfits.append(f"{stored.told()}: {numbers}")
             continue
         path, start = weights.place(name)
         kind, shape = info[name]
         nbytes = prod(shape) * DTYPES[kind].itemsize
         pieces = partial(_pieces, numbers)
         made[whole] = Stored(path, numbers.dtype, numbers.shape, start, nbytes, kind=kind, pieces=pieces)
-    ends = tuple(part for scheme in method.schemes for part in (*scheme.needs, *scheme.may))
+    ends = tuple(part for scheme in method.schemes for part in (*scheme.needs, *scheme.may, *scheme.other.values()))
     alone = [name for name in info if name.endswith(ends) and name not in used]
     found = [
         f"{len(names)} {what}: {some_of(names, 4, ', … ({} more)')}"
@@ -95,7 +96,7 @@ def _is_bits(name: str, scheme: Scheme, info: Mapping[str, tuple[str, tuple[int,
         return False
     if scheme.bits not in ("", "weight") or kind in ("I8", *F8):
         return True
-    return any(name.removesuffix(scheme.bits) + part in info for part in scheme.needs)
+    return any(scheme.named(part, name.removesuffix(scheme.bits), info) is not None for part in scheme.needs)
 
 
 def _pieces(numbers: Numbers, nbytes: int) -> Iterator[Array]:

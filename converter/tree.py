@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ..architectures import architecture_of, named
-from ..architectures.config import parse_config_text, read_config_file
+from ..architectures.config import parse_config_text, quantisation, read_config_file
 from ..components import ModelSpec, from_json, to_json
 from ..components.ranges import some_of
 from ..errors import CheckpointError, ConfigError, InvalidInput, UnknownFamily, UsageError, shown
@@ -69,6 +69,9 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)
+    if file.name == CONFIG and quantisation(config) is None and (settings := _quantised_beside(file.parent)):
+        config |= {"quantization_config": settings}
+        text = json.dumps(config, indent=2) + "\n"
     if file.name != CONFIG and "model_type" not in config:
         message = f"{file} describes no model: it has neither a model_type, as config.json, nor a spec, as gptkit.json"
         raise ConfigError(message, "Name a config.json, a gptkit.json, or what gptkit recommend --out wrote.")
@@ -76,6 +79,23 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         architecture = architecture_of(config)
         spec, unknown = architecture.spec_and_unknown(config)
     return spec, Origin(family=architecture.name, config_text=text), unknown
+
+
+_BESIDE = {
+    "quantize_config.json": ("gptq", {}),
+    "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+}
+"""Files in which AutoGPTQ and AutoAWQ say how weights are quantised where config.json says nothing: the method, and
+what config.json calls their fields."""
+
+
+def _quantised_beside(folder: Path) -> dict[str, Any] | None:
+    """Return what config.json would say in its quantization_config, None where no file beside it tells of any."""
+    for name, (method, names) in _BESIDE.items():
+        if (folder / name).is_file():
+            said, _ = read_config_file(folder / name)
+            return {"quant_method": method, **{names.get(key, key): value for key, value in said.items()}}
+    return None
 
 
 def _with_weights(folder: Path) -> list[str]:

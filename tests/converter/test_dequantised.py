@@ -20,6 +20,7 @@ import gptkit
 from gptkit.converter import transfer
 from gptkit.converter.convert import convert
 from gptkit.converter.dequantise import _halfway
+from gptkit.converter.tree import Quantised
 from gptkit.errors import GptkitError, InvalidInput
 from gptkit.parity.diff import diff
 
@@ -369,3 +370,38 @@ def test_broken_files_are_refused(quantised: dict[str, Path], memory_path: Path)
 def test_many_broken_files_are_refused(method: str, quantised: dict[str, Path], memory_path: Path) -> None:
     counts = fuzzed(quantised[method], memory_path, 20_000, seed=2)
     assert counts["refused"] > 8_000 and counts["converted"] > 500, counts
+
+
+@pytest.mark.parametrize("name", ["x_scale", "x_scale_inv"])
+@pytest.mark.parametrize(
+    ("shape", "grid"),
+    [
+        ((30, 40), ()),
+        ((30, 40), (1,)),
+        ((30, 40), (30,)),
+        ((30, 40), (30, 1)),
+        ((3, 30, 40), (3,)),
+        ((3, 30, 40), (3, 1, 1)),
+        ((3, 30, 40), (3, 30, 1)),
+    ],
+)
+def test_fp8_with_a_scale_a_matrix_or_a_row_as_vllm_has_it(
+    name: str, shape: tuple[int, ...], grid: tuple[int, ...]
+) -> None:
+    bits = torch.randint(0, 127, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(grid) + 0.5
+    stored = {"x": bits, name: scales, "input_scale": torch.ones(())}
+    made = numbers(stored, {"quant_method": "fp8", "activation_scheme": "static"}, "F32")["x"]
+    while scales.ndim < len(shape):
+        scales = scales[..., None]
+    assert torch.equal(made, bits.float() * scales)
+
+
+def test_fp8_with_neither_name_of_a_scale_is_refused() -> None:
+    bits = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(Quantised, match="1 quantised weights have no scales: x"):
+        numbers({"x": bits}, {"quant_method": "fp8"})
+    with pytest.raises(Quantised, match="1 scales belong to no quantised weight: y_scale"):
+        numbers({"x": bits, "x_scale": torch.ones(()), "y_scale": torch.ones(())}, {"quant_method": "fp8"})
+    with pytest.raises(Quantised, match=r"scales of \[1\] are expected"):
+        numbers({"x": bits, "x_scale": torch.ones(3)}, {"quant_method": "fp8"})

@@ -352,3 +352,27 @@ def test_compressed_tensors_itself(name: str) -> None:
         state = compressor.compress(given, scheme)
         ours = only(numbers(state, settings))
         assert same_bits(ours, compressor.decompress(state, scheme)["weight"])
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "names"),
+    [
+        ("gptq", "quantize_config.json", {}),
+        ("awq", "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
+    ],
+)
+def test_settings_in_a_file_of_the_quantising_program(
+    method: str, file: str, names: dict[str, str], tmp_path: Path
+) -> None:
+    """AutoGPTQ and AutoAWQ once wrote them beside a config.json that says nothing of them."""
+    known = next(each for each in METHODS if each.startswith(method))
+    folder, _ = checkpoint(tmp_path / "stored", QWEN3, known)
+    convert(folder, tmp_path / "one", to="hf", dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    settings.pop("quant_method")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps({names.get(key, key): value for key, value in settings.items()}))
+    convert(folder, tmp_path / "two", to="hf", dtype="float32")
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
