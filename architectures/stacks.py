@@ -5,14 +5,15 @@ A stack is a second table of leaves over shared names. Its checkpoints are told 
 read as trees of the family that its config comes nearest to. A field of such a config that is not read here, and is not
 what it has to be, is refused by its name.
 
-Source of litgpt: version 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py). Meta's names are those of
-`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them: none of theirs was read.
+Sources: litgpt 0.5.13 (config.py, model.py, scripts/convert_lit_checkpoint.py); llama2.c (train.py, model.py);
+mistral-inference (args.py, transformer.py); torchtitan (models/llama3/state_dict_adapter.py). Meta's names are those of
+`llama2c`; its params.json, and nanochat's names and meta file, are as others describe them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..components import Block
@@ -313,8 +314,10 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
 
 
 def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
-    """params.json -> config.json."""
-    c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size",))
+    """params.json, or the model_args that llama2.c's train.py writes -> config.json. Mistral's has no multiple_of,
+    and is a model of its own family where it has a window.
+    """
+    c = _Fields("params.json", said, _META_DEFAULTS, ("max_batch_size", "dropout"))
     width, heads, inner = c.size("dim"), c.size("n_heads"), c["hidden_dim"]
     factor, multiple = c["ffn_dim_multiplier"], c.size("multiple_of")
     if inner is None:
@@ -331,9 +334,19 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
         hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
         raise ConfigError("params.json: use_scaled_rope does not say by what positions are scaled", hint)
-    context = c["max_seq_len"] or (131072 if c["use_scaled_rope"] else 2048)
+    window, mistral = (
+        c["sliding_window"] or c["_sliding_window"],
+        {*said} & {"multiple_of", "hidden_dim"} == {"hidden_dim"},
+    )
+    if mistral and window is None and "rope_theta" not in said:
+        hint = 'Add "rope_theta" to it: 1000000.0 for the models of Mistral that have no window.'
+        raise ConfigError("params.json has no rope_theta", hint)
+    if window is not None and not (type(window) is int and 0 < window < 2**31):
+        raise c.fail("sliding_window")
+    context = c["max_seq_len"] or (131072 if c["use_scaled_rope"] else 32768 if mistral else 2048)
     config = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
+        **({} if window is None else {"model_type": "mistral", "sliding_window": window}),
         "num_hidden_layers": c["n_layers"], "num_key_value_heads": c["n_kv_heads"] or heads,
         "vocab_size": rows if c["vocab_size"] == -1 else c["vocab_size"], "rms_norm_eps": c["norm_eps"],
         "head_dim": c["head_dim"] or width // heads, "rope_theta": c["rope_theta"],
@@ -347,8 +360,22 @@ _META_DEFAULTS: dict[str, Any] = {
     "n_kv_heads": None, "vocab_size": -1, "multiple_of": 256, "ffn_dim_multiplier": None, "hidden_dim": None,
     "norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": None, "head_dim": None, "use_scaled_rope": False,
     "rope_scaling_factor": None, "rope_high_freq_factor": 4, "sliding_window": None,
+    "_sliding_window": None, "moe": None, "lora": None, "vision_encoder": None, "model_type": "transformer",
 }  # fmt: skip
-"""Meta's ModelArgs, of a field that params.json leaves out."""
+"""Meta's ModelArgs, and Mistral's, of a field that params.json leaves out."""
+_META_BUFFERS = ("rope.freqs", "freqs_cis", "freqs_cos", "freqs_sin", ".mask")
+_TITAN = {
+    **{f".attention.{name}.": f".attention.qkv_linear.{name}." for name in ("wq", "wk", "wv")},
+    "output.weight": "lm_head.weight",
+}
+"""What torchtitan renamed of Meta's names in 2026."""
+
+
+def _titan(leaf: Leaf) -> Leaf:
+    name = leaf.checkpoint
+    for theirs, now in _TITAN.items():
+        name = name.replace(theirs, now)
+    return replace(leaf, checkpoint=name)
 
 
 # --- nanochat ---
@@ -402,7 +429,17 @@ STACKS = (
         "output.weight",
         "params.json",
         _meta,
-        ("rope.freqs",),
+        _META_BUFFERS,
+    ),
+    Stack(
+        "torchtitan's",
+        "layers.0.attention.qkv_linear.wq.weight",
+        tuple(_titan(leaf) for leaf in llama2c.LEAVES),
+        "tok_embeddings.weight",
+        _HEAD,
+        "params.json",
+        _meta,
+        _META_BUFFERS,
     ),
     Stack(
         "nanochat",

@@ -66,7 +66,7 @@ class _RefusedError(Exception):
 # --- the archive -----------------------------------------------------------------------------------------------------
 
 
-def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
+def _members(file: _Part, size: int, writer: str = "torch.save") -> dict[str, tuple[int, int]]:
     """Every member's first byte and length; all of them stored as they are, one after the other."""
     file.seek(0)
     beginning = file.read(4)
@@ -76,9 +76,9 @@ def _members(file: _Part, size: int) -> dict[str, tuple[int, int]]:
     except (zipfile.BadZipFile, EOFError, ValueError, struct.error, NotImplementedError, OSError) as error:
         if beginning == b"PK\3\4":
             raise _RefusedError(f"is truncated: its directory is not at its end, {size:,} bytes found") from error
-        raise _RefusedError(f"is not an archive that torch.save writes: {error}") from error
+        raise _RefusedError(f"is not an archive that {writer} writes: {error}") from error
     if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
-        raise _RefusedError("is compressed: torch.save never does that, and it hides the real size")
+        raise _RefusedError(f"is compressed: {writer} never does that, and it hides the real size")
     if any(info.flag_bits & 1 for info in infos):
         raise _RefusedError("is encrypted")
     # Uncompressed sizes, summed before anything is read: many entries may stand for the same bytes.
@@ -425,7 +425,7 @@ def _arrays(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:  # noqa: PTH123, as few imports as can be
         size = os.fstat(file.fileno()).st_size
         found = []
-        for name, (start, nbytes) in _members(_Part(file, 0, size), size).items():
+        for name, (start, nbytes) in _members(_Part(file, 0, size), size, "numpy.savez").items():
             file.seek(start)
             key = name.removesuffix(".npy")
             found.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])

@@ -15,12 +15,22 @@ from typing import Any
 from ..architectures.namings import whose
 from ..errors import CheckpointError, shown
 from .confinement import Confined
-from .names import refuse_pointer
+from .names import plain_file, refuse_pointer
 from .weights import Stored, Weights
 
 _TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
 _PART = 0.1  # seconds more for every part of a file that is looked into
 _HINT = "Do not use this file: it is damaged, or holds more than tensors."
+_ARRAYS_HINT = "Save its arrays again with numpy.savez, as numbers in the dtypes of safetensors."
+_OTHER = {
+    b"\x89HDF": ("an HDF5 file, as Keras writes them", "Load it with the program that wrote it, and save safetensors."),
+    b"GGUF": ("a GGUF file", "Give it a name that ends in .gguf."),
+    b"\x1f\x8b": ("a gzip archive", "Unpack it first."),
+    b"(\xb5/\xfd": ("a zstandard archive", "Unpack it first."),
+    b"\x93NUMPY": ("a single array of numpy", "Save all tensors together with numpy.savez, or as safetensors."),
+    b"<": ("a text in HTML or XML, as a server sends it in place of a file", "Download the file again."),
+}
+"""Formats that other programs write, by how their files begin: what such a file is, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
     """What the files hold, in their order: plain data, with `Stored` for tensors and `Unplain` for anything else."""
     for path in files:
         refuse_pointer(path)
+        _refuse_other(path)
     process = Unpickler()
     for path in files:
         yield process.ask(path, str(path), (str(path.absolute()), 0, None))
@@ -79,14 +90,29 @@ def unpickled(files: Sequence[Path]) -> Iterator[Any]:
 def arrays(path: Path) -> dict[str, Stored]:
     """The arrays of an .npz file, which holds no pickle. Raises CheckpointError."""
     refuse_pointer(path)
-    found: dict[str, Stored] = Unpickler().ask(path, str(path), (str(path.absolute()),), "arrays")
+    _refuse_other(path)
+    found: dict[str, Stored] = Unpickler(hint=_ARRAYS_HINT).ask(path, str(path), (str(path.absolute()),), "arrays")
     return found
 
 
-class Unpickler:
-    """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked."""
+def _refuse_other(path: Path) -> None:
+    """Raise CheckpointError where a file is of another format: it is not damaged, and nothing here reads it."""
+    with plain_file(path) as file:
+        head = file.read(12)
+    found = next((told for begins, told in _OTHER.items() if head.startswith(begins)), None)
+    if found is None and head[8:9] == b"{":
+        found = "a safetensors file by another name", "Give it a name that ends in .safetensors."
+    if found is not None:
+        raise CheckpointError(f"{path} is {found[0]}", found[1])
 
-    def __init__(self, parts: int = 0) -> None:
+
+class Unpickler:
+    """A process that reads pickles, another one where one has died; `parts` is how often a part of a file is asked.
+    `hint` is what to do with a file that cannot be read.
+    """
+
+    def __init__(self, parts: int = 0, hint: str = _HINT) -> None:
+        self._hint = hint
         self._seconds = _TIMEOUT + _PART * parts
         self._process: Confined | None = None
 
@@ -95,19 +121,21 @@ class Unpickler:
         try:
             self._process = self._process or Confined("pickle_process", self._seconds)
         except OSError as error:
-            raise CheckpointError(f"cannot start a process that unpickles {path}: {error}") from error
+            raise CheckpointError(f"cannot start a process that reads {path}: {error}") from error
         answer = self._process.ask(question, partial(_value, path))
         if answer is None:
             self._process = None
-            raise CheckpointError(f"{where} cannot be read: what unpickles it died, or took too long", _HINT)
+            raise CheckpointError(
+                f"{where} cannot be read: the process that reads it died, or took too long", self._hint
+            )
         if "answer" in answer:
             return answer["answer"]
         reason = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
         if reason.startswith(":"):
-            raise CheckpointError(f"{where}{reason}", _HINT)
+            raise CheckpointError(f"{where}{reason}", self._hint)
         if reason.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
             reason = f"cannot be read as plain {what}: {reason}"
-        raise CheckpointError(f"{where} {reason}", _HINT)
+        raise CheckpointError(f"{where} {reason}", self._hint)
 
 
 def _value(path: Path, answer: dict[str, Any]) -> Any:

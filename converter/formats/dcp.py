@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...architectures import BoundLeaf, named
+from ...architectures.stacks import STACKS
 from ...components import ModelSpec
 from ...components.ranges import some_of
 from ...errors import CheckpointError, InvalidInput
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ..write import Output, Plan, Shard
 
 _METADATA = ".metadata"
+_BESIDE = ("optimizer.", "lr_scheduler.", "train_state", "dataloader")
+"""How the names begin of what torchtitan saves beside a model whose own names have nothing before them."""
 _SHARDS = "shard-*-model-*-of-*.safetensors"
 """What torch's Hugging Face writer calls its files while tensors are in parts."""
 
@@ -61,6 +64,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     from ..weights import identity_leaves
     from . import megatron
     from .dcp_read import hugging_face, located, metadata
+    from .trained import leaves_of, without_buffers
 
     pickled = path / _METADATA
     if (path / megatron.COMMON).is_file() and pickled.is_file():
@@ -84,16 +88,23 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     local = described.name == LOCAL_CONFIG
     architecture = None if local or origin.family is None else named(origin.family)
     leaves = identity_leaves(spec) if architecture is None else architecture.bind(spec)
-    notes = []
+    stack = next((each for each in STACKS if any(f".{name}".endswith(f".{each.sign}") for name in tensors)), None)
+    if stack is not None:  # torchtitan's, under Meta's names
+        architecture, leaves = None, leaves_of(stack, spec)
+    notes: list[str] = []
     prefix = _prefix(path, tensors, leaves)
-    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if beside := [*others, *(name for name in tensors if not name.startswith(prefix))]:
+    model = [name for name in tensors if name.startswith(prefix) and not name.startswith(_BESIDE)]
+    kept = {name.removeprefix(prefix): tensors[name] for name in model}
+    if beside := [*others, *sorted(tensors.keys() - {*model})]:
         notes.append(f"{len(beside)} entries beside the model's weights left out: {some_of(beside, 3, ', …')}")
     if pickled.is_file():
         kept = located(kept)
     files = {chunk.stored.path for tensor in kept.values() for chunk in tensor.chunks if chunk.stored.path is not None}
     here = (*sorted(files), *([pickled] if pickled.is_file() else []))
-    return Opened(spec, origin, leaves, chunked(kept), here, notes=notes, architecture=architecture)
+    weights = chunked(kept)
+    if stack is not None:
+        weights, _ = without_buffers(weights, stack, notes)
+    return Opened(spec, origin, leaves, weights, here, notes=notes, architecture=architecture)
 
 
 def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> str:

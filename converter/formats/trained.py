@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 plan = None
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
+_PLAIN = (".npz", ".safetensors")
+"""How files end that hold no pickle."""
 _HUGGING_FACE = {SINGLE, INDEX, PICKLE_SINGLE, PICKLE_INDEX, LOCAL_CONFIG}
 _BEGINNINGS = (b"PK\3\4", b"\x80", POINTER)
 """How an archive of torch.save begins, a pickle of its protocol, and what git-lfs leaves in the place of either."""
@@ -52,6 +54,8 @@ _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoi
 """What wrappers put between the parts of a name, which no family does."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
 _NANOGPT, _LATEST = "ckpt.pt", "latest"
+_CONSOLIDATED = "consolidated.safetensors"
+"""What Mistral calls the weights beside its params.json."""
 _MAX_CONFIG = 2**15  # bytes of a config
 
 
@@ -59,7 +63,7 @@ def finds(path: Path, names: frozenset[str] | None) -> Path | None:
     """A file, or a folder that is no Hugging Face one besides: by name, and what ends in .bin by its first bytes."""
     if names is None:
         return path if path.name not in _HUGGING_FACE and _looks_right(path) else None
-    if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names):
+    if names & _HUGGING_FACE or any(name.endswith(".safetensors") for name in names - {_CONSOLIDATED}):
         return None
     from . import megatron
 
@@ -78,8 +82,9 @@ def _looks_right(path: Path) -> bool:
 
 def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
     """The files with weights in a folder."""
-    if _NANOGPT in names:
-        return [_NANOGPT]
+    for name in (_NANOGPT, _CONSOLIDATED):
+        if name in names:
+            return [name]
     found = sorted(name for name in names if not name.startswith(_BESIDE) and _looks_right(folder / name))
     states = [name for name in found if name.endswith("_model_states.pt")]
     return states or found
@@ -90,6 +95,8 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     folder, files = _files(path)
     refuse_pointer(files[0])
     said = _tree(folder)
+    if said is None and files[0].name == _CONSOLIDATED:
+        raise InvalidInput(f"{files[0]} does not say what model it holds", "Put its params.json beside it.")
     if said is None:
         raise untrusted(files[0], f"Convert it first: gptkit convert {path} --allow-pickle")
     return said
@@ -129,11 +136,17 @@ def _text(path: Path) -> str:
 
 
 def _tree(
-    folder: Path, stack: Stack | None = None, rows: int | None = None, tied: bool | None = None
+    folder: Path,
+    stack: Stack | None = None,
+    rows: int | None = None,
+    tied: bool | None = None,
+    inside: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, Origin, list[str]] | None:
     """The tree that configs beside the weights say, of a stack or of any; None where there is none. `tied` is what the
-    weights say of the head, which another program's config does not.
+    weights say of the head, which another program's config does not, and `inside` the config that lies in their file.
     """
+    if inside is not None and stack is not None:
+        return _with_head(*_described(stack.config(inside, rows)), bool(tied))
     stacks = {each.file: each for each in (STACKS if stack is None else (stack,))}
     own = [(each, path) for pattern, each in stacks.items() for path in sorted(folder.glob(pattern))]
     if len(own) > 1:
@@ -229,23 +242,32 @@ class _Model(NamedTuple):
 def read(path: Path, allow_pickle: bool) -> Opened:
     """Open the files. Raises UntrustedInput unless pickles are allowed, InvalidInput."""
     from ..chunks import chunked
+    from ..index import single
     from ..pickles import arrays, not_as_it_is, unpickled
+    from ..safetensors import read_header
     from . import dcp, megatron, nanogpt, ranks
 
-    inside = megatron.step_in(path)
-    if inside is not None and (inside / ".metadata").is_file():
-        return dcp.read(inside, allow_pickle)
+    step = megatron.step_in(path)
+    if step is not None and (step / ".metadata").is_file():
+        return dcp.read(step, allow_pickle)
     folder, files = _files(path)
     for file in files:
         refuse_pointer(file)
-    pickled = [file for file in files if file.suffix != ".npz"]
+    files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
+    pickled = [file for file in files if file.suffix not in _PLAIN]
     if pickled and not allow_pickle:
         raise untrusted(pickled[0], "Pass --allow-pickle if you trust where it comes from.")
-    files = sorted(files, key=lambda file: [int(each) for each in re.findall(r"\d{1,18}", file.name)])
-    others = unpickled([file for file in files if file.suffix != ".npz"])
-    contents = [arrays(file) if file.suffix == ".npz" else next(others) for file in files]
-    if len(files) == 1 and isinstance(contents[0], dict) and isinstance(contents[0].get("model_args"), dict):
-        return nanogpt.opened(files[0], contents[0])
+    others = unpickled(pickled)
+    contents: list[Any] = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            contents.append(single(file, read_header(file)).tensors)
+        else:
+            contents.append(arrays(file) if file.suffix == ".npz" else next(others))
+    whole: Any = contents[0] if len(files) == 1 and isinstance(contents[0], dict) else {}
+    inside = whole["model_args"] if isinstance(whole.get("model_args"), dict) else None
+    if inside is not None and "dim" not in inside:
+        return nanogpt.opened(files[0], whole)
     _same_step(files, contents)
     described = _theirs(folder)
     if megatron.files_of(folder) == files:
@@ -260,12 +282,12 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     names = list(dict.fromkeys(name for table in own for name in table))
     rows = None if model.stack is None else _rows(own, model.stack.embedding)
     flat = ranks.partitioned(files, contents, own)
-    found = _tree(folder, model.stack, rows, None if model.stack is None else False)
+    found = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
     if found is None:
         wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
         raise InvalidInput(f"{files[0]} does not say what model it holds", f"Put its {wanted} beside it.")
     spec, origin, _ = found
-    leaves = family.bind_files(spec, names) if model.stack is None and family else _leaves(model.stack, spec)
+    leaves = family.bind_files(spec, names) if model.stack is None and family else leaves_of(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
     canonical = None if model.stack is not None or family is None else family
     known = {
@@ -275,10 +297,10 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     weights = chunked({**ranks.joined(files, own, known), **flat})
     notes = _notes(model, tables, contents)
     if model.stack is not None:
-        weights, tied = _without(weights, model.stack, notes)
+        weights, tied = without_buffers(weights, model.stack, notes)
         if tied:
-            spec, origin, _ = _tree(folder, model.stack, rows, True) or found
-            leaves = _leaves(model.stack, spec)
+            spec, origin, _ = _tree(folder, model.stack, rows, True, inside) or found
+            leaves = leaves_of(model.stack, spec)
     if len(spec.blocks) > len(weights.info):
         raise CheckpointError(f"{path} has {len(weights.info)} tensors for {len(spec.blocks)} layers")
     architecture = family if model.stack is None else None
@@ -292,7 +314,8 @@ def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
     return next(iter(found))[0] if len(found) == 1 and () not in found else None
 
 
-def _leaves(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
+def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
+    """Return the weight map of a tree under a program's names. Raises CheckpointError where it has none for it."""
     assert stack is not None
     try:
         return bind(stack.name, stack.leaves, spec)
@@ -370,7 +393,7 @@ def _notes(model: _Model, tables: Sequence[Mapping[tuple[str, ...], Any]], conte
     return notes
 
 
-def _without(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
+def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
     """The weights without buffers, and without a head that repeats the embedding; whether one did."""
     info = weights.info
     dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []

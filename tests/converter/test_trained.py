@@ -5,9 +5,11 @@ they are installed (slow; GPTKIT_PRODUCERS_PYTHON names the Python of an environ
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +20,13 @@ import pytest
 import torch
 import yaml
 from helpers.covering import examples, few
-from helpers.families import CONFIGS, save_hf
+from helpers.families import CONFIGS, GROUPED_LLAMA, save_hf, spec_of
 from helpers.mutations import mutated
 from helpers.processes import HANGS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gptkit.analysis.params import params
+from gptkit.components import differences, without_rounding
 from gptkit.converter.checkpoint import open_checkpoint
 from gptkit.converter.convert import convert
 from gptkit.errors import CheckpointError, GptkitError, InvalidInput, UntrustedInput
@@ -302,6 +305,89 @@ def test_meta(meta: Path, original: Path, tmp_path: Path) -> None:
     assert verify(original, tmp_path / "local", mutations=False).passed
 
 
+def test_buffers_that_metas_code_registers_need_no_permission(meta: Path, original: Path) -> None:
+    for path in meta.glob("*.pth"):
+        shard = torch.load(path)
+        shard |= {f"layers.{layer}.attention.mask": torch.ones(1, 1, 4, 4) for layer in range(2)}
+        torch.save({**shard, "freqs_cis": torch.ones(4), "freqs_cos": torch.ones(4), "freqs_sin": torch.ones(4)}, path)
+    same(meta, original)
+
+
+LLAMA2C = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 97, "multiple_of": 32}
+LLAMA2C |= {"max_seq_len": 128, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_what_llama2c_trains(prefix: str, tmp_path: Path) -> None:
+    """Source: llama2.c, train.py: the head is the embedding, and its attention registers a mask."""
+    config = {**GROUPED_LLAMA, "intermediate_size": 128, "max_position_embeddings": 128}
+    config |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    save_hf(config, tmp_path / "original")
+    state = load_file(tmp_path / "original" / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    (shard,) = meta_shards(state, {**config, "num_key_value_heads": 2}, 1)
+    del shard["rope.freqs"]
+    shard |= {f"layers.{layer}.attention.mask": torch.ones(1, 1, 4, 4) for layer in range(3)}
+    model = {f"{prefix}{name}": each for name, each in shard.items()}
+    (tmp_path / "run").mkdir()
+    saved = {"model": model, "optimizer": {"state": {}}, "model_args": LLAMA2C, "iter_num": 7, "config": {"lr": 1.0}}
+    torch.save(saved, tmp_path / "run" / "ckpt.pt")
+    found = same(tmp_path / "run", tmp_path / "original")
+    assert found.spec.tied and found.spec.blocks[0].feed_forward.intermediate_size == 128
+    assert not differences(without_rounding(found.spec), without_rounding(spec_of(config)))
+    torch.save({**saved, "model_args": {**LLAMA2C, "rope": "new"}}, tmp_path / "run" / "ckpt.pt")
+    refused(tmp_path / "run", "rope='new' is not read here", InvalidInput)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_mistrals_consolidated_file(window: int | None, original: Path, state: State, tmp_path: Path) -> None:
+    """Source: mistral-inference, args.py: hidden_dim and head_dim are stated, and no multiple_of."""
+    c = json.loads((original / "config.json").read_text())
+    folder = tmp_path / "mistral"
+    folder.mkdir()
+    (shard,) = meta_shards(state, c, 1)
+    del shard["rope.freqs"]
+    save_file({name: each.contiguous() for name, each in shard.items()}, folder / "consolidated.safetensors")
+    said = {"dim": c["hidden_size"], "n_layers": c["num_hidden_layers"], "n_heads": c["num_attention_heads"]}
+    said |= {"n_kv_heads": c["num_key_value_heads"], "vocab_size": c["vocab_size"], "norm_eps": c["rms_norm_eps"]}
+    said |= {"hidden_dim": c["intermediate_size"], "head_dim": c["head_dim"]}
+    said |= {"rope_theta": 1e6} if window is None else {"sliding_window": window}
+    (folder / "params.json").write_text(json.dumps(said))
+    found = same(folder, original)
+    assert found.origin.family == ("llama" if window is None else "mistral")
+    assert found.spec.blocks[0].attention.window == window
+    assert found.spec.blocks[0].attention.position.base == (1e6 if window is None else 1e4)
+    assert open_checkpoint(folder).spec == found.spec  # it is no pickle
+    (folder / "params.json").write_text(json.dumps({**said, "moe": {"num_experts": 8}}))
+    refused(folder, "moe=.* is not read here", InvalidInput)
+    said = {name: value for name, value in said.items() if name not in ("rope_theta", "sliding_window")}
+    (folder / "params.json").write_text(json.dumps(said))
+    refused(folder, "params.json has no rope_theta", InvalidInput)
+    (folder / "params.json").unlink()
+    refused(folder, "does not say what model it holds", InvalidInput)
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_torchtitans_distributed_folder(renamed: bool, original: Path, state: State, tmp_path: Path) -> None:
+    """Source: torchtitan, models/llama3/state_dict_adapter.py, and its names until 2025, which are Meta's."""
+    import torch.distributed.checkpoint as dcp
+
+    c = json.loads((original / "config.json").read_text())
+    (shard,) = meta_shards(state, c, 1)
+    shard["freqs_cis"] = shard.pop("rope.freqs")
+    if renamed:
+        shard["lm_head.weight"] = shard.pop("output.weight")
+        shard = {re.sub(r"attention\.(w[qkv])", r"attention.qkv_linear.\1", name): each for name, each in shard.items()}
+    moments = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(each) for name, each in shard.items()}
+    folder = tmp_path / "step-100"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**shard, **moments, "train_state": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    shutil.copy(original / "config.json", folder)
+    found = same(folder, original)
+    assert any("left out" in note for note in found.notes)
+
+
 def test_what_meta_does_not_say_of_positions(meta: Path) -> None:
     said = json.loads((meta / "params.json").read_text())
     (meta / "params.json").write_text(json.dumps({**said, "use_scaled_rope": True}))
@@ -412,6 +498,39 @@ def test_arrays_of_numpy(folder: Path, original: Path, state: State, tmp_path: P
 
 
 # --- ranks
+
+
+FORMATS: dict[str, tuple[bytes, str, str]] = {
+    "weights.pt": (b"\x89HDF\r\n\x1a\n", "is an HDF5 file, as Keras writes them", "save safetensors"),
+    "model.ckpt": (b"GGUF\3\0\0\0", "is a GGUF file", "ends in .gguf"),
+    "model.pth": (b"\x40\0\0\0\0\0\0\0{", "is a safetensors file by another name", "ends in .safetensors"),
+    "last.pt": (b"<!DOCTYPE html>", "is a text in HTML or XML", "Download the file again"),
+    "one.npz": (b"\x93NUMPY\1\0", "is a single array of numpy", "numpy.savez"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_of_other_formats_are_not_called_damaged(name: str, folder: Path) -> None:
+    begins, message, hint = FORMATS[name]
+    (folder / name).write_bytes(begins + bytes(200))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder, allow_pickle=True)
+    assert hint in (caught.value.hint or "") and "damaged" not in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: np.savez_compressed(path, a=np.zeros(300)), "is compressed: numpy.savez never does that"),
+        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "'a', which is no plain array of numbers"),
+        (lambda path: path.write_bytes(b"hello" * 9), "is not an archive that numpy.savez writes"),
+    ],
+)
+def test_archives_of_numpy_that_are_not_read(write: Callable[[Path], None], message: str, folder: Path) -> None:
+    write(folder / "weights.npz")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder)
+    assert "torch" not in caught.value.message and "damaged" not in (caught.value.hint or "")
 
 
 @pytest.fixture
