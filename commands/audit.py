@@ -17,16 +17,20 @@ from .completion import complete_model
 )
 def audit(
     model: str = argument(
-        "NEW", "A checkpoint of any family: a folder, a file of safetensors or GGUF, org/name.", complete=complete_model
+        "NEW", "A checkpoint of any family: a folder, a file of weights, org/name.", complete=complete_model
     ),
     *,
-    source: str | None = option("--source OLD", "Hold it against the checkpoint that it was made from."),
+    source: str | None = option(
+        "--source OLD", "Compare it with the checkpoint that it was made from: tensors, tokens, and what it computes."
+    ),
     loader: str | None = option(
         "--for PROGRAM", "Tell what it would be to this program: transformers, llama.cpp, vllm."
     ),
-    values: bool = flag("--values", "Read the weights too, not their headers alone."),
+    values: bool = flag("--values", "Read the weights too: NaN, infinities, zeros, copies, and what differs from OLD."),
     everything: bool = flag("--all", "List every tensor of every finding."),
-    fix: Path | None = option("--fix OUT", "Write it again with what can be mended without loss, and audit that."),
+    fix: Path | None = option(
+        "--fix OUT", "Write it again with what can be mended without loss, unless gptkit load would refuse it still."
+    ),
     force: bool = FORCE,
     sarif: bool = flag("--sarif", "Print the findings as SARIF, for programs that gather them."),
     opening: ForTree,
