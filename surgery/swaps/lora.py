@@ -225,9 +225,10 @@ def _ends(
         return others, False
     table_change = found.get(EMBEDDING)
     if table_change is not None and table_change.rows is not None:
-        if len(found) > 1:
+        head_change = found.get(HEAD)
+        if head_change is not None and not _same_rows(adapter, table_change, head_change):
             raise SwapRefused(f"{adapter.reference} has new rows for a tied table and changes the head besides")
-        return dict(changes), False
+        return {name: change for name, change in changes.items() if change is not head_change}, False
 
     def alike(model: Model) -> bool:
         one, other = (_merged(adapter, found[name], 0)(model) for name in (EMBEDDING, HEAD))
@@ -237,6 +238,13 @@ def _ends(
     if one_matrix:
         del found[HEAD]
     return others | {change.leaf.checkpoint: change for change in found.values()}, not one_matrix
+
+
+def _same_rows(adapter: Adapter, table: Change, head: Change) -> bool:
+    """Return whether an adapter has the same new rows for the head as for the embedding, and nothing else for it."""
+    if table.rows is None or head.rows is None or head.module or head.stands_in:
+        return False
+    return np.array_equal(adapter.read(adapter.rows[table.rows]), adapter.read(adapter.rows[head.rows]))
 
 
 def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
