@@ -158,11 +158,6 @@ def swap_lines(result: SwapResult) -> list[str]:
     measured, naive = result.measured, result.naive
     if measured is None:
         return [*lines, "not measured"] if result.published else lines
-    for dtype, error in measured.maximum.items():
-        apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
-        lines.append(f"{dtype:<12}logits before against after: {apart}")
-    same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
-    lines.append(f"            KL {number(measured.kl)} nats per token, {same}")
     if measured.perplexity is not None and measured.kl_text is not None and measured.top1_text is not None:
         perplexity = " -> ".join(map(short, measured.perplexity))
         same = f"top-1 {measured.top1_text:.1%}, {measured.text_positions:,} tokens"
@@ -170,6 +165,11 @@ def swap_lines(result: SwapResult) -> list[str]:
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
         perplexity, kl = short(naive.perplexity[1]), number(naive.kl_text)
         lines.append(f"plain form  perplexity {perplexity}, KL {kl}: the same, not fitted")
+    for dtype, error in measured.maximum.items():
+        apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
+        lines.append(f"{dtype:<12}logits before against after: {apart}")
+    same = f"top-1 {measured.top1:.1%}, {measured.positions:,} positions"
+    lines.append(f"random ids  KL {number(measured.kl)} nats per token, {same}")
     return lines + [line for note in measured.notes for line in indented(note, 12)]
 
 

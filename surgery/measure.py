@@ -100,25 +100,40 @@ def measure(
         maximum[name], relative[name] = worst, worst / largest if largest else worst
     mean, agreed = found.kl.mean().item(), found.agree.double().mean().item()
     measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
-    groups = [] if text is None else scope.groups(text)
-    if not groups:
+    on_text = None if text is None else measure_text(before, after, promise, text, progress)
+    if on_text is None:
         note = "the text has no two tokens that follow one another and are kept: not measured on text"
         return measured if text is None else replace(measured, notes=(*notes, note))
+    return replace(measured, **on_text)
+
+
+def measure_text(
+    before: Tree, after: Tree, promise: Promise, text: Sequence[int], progress: Callable[[int], None] | None = None
+) -> dict[str, Any] | None:
+    """Return the fields of a `Measurement` that concern the text, computed in fp32; None where no token of it has a
+    successor that is kept.
+    """
+    scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
     compared = []
-    for windows in groups:
-        one, other = (torch.cat([x[0] for x in side]) for side in both(inputs(windows), torch.float32))
+    for windows in scope.groups(text):
+        batches = inputs(windows)
+        one, other = (
+            torch.cat([x[0] for x in states(tree, side, torch.float32, progress=progress)])
+            for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
+        )
         targets = scope.targets(windows)
         compared.append(compare_heads(before, after, (one, other), tokens=scope.tokens, targets=targets))
+    if not compared:
+        return None
     kl, agree, *lost = (
         torch.cat([getattr(each, name) for each in compared]).double() for name in ("kl", "agree", "before", "after")
     )
-    return replace(
-        measured,
-        perplexity=(perplexity(lost[0]), perplexity(lost[1])),
-        kl_text=kl.mean().item(),
-        top1_text=agree.mean().item(),
-        text_positions=len(kl),
-    )
+    return {
+        "perplexity": (perplexity(lost[0]), perplexity(lost[1])),
+        "kl_text": kl.mean().item(),
+        "top1_text": agree.mean().item(),
+        "text_positions": len(kl),
+    }
 
 
 def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) -> tuple[list[Batch], tuple[str, ...]]:

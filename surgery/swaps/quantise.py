@@ -5,6 +5,8 @@ scale and a zero point for every G inputs of a row, from their least to their la
 biases, tables and the head stay. What this measures is the damage of the rounding; the files are as large as before.
 """
 
+import math
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -42,17 +44,28 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(f"{bits} bits are no fewer than the weights have", "Possible: int2 to int16.")
     size = asked.number("inputs a group") if group else None
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    tensors: dict[str, Computed] = {}
-    for layer in asked.those(spec, lambda _: True):
-        for linear in linears(spec.blocks[layer], f"blocks.{layer}", "reads", "inner", "writes"):
-            each, inputs = linear.weight, shapes[linear.weight][1]
-            if size is not None and inputs % size:
-                fits = [n for n in (16, 32, 64, 128, 256, inputs) if inputs % n == 0]
-                hint = f"Possible for it: {', '.join(f'int{bits}:{n}' for n in fits)}."
-                raise SwapRefused(f"{each} has {inputs} inputs, which groups of {size} do not share out", hint)
-            rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
-            tensors[each] = Computed(lambda model, name=each, rounded=rounded: rounded(model.wide(name)))  # type: ignore[misc]
+    layers = asked.those(spec, lambda _: True)
+    found = [linears(spec.blocks[layer], f"blocks.{layer}", "reads", "inner", "writes") for layer in layers]
+    names = [linear.weight for each in found for linear in each]
+    if size is not None:
+        _require_whole_groups(bits, size, {name: shapes[name][1] for name in names})
+    rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
+    tensors = {name: Computed(lambda model, name=name: rounded(model.wide(name))) for name in names}  # type: ignore[misc]
     return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})
+
+
+def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> None:
+    """Raise SwapRefused where a weight's inputs cannot be divided into groups of `size`, and name sizes that divide
+    the inputs of every weight that is asked for.
+    """
+    refused = next((name for name, inputs in widths.items() if inputs % size), None)
+    if refused is None:
+        return
+    common = math.gcd(*widths.values())
+    accepted = [n for n in (16, 32, 64, 128, 256) if common % n == 0] or [common]
+    forms = [f"int{bits}:{n}" for n in accepted if n > 1] or [f"int{bits}, one group a row"]
+    reason = f"{refused} has {widths[refused]} inputs, which cannot be divided into groups of {size}"
+    raise SwapRefused(reason, f"Possible here: {', '.join(forms)}.")
 
 
 _entry = partial(

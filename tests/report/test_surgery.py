@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import gptkit
 from gptkit.analysis.costs import costs
 from gptkit.cli import app
+from gptkit.report.sheets import number
 from gptkit.report.surgery import (
     change,
     costs_table,
@@ -106,8 +107,17 @@ def test_steps_with_their_costs(tmp_path: Path) -> None:
     assert second[:4] == ["2", "--quantize", "int4", "approximate"]
     assert float(first[-3]) < 1e-9 < 1e-3 < float(second[-3])
     lines = swap_lines(done)
-    assert any(line.startswith("text        perplexity 24.37 -> ") for line in lines)
-    assert float(second[-1]) == pytest.approx(float(lines[-1].split(" -> ")[1].split(",")[0]), abs=0.2)
+    on_text = next(line for line in lines if line.startswith("text        perplexity 24.37 -> "))
+    assert float(second[-1]) == pytest.approx(float(on_text.split(" -> ")[1].split(",")[0]), abs=0.2)
+
+
+def test_the_first_kl_is_the_one_on_the_text(tmp_path: Path) -> None:
+    """The probe's KL comes after it, and its line says that the probe is random token ids."""
+    done = gptkit.swap("sample:llama", tmp_path / "out", quantize="int4:16")
+    first, *others = [line for line in swap_lines(done) if " KL " in line]
+    assert done.measured is not None
+    assert first.startswith("text ") and f"KL {number(done.measured.kl_text)}" in first
+    assert others[-1].startswith("random ids ") and f"KL {number(done.measured.kl)}" in others[-1]
 
 
 def test_costs_side_by_side() -> None:

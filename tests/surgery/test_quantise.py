@@ -1,5 +1,6 @@
 """Weights rounded to few bits."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 import gptkit
 from gptkit.errors import SwapRefused, UsageError
+from gptkit.surgery.facts import Assumed
+from gptkit.surgery.registry import Step, reshape
 from gptkit.surgery.swaps import quantise as module
 
 weights = hnp.arrays(np.float64, (3, 8), elements=st.floats(-100, 100, width=32))
@@ -62,8 +65,21 @@ def test_kernels_of_convolutions_stay(tmp_path: Path) -> None:
     assert changed == {name for name in before if name.startswith("blocks.") and name.endswith("_proj.weight")}
 
 
+def test_every_group_size_that_a_refusal_names_is_accepted(tmp_path: Path) -> None:
+    """Also where weights have inputs of different sizes: 96 and 256 of llama, 64 and 172 of a model like it."""
+    spec = gptkit.open_checkpoint("sample:llama").spec
+    narrow = gptkit.swap("sample:llama", tmp_path / "narrow", intermediate="172", approximate=True, measured=False).spec
+    for tree in (spec, narrow):
+        with pytest.raises(SwapRefused) as caught:
+            reshape(tree, Step("quantize", "int4:36"), Assumed())
+        named = re.findall(r"int4:\d+", str(caught.value.hint))
+        assert named
+        for value in named:
+            reshape(tree, Step("quantize", value), Assumed())
+
+
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(SwapRefused, match="which groups of 36 do not share out") as caught:
+    with pytest.raises(SwapRefused, match="which cannot be divided into groups of 36") as caught:
         gptkit.swap("sample:llama", tmp_path / "out", quantize="int4:36")
     assert "int4:16" in str(caught.value.hint)
     with pytest.raises(SwapRefused, match="17 bits"):
