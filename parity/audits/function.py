@@ -14,7 +14,7 @@ from ..surroundings import changed_tree
 from .subject import Finding, Subject
 
 _MEASURED = 2 * 10**9
-"""Bytes of weights up to which the effect on logits is measured without --values."""
+"""Bytes of weights a side up to which the effect on logits is measured without --values."""
 _MOST = 40
 """Fields that are tried one by one. Where more differ, the two are not one model with a few changes."""
 _SHOWN = 4
@@ -164,7 +164,7 @@ def _opened(subject: Subject, source: Subject) -> tuple[Checkpoint, Checkpoint] 
     """Return both checkpoints where both load and are small enough to be computed."""
     if find_spec("torch") is None or not subject.files.fetched or not source.files.fetched:
         return None
-    if not subject.values and _bytes(subject) + _bytes(source) > 2 * _MEASURED:
+    if not subject.values and max(_bytes(subject), _bytes(source)) > _MEASURED:
         return None
     ours, theirs = subject.checkpoint, source.checkpoint
     return (ours, theirs) if isinstance(ours, Checkpoint) and isinstance(theirs, Checkpoint) else None
