@@ -107,6 +107,16 @@ def _whole(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
+def _one_of(value: Any, known: Container[int]) -> bool:
+    """Return whether a JSON value is an integer among the known ones; 64.0 and [64] are none."""
+    return type(value) is int and value in known
+
+
+def _finite(value: Any) -> bool:
+    """Return whether a JSON value is a number within fp32; an integer of hundreds of digits is not."""
+    return type(value) in (int, float) and abs(value) < 2.0**127
+
+
 # --- fp8: a scale a block of a matrix, which is all of it where config.json names no size ---
 
 _EXPONENTS = ("F8_E8M0", "U8")  # of two
@@ -336,7 +346,7 @@ _GPTQ_BITS = (2, 3, 4, 8)
 
 def _refuses_gptq(settings: _Settings) -> str | None:
     bits, form, words = settings.get("bits"), _gptq_format(settings), settings.get("pack_dtype", "int32")
-    if bits not in _GPTQ_BITS or type(bits) is not int:
+    if not _one_of(bits, _GPTQ_BITS):
         return f"GPTQ of 2, 3, 4 or 8 bits is read, not of {shown(bits, 20)}"
     if form not in ("gptq", "gptq_v2"):
         return f"its checkpoint_format is {shown(form, 40)}: gptq and gptq_v2 are read"
@@ -482,7 +492,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     state = _state(parts, _QUANT_STATE + said[0])
     shape, size, kind = state.get("shape"), state.get("blocksize"), state.get("dtype")
     dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}.get(kind) if isinstance(kind, str) else None
-    if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape))) or size not in _BLOCKS:
+    if not (isinstance(shape, list) and len(shape) == 2 and all(map(_whole, shape)) and _one_of(size, _BLOCKS)):
         return "its quant_state says no shape of a matrix and size of blocks"
     if state.get("quant_type") != said[0] or dtype is None:
         return f"its quant_state is of {shown(state.get('quant_type'), 20)} for {shown(kind, 20)}"
@@ -498,7 +508,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
         return "a quant_map of F32 [16] is expected"
     if nested:
         inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if inner not in _BLOCKS or not isinstance(offset, int | float) or not math.isfinite(offset):
+        if not _one_of(inner, _BLOCKS) or not _finite(offset):
             return "its quant_state says no size of blocks and offset of its absmax"
         if (parts.kind(".nested_absmax"), parts.shape(".nested_absmax")) != ("F32", (-(-blocks // inner),)):
             return f"nested_absmax of F32 [{-(-blocks // inner)}] is expected"
@@ -586,7 +596,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
     block, scales, kind = args.get("block_structure"), parts.shape("weight_scale"), parts.kind("weight_scale")
     rows, columns = parts.shape(own)
     if own == "weight_packed":
-        if bits not in (2, 4, 8):
+        if not _one_of(bits, (2, 4, 8)):
             return f"integers of 2, 4 or 8 bits are read from words, not of {shown(bits, 20)}"
         words, columns = columns, columns * (32 // bits)
         if "weight_shape" in parts and parts.fetched:
@@ -595,7 +605,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
             if len(said) != 2 or said[0] != rows or not columns - 32 // bits < said[1] <= columns:
                 return f"weight_shape says {said}, and integers of {bits} bits in {[rows, words]} words are there"
             columns = said[1]
-    elif bits != 8:
+    elif not _one_of(bits, (8,)):
         return f"numbers of 8 bits are expected, and config.json says {shown(bits, 20)}"
     high: Any = rows  # what has one scale
     wide: Any = columns
@@ -608,7 +618,7 @@ def _as_described(args: _Settings, parts: Parts, own: str) -> Numbers | str:
     elif strategy != "tensor":
         return f"a scale a {shown(strategy, 20)} is not read"
     if not (_whole(high) and _whole(wide)) or (strategy == "group" and columns % wide):
-        return f"{rows} x {columns} in parts of {[high, wide]}: the sizes do not fit"
+        return f"{rows} x {columns} in parts of {shown([high, wide])}: the sizes do not fit"
     down, across = -(-rows // high), -(-columns // wide)
     if math.prod(scales) != down * across or (down * across > 1 and scales not in ((down, across), (down,))):
         return f"scales of {[down, across]} are expected"

@@ -72,7 +72,16 @@ def sha256_file(path: Path) -> str:
 
 def read_small(path: Path, most: int) -> bytes:
     """A plain file's bytes, at most `most`; OSError for a pipe, a file without end, and one that is larger."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return _read(path, most, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def read_own(path: Path, most: int) -> bytes:
+    """Return the bytes of a file that gptkit itself wrote, as `read_small` does; OSError for a link to another file."""
+    return _read(path, most, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def _read(path: Path, most: int, flags: int) -> bytes:
+    fd = os.open(path, flags)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):

@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Parameter, Role
+from ..converter.files import fsync
 from ..display import Record
 from ..errors import NoNumber, UsageError
 from ..modules import Decoder
 from ..process import Terminated
 from .data import NOWHERE, Windows
 from .parallel import Group
+from .resumed import progress_of
 from .state import METRICS, Store, append, cut
 
 Logits = Callable[..., Tensor]
@@ -202,18 +204,20 @@ def fit(
     group.share_out(model)
     model.train()
     optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
-    about = store.read(model, optimiser) or {}
-    run = Run(about.get("step", 0), about.get("seconds", 0.0), about.get("curve", []))
-    # Products are summed in another order by another number of threads.
-    threads = about.get("threads", torch.get_num_threads())
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    metrics, run, threads = store.folder / METRICS, Run(), torch.get_num_threads()
+    if (about := store.read(model, optimiser)) is not None:
+        tokens = settings.windows * settings.context
+        kept = progress_of(about, metrics, settings.steps, tokens, settings.patience > 0)
+        run = Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve))
+        # Products are summed in another order by another number of threads.
+        if threads != kept.threads:
+            torch.set_num_threads(threads := kept.threads)
     engine = _Engine(model, loss, optimiser, settings, group)
-    metrics = store.folder / METRICS
     group.lead(lambda: cut(metrics, run.step))
     before, began = run.seconds, time.monotonic()
 
     def keep() -> None:
+        group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
         store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, run.best(settings))
 
     def note(told: Step) -> None:  # what tells may write too, and fail in the first process alone

@@ -14,18 +14,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..converter.files import failed, fsync, read_small
+from ..converter.files import failed, fsync, read_own
 from ..converter.names import json_bytes
-from ..errors import InvalidInput, UsageError
+from ..errors import InvalidInput, UsageError, shown
 from .data import is_tokens
 from .parallel import Group
+from .resumed import kept_lines, require_changes
 
 RUN, METRICS, _STATE, _TENSORS = "run.json", "metrics.jsonl", "state.json", "state.safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -70,16 +71,17 @@ class Store:
         path, kept = self.folder / RUN, json.loads(json.dumps(run))
         if self.goes_on(resume, force):
             try:
-                before = json.loads(read_small(path, 2**26))
+                before = json.loads(read_own(path, 2**26))
                 changes, broke = before.pop("changes", []), before.pop("broke", False)
                 other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
-            except (OSError, ValueError, AttributeError, TypeError) as error:
-                raise InvalidInput(f"{path} cannot be read: {error}", "Begin anew with --force.") from error
+                require_changes(changes, before, self._number(self.last()))
+            except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+                raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Begin anew with --force.") from error
             # With `force` too, a program resumes what it finds, and nobody has chosen another rate.
-            free = other & _FREE if broke and not force else set()
+            free = other & _FREE if broke is True and not force else set()
             if other := other - free:
                 plain = min(other - _HASHED.keys(), default=None)
-                told = f"its {plain} is {before.get(plain)}, not {kept.get(plain)}" if plain else None
+                told = f"its {plain} is {shown(before.get(plain))}, not {shown(kept.get(plain))}" if plain else None
                 told = told or next(words for name, words in _HASHED.items() if name in other)
                 message = f"the run in {self.folder} is another: {told}"
                 raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
@@ -94,7 +96,7 @@ class Store:
     def broke(self) -> None:
         """Note that the run came to what is no number."""
         path = self.folder / RUN
-        put(path, json_bytes({**json.loads(read_small(path, 2**26)), "broke": True}))
+        put(path, json_bytes({**json.loads(read_own(path, 2**26)), "broke": True}))
 
     def last(self) -> Path | None:
         """The last checkpoint's folder."""
@@ -180,18 +182,19 @@ class Store:
         if path is None:
             return None
         try:
-            about: dict[str, Any] = json.loads(read_small(path / _STATE, 2**26))
+            about: dict[str, Any] = json.loads(read_own(path / _STATE, 2**26))
             tensors = _tensors(model, optimiser)
             if self.group.alone:
-                from safetensors import safe_open
-
-                with safe_open(path / _TENSORS, "pt") as file, torch.no_grad():
-                    for name, each in tensors.items():
-                        each.copy_(file.get_tensor(name))
+                _fill(tensors, path / _TENSORS)
             else:
                 from torch.distributed.checkpoint.state_dict_loader import load
 
                 load(tensors, checkpoint_id=path)
+            if not isinstance(about, dict) or about.get("step") != self._number(path):
+                raise ValueError(f"its {_STATE} is not of this step")
+            held = {name: self.group.local(each) for name, each in tensors.items()}
+            if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self._number(path))))):
+                raise ValueError("its parameters and moments are not those of this step")
         except Exception as error:  # of safetensors' and torch's, which have classes of their own
             raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove it.") from error
         return about
@@ -262,16 +265,9 @@ def append(path: Path, line: str) -> None:
 
 
 def cut(metrics: Path, step: int) -> None:
-    """Leave of a run's measurements, where there are any, those up to a step. Raises GptkitError."""
-    kept = []
-    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(f"{line}\n")
-        except (ValueError, KeyError, TypeError):  # the last, half written
-            continue
-    if kept or metrics.is_file():
-        put(metrics, "".join(kept).encode())
+    """Remove the measurements of later steps from metrics.jsonl, where there is one. Raises GptkitError."""
+    if metrics.is_symlink() or metrics.is_file():
+        put(metrics, b"".join(line + b"\n" for line in kept_lines(metrics, step)))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -281,15 +277,38 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Fill tensors with those of the same names in a file. Raises ValueError and SafetensorError."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for name, each in tensors.items():
+            stored = file.get_tensor(name)
+            if stored.shape != each.shape or stored.dtype != each.dtype:  # else it would be spread, or rounded
+                raise ValueError(f"{name} has another shape or dtype")
+            each.copy_(stored)
+
+
+def _wrong(tensors: Mapping[str, Tensor], step: int) -> Iterator[bool]:
+    """Yield, for each law that the tensors of a step obey, whether these break it: all are numbers; AdamW's second
+    moment is no less than 0; and AdamW counted each step for at least one of its parameters.
+    """
+    yield not all(bool(each.isfinite().all()) for each in tensors.values())
+    yield any(bool((each < 0).any()) for name, each in tensors.items() if name.startswith(_MOMENTS[1]))
+    counts = [float(each) for name, each in tensors.items() if name.startswith("step ")]
+    most = min(step, 2**24)  # from where fp32 counts no further
+    yield max(counts, default=0) != most or any(not 0 <= each <= most or each % 1 for each in counts)
+
+
 def _tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, and what AdamW keeps of each, by name, as they are in memory: of one too that no gradient has met
-    (an expert that no token chose), which begins with its first one as if it were new.
+    """The parameters that are trained, and what AdamW keeps of each, by name, as they are in memory: of one too that
+    no gradient has met (an expert that no token chose), which begins with its first one as if it were new.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = parameter.detach()
         if not parameter.requires_grad:
             continue
+        found[f"parameter {name}"] = parameter.detach()
         state = optimiser.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

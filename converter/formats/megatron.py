@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,10 +204,13 @@ def _stages(
         if other := [str(key) for key in arguments if key not in _OWN and own.get(key) != arguments[key]]:
             raise CheckpointError(f"{file} has another {some_of(other, 3)} than {files[0].parent.name}", _HINT)
         found[place] = content
-    expected = {(stage, rank) for stage in range(pipeline) for rank in range(tensor)}
-    if found.keys() != expected:
-        missing = sorted(expected - found.keys())
-        what = f"misses (stage, rank) {some_of(missing, 4)}" if missing else "has more"
+    outside = any(stage >= pipeline or rank >= tensor for stage, rank in found)
+    if len(found) != tensor * pipeline or outside:
+        # Of all the ranks that a file may claim, the first ones that are not there.
+        claimed = ((stage, rank) for stage in range(pipeline) for rank in range(tensor))
+        missing = list(islice((place for place in claimed if place not in found), 4))
+        dots = ", …" if tensor * pipeline - len(found) > 4 else ""
+        what = f"misses (stage, rank) {', '.join(map(str, missing))}{dots}" if missing else "has more"
         raise CheckpointError(f"{folder} {what} of {tensor} x {pipeline} ranks", _HINT)
     keys = [key for key in found[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:

@@ -1,0 +1,135 @@
+"""What a run left behind is checked against the run's own settings before the run goes on.
+
+Anyone can edit the files of a stopped run. Every figure in them follows from the settings or stands in two of the
+files: `state.json` says where the run is, and `metrics.jsonl` has a line for each step that led there.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..converter.files import read_own
+from ..errors import InvalidInput
+
+MOST_THREADS = 1024
+_MOST_METRICS = 2**30  # bytes; a step takes 150
+_ANEW = "--force begins anew."
+
+
+class Evaluation(msgspec.Struct, forbid_unknown_fields=True):
+    """One evaluation on the held-out text: an entry of a run's curve."""
+
+    step: int
+    tokens: int
+    loss: float | None
+    held_out: float
+
+
+class Progress(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a run is: the content of its state.json."""
+
+    step: int
+    seconds: float
+    curve: list[Evaluation]
+    threads: int
+
+
+class _Change(msgspec.Struct, forbid_unknown_fields=True):
+    """Another rate or clip, which holds after a step."""
+
+    behind: int
+    clip: float | None = None
+    rate: float | None = None
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of metrics.jsonl: `loop.Step`."""
+
+    step: int
+    tokens: int
+    seconds: float
+    took: float
+    loss: float
+    rate: float
+    norm: float
+    held_out: float | None
+    sample: str | None
+
+
+def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_start: bool) -> Progress:
+    """Return where a run is, from what its state.json says.
+
+    Args:
+        about: the JSON value of state.json.
+        metrics: the run's metrics.jsonl.
+        steps: the run's budget, None where that is a time.
+        tokens: the tokens of one step.
+        from_start: whether the run is evaluated before its first step, as one with patience is.
+
+    Raises:
+        InvalidInput: a field is missing, unknown, of another type, or not what the settings and metrics.jsonl say.
+    """
+    try:
+        found = msgspec.convert(about, Progress)
+        _require(0 <= found.step <= (found.step if steps is None else steps), "its step is beyond the run's budget")
+        _require(_finite([found.seconds]) and found.seconds >= 0, "its seconds are no time")
+        _require(1 <= found.threads <= MOST_THREADS, "its threads are no number of threads")
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{metrics.parent} cannot go on from its state.json: {error!s:.200}", _ANEW) from error
+    lines = _lines(metrics, found.step, tokens)
+    evaluated = [
+        Evaluation(each.step, each.tokens, each.loss, each.held_out) for each in lines if each.held_out is not None
+    ]
+    first, rest = (found.curve[:1], found.curve[1:]) if from_start else ([], found.curve)
+    begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]
+    same = rest == evaluated and begun == [(0, 0, None, True)][: int(from_start)]
+    if not same or (lines and lines[-1].seconds != found.seconds):
+        raise InvalidInput(f"{metrics.parent}: its state.json and its metrics.jsonl are not of one run", _ANEW)
+    return found
+
+
+def kept_lines(metrics: Path, step: int) -> list[bytes]:
+    """Return the lines of a run's first steps in metrics.jsonl, without those of steps that it makes again."""
+    if not step:
+        return []
+    try:
+        return read_own(metrics, _MOST_METRICS).split(b"\n")[:step]
+    except OSError as error:
+        raise InvalidInput(f"cannot read {metrics}: {error.strerror or error}", _ANEW) from error
+
+
+def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
+    found = []
+    for number, text in enumerate(kept_lines(metrics, step), 1):
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+            _require(_finite([line.seconds, line.took, line.loss, line.rate, line.norm, line.held_out]), "no number")
+            _require((line.step, line.tokens) == (number, number * tokens), "it is of another step")
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _ANEW) from error
+        found.append(line)
+    if len(found) < step:
+        raise InvalidInput(f"{metrics} has {len(found):,} lines, and the run is at step {step:,}", _ANEW)
+    return found
+
+
+def require_changes(changes: Any, kept: dict[str, Any], last: int) -> None:
+    """Raise ValueError unless these are a run's changes of its rate and clip, up to its last step."""
+    found = msgspec.convert(changes, list[_Change])
+    _require(all(0 <= each.behind <= last for each in found), "a change is behind a step that the run has not made")
+    for name in ("rate", "clip"):
+        values = [getattr(each, name) for each in found if getattr(each, name) is not None]
+        _require(_finite(values), f"a change of its {name} is no number")
+        _require(not values or values[-1] == kept.get(name), f"its changes end with another {name} than it has")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _finite(values: Iterable[float | None]) -> bool:
+    return all(value is None or math.isfinite(value) for value in values)
