@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -69,6 +70,14 @@ class _Commands(typer.core.TyperGroup):
         # The parser of options does not say whose it is, and the group itself has none that take a value.
         return f"gptkit {first} -h says what it takes" if first in self.commands else "gptkit -h says what it takes"
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _writing():  # the group's help
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _writing():  # a command's help
+            return super().invoke(ctx)
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with bash_words():
@@ -84,6 +93,24 @@ class _Commands(typer.core.TyperGroup):
             complain("interrupted")
             code = INTERRUPTED
         sys.exit(code or 0)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Say in a line why stdout takes nothing more; a reader that has gone (head, less) has had what it wanted."""
+    try:
+        yield
+    except BrokenPipeError:
+        give_up_stdout()
+        raise typer.Exit(0) from None
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # which rich, that prints the help, answers itself
+            raise typer.Exit(0) from None
+        raise
+    except OSError as error:
+        give_up_stdout()
+        where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+        fail(f"{where}{error.strerror or error}", 1)
 
 
 def _examples(*lines: str) -> str:
@@ -245,22 +272,31 @@ def _guarded(function: _F) -> _F:
             # A note says what is kept, where something is.
             lines = "\n".join(["interrupted", *getattr(error, "__notes__", [])])
             fail(lines, TERMINATED if isinstance(error, Terminated) else INTERRUPTED)
-        except BrokenPipeError:
-            give_up_stdout()  # the reader (head, less) has gone
-            raise typer.Exit(0) from None
-        except OSError as error:
-            give_up_stdout()
-            where = f"{error.filename}: " if isinstance(error.filename, str) else ""
-            fail(f"{where}{error.strerror or error}", 1)
+        except OSError:
+            raise  # to `_writing`
         except MemoryError:
             fail("not enough memory", 1)
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
+            if _lacks_memory(error):
+                fail("not enough memory", 1)
             fail(f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where.", 1)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+_NO_MEMORY = ("annot allocate memory", "failed to map segment", "cannot create shared object", "std::bad_alloc")
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error comes from a lack of memory, as that of a library does that could not be loaded."""
+    if error is None:
+        return False
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return True
+    return _lacks_memory(error.__cause__ or error.__context__)
 
 
 def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:

@@ -10,10 +10,11 @@ most, and what a library has to say of it goes nowhere. A message is eight bytes
 import importlib
 import json
 import os
+import select
 import struct
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -28,21 +29,27 @@ _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHON
 """One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share."""
 
 
+_FIRST_THREAD = "GPTKIT_STARTED_BY"  # the parent's process number, where its first thread starts a worker
+
+
 class Confined:
     """A worker, as the parent sees it; it ends with this object, or after so many seconds. Raises OSError."""
 
-    def __init__(self, worker: str, seconds: float | None = None) -> None:
+    def __init__(self, worker: str | Sequence[str], seconds: float | None = None) -> None:
+        """Start a neighbour by its name, or another program of ours, which calls `work`, by its words for Python."""
         import subprocess  # here and below, because the worker has to begin quickly
         import weakref
-        from threading import Timer
+        from threading import Timer, current_thread, main_thread
 
+        words = ["-I", "-S", str(Path(__file__).absolute()), worker] if isinstance(worker, str) else worker
+        first = {_FIRST_THREAD: str(os.getpid())} if current_thread() is main_thread() else {}
         self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-I", "-S", str(Path(__file__).absolute()), worker],
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=os.sep,
-            env={**os.environ, **_CALM},
+            env={**os.environ, **_CALM, **first},
             start_new_session=True,  # a terminal's Ctrl-C is for us to answer
         )
         timer = Timer(seconds or 0, self._process.kill)
@@ -109,6 +116,11 @@ def allow(nbytes: int, most: _Costs) -> None:
     _limit("RLIMIT_CPU", int(used.user + used.system + seconds + nbytes * seconds_per_byte) + 1)
 
 
+def hold(nbytes: int) -> None:
+    """Limit what this process may write to in memory: the address space that torch reserves says little of it."""
+    _limit("RLIMIT_DATA", nbytes)
+
+
 def _limit(name: str, soft: int) -> None:
     """Set a soft limit of this process, where the system knows such a limit."""
     with suppress(ImportError, AttributeError, ValueError, OSError):
@@ -120,6 +132,7 @@ def _limit(name: str, soft: int) -> None:
 
 def _main() -> None:
     """Confine this process, and be the worker that the command line names, which answers every question on stdin."""
+    _end_with_parent()
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC"):
         _limit(name, 0)
     _limit("RLIMIT_AS", MEMORY)
@@ -128,15 +141,52 @@ def _main() -> None:
     package.__path__ = [os.path.dirname(__file__)]  # noqa: PTH120, as few imports as can be
     sys.modules[package.__name__] = package
     worker = importlib.import_module(f"{package.__name__}.{sys.argv[1]}")
-    # What libraries print is no answer.
+    _serve(worker.answer, worker.reason)
+
+
+def work(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
+    """Be a worker that is no neighbour: answer every question on stdin, as long as the parent lives."""
+    _end_with_parent()
+    _limit("RLIMIT_CORE", 0)
+    _serve(answer, reason)
+
+
+def _serve(answer: Callable[[Any], Any], reason: Callable[[BaseException], str]) -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what libraries print is no answer
     while (question := _receive(sys.stdin.buffer)) is not None:
         try:
-            data = json.dumps({"answer": worker.answer(json.loads(question))}).encode()
+            data = json.dumps({"answer": answer(json.loads(question))}).encode()
         except BaseException as error:  # Rust code panics with a class of its own
-            data = json.dumps({"error": worker.reason(error)}).encode()
+            data = json.dumps({"error": reason(error)}).encode()
         _send(answers, data)
+
+
+def _end_with_parent() -> None:
+    """End this process once its parent has ended, by kill -9 too, in the middle of an answer.
+
+    A thread waits for the hang-up of stdin, which the parent alone writes to. On Linux the kernel sends SIGKILL as
+    well (prctl's PR_SET_PDEATHSIG), for a C function that lets no other thread run; not where a thread other than the
+    parent's first one started this process, at whose end it would send that too.
+    """
+    import threading
+
+    def wait() -> None:
+        waiting = select.poll()
+        waiting.register(0, select.POLLHUP)  # not POLLIN: questions may arrive
+        while not any(event & (select.POLLHUP | select.POLLERR) for _, event in waiting.poll()):
+            pass
+        os._exit(1)
+
+    threading.stack_size(2**17)
+    threading.Thread(target=wait, daemon=True).start()
+    threading.stack_size(0)
+    if os.environ.get(_FIRST_THREAD) == str(os.getppid()):
+        with suppress(ImportError, OSError, AttributeError):
+            import ctypes
+            import signal
+
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """A definition of an unknown family, drafted from a checkpoint's config.json and the headers of its weights."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +9,7 @@ from .. import errors
 from ..architectures import BY_MODEL_TYPE, named
 from ..architectures.config import read_config_file
 from ..converter.checkpoint import weight_headers_of
+from ..converter.confinement import Confined
 from ..converter.resolve import identify, resolve
 from ..display import Record
 from ..errors import GptkitError, InvalidInput, UsageError, shown
@@ -164,22 +162,11 @@ def _read(
 
 def _asked(question: dict[str, Any]) -> dict[str, Any]:
     """What `trial` answers, in a process of its own."""
-    command = [sys.executable, "-P", "-m", "gptkit.drafting.trial"]
-    try:
-        done = subprocess.run(  # noqa: S603
-            command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise GptkitError(
-            f"no draft was made in {_SECONDS} seconds", "gptkit params counts its tensors by their names."
-        ) from None
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it was ended"])[-1]
-        raise GptkitError(
-            f"no draft was made: {last:.200}", "gptkit params counts its tensors by their names."
-        ) from None
+    reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
+    if reply is None or "error" in reply:
+        reason = "it took too much time or memory" if reply is None else reply["error"]
+        raise GptkitError(f"no draft was made: {reason:.200}", "gptkit params counts its tensors by their names.")
+    answer: dict[str, Any] = reply["answer"]
     if "refused" in answer:
         kind, message, hint = answer["refused"]
         raise getattr(errors, kind)(message, hint)

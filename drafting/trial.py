@@ -7,10 +7,8 @@ decided here: each open value is tried, and what comes nearest to the class' log
 import contextlib
 import copy
 import dataclasses
-import io
 import json
 import math
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +22,9 @@ from torch import Tensor
 
 from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
 from ..components import ModelSpec, Shape, without_rounding
-from ..converter.confinement import allow
-from ..converter.transformers_process import LIBRARIES
-from ..errors import GptkitError, shown
+from ..converter.confinement import allow, hold, work
+from ..converter.transformers_process import DATA, LIBRARIES, reason
+from ..errors import GptkitError, InvalidInput, shown
 from ..modules.decoder import Decoder
 from ..parity.outputs import outputs_of
 from ..parity.probe import Batch
@@ -474,9 +472,27 @@ def place_and_cause(case: Case) -> list[str]:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
+_LABELS = ("num_labels", "id2label", "label2id")
+"""Fields of classifiers, of which transformers makes a table with a row for each label."""
+
+
+def _require_worth(config: Config, shapes: Mapping[str, Shape], words: Vocabulary) -> None:
+    """Raise InvalidInput where config.json says more layers than there are tensors, before a class is made of it."""
+    for name, known in words.fields.items():
+        value = config.get(name)
+        counts = any("layers" in each.value.role.split() for each in known)
+        if counts and type(value) is int and value > len(shapes):
+            message = f"config.json says {name} {shown(value)}, and the checkpoint has {len(shapes):,} tensors"
+            raise InvalidInput(
+                message, "Check that config.json belongs to these weights, and that all files are there."
+            )
+
+
 def draft_of(config: Config, shapes: Mapping[str, Shape], without: Sequence[str]) -> dict[str, Any]:
     """The definition's text, and what was proved of it."""
     words = vocabulary(tuple(without))
+    _require_worth(config, shapes, words)
+    config = {name: value for name, value in config.items() if name not in _LABELS}
     for family in [each for name, each in ARCHITECTURES.items() if name in without]:
         del ARCHITECTURES[family.name]
         for kind in family.model_types:
@@ -569,14 +585,12 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer one question on standard input."""
+    """Answer questions on standard input."""
     allow(0, LIBRARIES)
-    question = json.load(sys.stdin)
+    hold(DATA)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # what libraries print is no answer
-        answer = answered(question)
-    json.dump(answer, sys.stdout)
+    work(answered, reason)
 
 
 if __name__ == "__main__":

@@ -105,3 +105,33 @@ def test_one_of_several_processes_is_not_taken_down(several: bool) -> None:
     assert done.returncode == 3 and not done.stderr
     assert done.stdout.split("\n")[:2] == ["said", "at exit"]
     assert ("taken down" in done.stdout) is not several
+
+
+@few(2)
+@pytest.mark.parametrize("arguments", ["--help", "convert --help", "--version", "params gpt2", "params gpt2 --json"])
+def test_a_full_disk_under_stdout(arguments: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = gptkit(*arguments.split(), capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "gptkit: No space left on device\n")
+
+
+@few(2)
+@pytest.mark.parametrize("arguments", ["--help", "convert --help", "--version", "params gpt2", "params gpt2 --json"])
+def test_a_reader_that_has_gone(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = gptkit(*arguments.split(), capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@few(1)
+@pytest.mark.parametrize("megabytes", [36, 44, 52, 60])
+def test_a_library_that_memory_does_not_suffice_for(megabytes: int) -> None:
+    """What a library says then is not taken for a fault of gptkit's."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2)"
+    code = f"{limit}\nfrom gptkit.__main__ import main\nmain()"
+    done = ran(code, "params", "sample:llama")
+    assert done.returncode in (0, 1) and "bug in gptkit" not in done.stderr and done.stderr.count("\n") <= 1

@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import resource
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -261,3 +263,19 @@ def test_the_table_is_what_comes_out(row: tuple[str, ...], tmp_path: Path) -> No
 def test_the_table_has_ten_of_both() -> None:
     known = [row for row in ROWS if row[0] in REPRESENTATIVES]
     assert len(known) >= 10 and len(ROWS) - len(known) >= 10
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**7}, {"num_labels": 10**8}])
+def test_what_config_json_claims_costs_nothing(tmp_path: Path, change: dict[str, int]) -> None:
+    """Neither layers nor labels by the million are made before it is known that the checkpoint has them."""
+    folder = tmp_path / "model"
+    shutil.copytree(Path(drafts.__file__).parents[1] / "samples/llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    if "num_labels" in change:
+        assert drafts.draft(folder, tmp_path / "out.py", without=["llama"]).passed
+    else:
+        with pytest.raises(errors.InvalidInput, match=r"config\.json says num_hidden_layers 10000000, and the "):
+            drafts.draft(folder, tmp_path / "out.py", without=["llama"])
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 600 * 1024)
