@@ -2,12 +2,22 @@
 
 import sys
 
-from .process import INTERRUPTED, TERMINATED, Terminated, answer_signals, end, leave_at_signals, open_streams
+from .process import (
+    INTERRUPTED,
+    TERMINATED,
+    Terminated,
+    answer_signals,
+    end,
+    leave_at_signals,
+    leave_no_cache,
+    open_streams,
+)
 
 
 def main() -> None:
     """Run the command line, which is imported where signals are answered already."""
     open_streams()
+    leave_no_cache()
     answer_signals()
     try:
         from . import cli

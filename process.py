@@ -4,11 +4,13 @@ import atexit
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
 TERMINATED = 143
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _AGAIN = 0.002  # seconds after which a signal that met an import is looked at again
 
 
@@ -75,6 +77,18 @@ def end(code: int) -> NoReturn:
     except OSError:
         code = code or 120  # as Python's own
     os._exit(code)
+
+
+def leave_no_cache() -> None:
+    """At exit, remove the folder for compiled code that torch makes in TMPDIR, unless it holds something."""
+    before = os.environ.get(_COMPILED)
+
+    def remove() -> None:
+        if (path := os.environ.get(_COMPILED)) and path != before:  # torch notes there which one it made
+            with suppress(OSError):
+                os.rmdir(path)  # noqa: PTH106, as few imports as can be
+
+    atexit.register(remove)
 
 
 def open_streams() -> None:

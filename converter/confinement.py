@@ -27,6 +27,8 @@ _Costs = tuple[int, int, float, float]
 _LENGTH = struct.Struct("<Q")
 _CALM = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """One thread: a thread's stack and heap count for memory, and nothing here takes long enough to share."""
+_NO_CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.sep}
+"""The folder that torch makes for compiled code when it is imported: one that is there. Nothing is compiled here."""
 
 
 _FIRST_THREAD = "GPTKIT_STARTED_BY"  # the parent's process number, where its first thread starts a worker
@@ -49,7 +51,7 @@ class Confined:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=os.sep,
-            env={**os.environ, **_CALM, **first},
+            env={**os.environ, **_CALM, **_NO_CACHE, **first},
             start_new_session=True,  # a terminal's Ctrl-C is for us to answer
         )
         timer = Timer(seconds or 0, self._process.kill)

@@ -88,3 +88,26 @@ def json_bytes(data: Any) -> bytes:
         return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(data, indent=2) + "\n").encode()
+
+
+_MAX_NAME = 255
+"""Bytes of a file's name."""
+
+
+def stated_name(path: Path) -> str:
+    """Return the name that a small file states, of a folder beside it. Raises CheckpointError, and UntrustedInput for a
+    link to a file outside of its folder, but for the blobs of the hub's cache, which every file of a snapshot links to.
+    """
+    home, target = path.parent.resolve(), path.resolve()
+    if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
+        raise UntrustedInput(f"{path} is a link to a file outside of its folder", "Put the file itself there.")
+    with plain_file(path) as file:
+        return file.read(_MAX_NAME + 1).decode("utf-8", "replace").strip()
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is such a folder; a name that no file can have is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False

@@ -23,7 +23,7 @@ from ...architectures.megatron import named as name_of
 from ...components import differences, without_rounding
 from ...components.ranges import some_of
 from ...errors import CannotExpress, CheckpointError, shown
-from ..names import plain_file
+from ..names import is_folder, stated_name
 from ..tree import Origin
 from . import Opened
 
@@ -53,10 +53,9 @@ def step_in(folder: Path) -> Path | None:
     said = folder / LATEST
     if not said.is_file():
         return None
-    with plain_file(said) as file:
-        text = file.read(64).decode("ascii", "replace").strip()
+    text = stated_name(said)
     inside = folder / (f"iter_{text.zfill(7)}" if text.isdecimal() else text)
-    if not (text == "release" or text.isdecimal()) or not inside.is_dir():
+    if not (text == "release" or text.isdecimal()) or not is_folder(inside):
         raise CheckpointError(f"{said} names no folder beside it")
     return inside
 

@@ -31,8 +31,10 @@ from ..names import (
     PICKLE_SINGLE,
     POINTER,
     SINGLE,
+    is_folder,
     plain_file,
     refuse_pointer,
+    stated_name,
     untrusted,
 )
 from ..tree import Origin, read_description
@@ -113,8 +115,8 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
         return path, ranks
     names = frozenset(each.name for each in path.iterdir() if each.is_file())
     if not _weights_among(path, names) and _LATEST in names:
-        inside = path / _text(path / _LATEST).strip()
-        if inside.parent != path or inside.name in ("", ".", "..") or not inside.is_dir():
+        inside = path / stated_name(path / _LATEST)
+        if inside.parent != path or inside.name in ("", ".", "..") or not is_folder(inside):
             raise CheckpointError(f"{path / _LATEST} names no folder beside it")
         names = frozenset(each.name for each in inside.iterdir() if each.is_file())
         path = inside
