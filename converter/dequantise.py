@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def _whole(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-def _one_of(value: Any, known: Container[int]) -> bool:
+def _one_of(value: Any, known: Container[int]) -> TypeGuard[int]:
     """Return whether a JSON value is an integer among the known ones; 64.0 and [64] are none."""
     return type(value) is int and value in known
 
