@@ -1,5 +1,6 @@
 """What names, shapes and config fields do not tell of a family, and the values that others have there. No torch."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 from ..architectures import Leaf
 from ..architectures.decoder import Decoder
 from ..architectures.rope import USUAL_ROTARY, RotaryKind
-from ..components import ModelSpec, without_rounding
+from ..components import ModelSpec, Shape, without_rounding
 from .fields import has, rotary_of, with_default
 from .record import ABSENT, BIASES, Doubt, Draft, Patch, cut, lacking, shared_names, tree_of
-from .vocabulary import Donor, Names, Vocabulary, id_or_value
+from .vocabulary import Donor, Names, Vocabulary, fits, id_or_value
 
 _PLAIN = Decoder({})
 """Every argument as it is where nobody says otherwise."""
@@ -33,7 +34,10 @@ def doubts_of(
     spec = tree_of(draft, config)
     missing = set() if spec is None else lacking(spec, draft)
     for template in [each for each in names.shapes if each not in draft.leaves]:
-        yield Doubt(f"what {template} holds", tuple(_readings(template, missing, draft, words)))
+        yield Doubt(
+            f"what {template} holds", tuple(_readings(template, names.shape(template), spec, missing, draft, words))
+        )
+    yield from _gate_or_up(draft, names, words)
     fitting = [each for each in rivals if each.decoder.norm is draft.arguments["norm"]]
     whole = []
     for donor in fitting:
@@ -125,16 +129,38 @@ def _another(tree: ModelSpec, now: ModelSpec) -> bool:
     return ours == theirs and without_rounding(tree) != without_rounding(now)
 
 
-def _readings(template: str, missing: set[str], draft: Draft, words: Vocabulary) -> Iterator[tuple[str, Patch]]:
-    """What a tensor of an unknown name may hold: several in one first, then what has no name yet."""
+def _gate_or_up(draft: Draft, names: Names, words: Vocabulary) -> Iterator[Doubt]:
+    """Yield the doubt which of two matrices is the gate projection, where no family has their names."""
+    parts = [f"blocks.{{layer}}.feed_forward.{part}_proj.weight" for part in ("gate", "up")]
+    held = {leaf.names[0]: template for template, leaf in draft.leaves.items() if len(leaf.names) == 1}
+    if not {*parts} <= held.keys() or any(words.of_tensor(names.key(held[part])) for part in parts):
+        return
+    gate, up = (held[part] for part in parts)
+    turned = {f"leaves.{gate}": Leaf(gate, parts[1]), f"leaves.{up}": Leaf(up, parts[0])}
+    yield Doubt(f"whether {gate} or {up} is the gate projection", ((f"{up} is the gate projection", turned),))
+
+
+def _as_many(leaf: Leaf, shape: Shape, counts: Mapping[str, int]) -> bool:
+    """Return whether a tensor has as many values as what the leaf holds of the tree, where the tree has that."""
+    own = [counts.get(name.format(layer=0, expert=0)) for name in leaf.names]
+    known = [count for count in own if count is not None]
+    return len(known) < len(own) or bool(leaf.layout.each) or sum(known) == math.prod(shape)
+
+
+def _readings(
+    template: str, shape: Shape, spec: ModelSpec | None, missing: set[str], draft: Draft, words: Vocabulary
+) -> Iterator[tuple[str, Patch]]:
+    """Yield what a tensor of an unknown name may hold: several in one first, then what has no name yet."""
     ends, taken = template.rpartition(".")[2], shared_names(draft.leaves)
+    counts = {} if spec is None else {parameter.name: parameter.count for parameter in cut(spec).parameters()}
     found: dict[Any, tuple[Leaf, int, str]] = {}
     for meanings in words.leaves.values():
         for each in meanings:
             leaf, votes, donor = each
             same = all(name.rpartition(".")[2] == ends for name in leaf.names)
             free = missing.issuperset(leaf.names) if missing else taken.isdisjoint(leaf.names)
-            if same and free and leaf.when is None and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
+            placed = ("{layer}" in template) == ("{layer}" in leaf.names[0])
+            if same and free and leaf.when is None and placed and fits(leaf, shape) and _as_many(leaf, shape, counts):
                 key = (leaf.names, leaf.layout)
                 found[key] = (leaf, votes + found.get(key, (leaf, 0, donor))[1], donor)
     ranked = sorted(found.values(), key=lambda each: (len(each[0].names) < 2, -each[1]))

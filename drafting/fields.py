@@ -217,7 +217,9 @@ def arguments_of(
     own["learned"] = "positions.weight" in shared
     own["embedding_norm"] = "embedding.norm.weight" in shared
     rotary = own["rotary"]
-    if rotary is None and not own["learned"] and theirs.layers is None and "attention.position" not in theirs.fixed:
+    said = any(config.get(name) is not None for name in ("rope_theta", "rope_scaling", "rope_parameters"))
+    elsewhere = (theirs.layers is not None and not said) or "attention.position" in theirs.fixed
+    if rotary is None and not own["learned"] and not elsewhere:
         rotary = USUAL_ROTARY
     own["rotary"] = rotary if rotary is None else rotary_of(rotary, config, known, words)
     if not any("expert" in each for each in shared):

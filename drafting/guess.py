@@ -16,7 +16,7 @@ from ..errors import CannotExpress, CheckpointError, GptkitError, shown
 from .doubts import UNTOLD, doubts_of
 from .fields import arguments_of, fields_of
 from .record import ABSENT, BIASES, Draft, Known, cut, lacking, shared_names, tree_of
-from .vocabulary import Donor, Meaning, Names, Vocabulary, names_of
+from .vocabulary import Donor, Meaning, Names, Vocabulary, fits, names_of
 
 _ACCOUNTS = ("refused.", "tensor ", "names ", "config")  # how the places begin of what `accounted` tells
 _NOBODY = "TODO: nothing here reads {}"
@@ -99,6 +99,9 @@ def _ranked(config: Mapping[str, Any], names: Names, words: Vocabulary) -> list[
     def nearness(donor: Donor) -> float:
         theirs = {key for key in donor.keys if key in own or not key.endswith("bias")}
         alike = len(own & theirs) / len(own | theirs)
+        tables = {key for key, leaf in donor.keys.items() if leaf.names == ("positions.weight",)}
+        if tables and not tables & own:  # whose positions are a tensor, which this checkpoint does not have
+            alike -= 1.0
         return alike + 0.5 * len(donor.knows(config) & fields) / max(len(fields), 1)
 
     near = {each.family.name: nearness(each) for each in words.donors}
@@ -140,16 +143,37 @@ def _leaves(names: Names, skeleton: Donor, words: Vocabulary) -> tuple[dict[str,
         options = [*([Meaning(own, 0, skeleton.family.name)] if own is not None else []), *meanings[template]]
         for each in options:
             leaf = replace(each.value, checkpoint=template)
-            if taken.isdisjoint(leaf.names) and ("{layer}" in template) == ("{layer}" in leaf.names[0]):
+            placed = ("{layer}" in template) == ("{layer}" in leaf.names[0])
+            if placed and taken.isdisjoint(leaf.names) and fits(leaf, names.shape(template)):
                 taken.update(leaf.names)
                 found[template] = leaf
                 shape = names.shape(template)
                 others = f"{each.votes} families have the name so" if each.votes else f"as {each.donor} has it"
                 why[f"leaves.{template}"] = f"{shape}; {others}"
                 break
+    for template, leaf in _gate_and_up(names, found):
+        found[template] = leaf
+        why[f"leaves.{template}"] = f"{names.shape(template)}; one of two such matrices beside down_proj"
     order = {key: number for number, key in enumerate(skeleton.keys)}
     ranked = sorted(found, key=lambda each: (order.get(names.key(each), len(order)), each))
     return {each: found[each] for each in ranked}, why
+
+
+def _gate_and_up(names: Names, found: Mapping[str, Leaf]) -> Iterator[tuple[str, Leaf]]:
+    """Yield two matrices without a name in any family as gate and up projection, in the order of their names, where
+    they have the shape of a down projection turned round and nothing else holds either.
+    """
+    stem = "blocks.{layer}.feed_forward."
+    down = next((name for name, leaf in found.items() if leaf.names == (f"{stem}down_proj.weight",)), None)
+    held = {name for leaf in found.values() for name in leaf.names}
+    if down is None or not held.isdisjoint({f"{stem}gate_proj.weight", f"{stem}up_proj.weight"}):
+        return
+    wanted = names.shape(down)[::-1]
+    unnamed = sorted(each for each in names.shapes if each not in found and "{layer}" in each)
+    alike = [each for each in unnamed if names.shape(each) == wanted and "{expert}" not in each]
+    if len(alike) == 2:
+        for template, part in zip(alike, ("gate", "up"), strict=True):
+            yield template, Leaf(template, f"{stem}{part}_proj.weight")
 
 
 # --- held against the checkpoint -------------------------------------------------------------------------------------

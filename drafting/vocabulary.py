@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..architectures import ARCHITECTURES, Architecture, Leaf, families, llama2c
 from ..architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, ConfigReader
 from ..architectures.decoder import Decoder, Field
+from ..architectures.layout import parse
 from ..architectures.stacks import STACKS
 from ..components import Shape
 from ..errors import GptkitError
@@ -23,6 +24,7 @@ CUT = 6
 """Layers whose names and shapes are compared."""
 
 _LAYER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.)")
+_PLACES = re.compile(r"\{\w+\}")
 _EXPERT = re.compile(r"(?<=experts\.)[0-9]{1,6}(?=\.)")
 
 
@@ -40,7 +42,8 @@ class Donor:
     @cached_property
     def keys(self) -> dict[str, Leaf]:
         """Its leaves by their names without the prefix of the family."""
-        return {each.checkpoint.removeprefix(self.family.prefix): each for each in self.family.leaves}
+        leaves = (each for each in self.family.leaves if "{head}" not in each.checkpoint)  # a draft has no such names
+        return {each.checkpoint.removeprefix(self.family.prefix): each for each in leaves}
 
     def knows(self, config: Mapping[str, Any]) -> set[str]:
         """The fields of a config that it reads or declares."""
@@ -62,9 +65,13 @@ class Meaning(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The families without those of some names."""
+    """The families without those of some names.
+
+    donors: those whose table a draft may start from. others: the other families, whose names of tensors count too.
+    """
 
     donors: tuple[Donor, ...]
+    others: tuple[Architecture, ...] = ()
 
     @cached_property
     def leaves(self) -> dict[str, list[Meaning]]:
@@ -73,6 +80,15 @@ class Vocabulary:
         for each in self.donors:
             for key, leaf in each.keys.items():
                 found.setdefault(inside(key), []).append((leaf, each.family.name))
+        for family in self.others:
+            for leaf in family.leaves:
+                if (
+                    leaf.when is None
+                    and not leaf.beside
+                    and not {"{use}", "{head}"} & {*_PLACES.findall(leaf.checkpoint)}
+                ):
+                    key = inside(leaf.checkpoint.removeprefix(family.prefix))
+                    found.setdefault(key, []).append((leaf, family.name))
         for name, leaves in (*((stack.name, stack.leaves) for stack in STACKS), ("llama2.c", llama2c.LEAVES)):
             for leaf in leaves:
                 found.setdefault(inside(leaf.checkpoint), []).append((leaf, name))
@@ -157,15 +173,25 @@ def tail(key: str) -> str:
 @cache
 def vocabulary(without: tuple[str, ...] = ()) -> Vocabulary:
     """What the registered families know, but for those of some names."""
-    places = dict(_places())
-    return Vocabulary(
-        tuple(
-            Donor(family, reader, places[id(reader)])
-            for family in ARCHITECTURES.values()
-            if family.name not in without
-            if type(reader := getattr(family.read, "__self__", None)) is Decoder and id(reader) in places
-        )
+    places, known = dict(_places()), [each for each in ARCHITECTURES.values() if each.name not in without]
+    donors = tuple(
+        Donor(family, reader, places[id(reader)])
+        for family in known
+        if type(reader := getattr(family.read, "__self__", None)) is Decoder and id(reader) in places
     )
+    own = {each.family.name for each in donors}
+    return Vocabulary(donors, tuple(each for each in known if each.name not in own))
+
+
+_VECTORS = ("norm.weight", ".bias", ".A_log", ".D", "sinks", ".layer_scalar")
+"""How shared names of tensors with one dimension end."""
+
+
+def fits(leaf: Leaf, shape: Shape) -> bool:
+    """Return whether a tensor of this shape has as many dimensions as the leaf."""
+    if not leaf.layout.is_identity:
+        return len(parse(leaf.layout.checkpoint)) == len(shape)
+    return all(name.endswith(_VECTORS) == (len(shape) == 1) for name in leaf.names)
 
 
 def _places() -> Iterator[tuple[int, str]]:

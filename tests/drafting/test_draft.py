@@ -18,7 +18,9 @@ from helpers.unknown import saved
 from safetensors.numpy import save_file
 
 from gptkit import architectures, errors, plugins
+from gptkit.components import GatedFeedForward
 from gptkit.drafting import draft as drafts
+from gptkit.drafting.guess import guess
 from gptkit.drafting.trial import answered
 from gptkit.drafting.vocabulary import vocabulary
 
@@ -233,6 +235,49 @@ def test_roles_are_those_of_the_registry() -> None:
         "blocks.{layer}.attention.q_proj.weight",
     )
     assert words.of_tensor("layers.{layer}.wobble.weight") == []
+
+
+def guessed(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
+    """What is guessed of each tensor by its template: the shared names within the layer."""
+    draft = guess({**PLAIN, **config}, shapes, None, vocabulary())
+    return {template: tuple(name.rpartition("}.")[2] for name in leaf.names) for template, leaf in draft.leaves.items()}
+
+
+def test_a_name_that_a_family_has_decides_and_a_matrix_is_no_norm() -> None:
+    """The names of ModernBERT's decoder: an encoder is registered that has nearly all of them."""
+    layer = {
+        **{f"attn.{name}_proj": (32, 32) for name in "qkv"},
+        "attn.Wo": (32, 32), "attn_norm": (32,), "mlp.Wi": (96, 32), "mlp.Wo": (32, 48), "mlp_norm": (32,),
+    }
+    ends = {"model.embeddings.tok_embeddings": (97, 32), "model.embeddings.norm": (32,), "model.final_norm": (32,)}
+    ends |= {"lm_head.dense": (32, 32), "lm_head.norm": (32,)}
+    own = {f"model.layers.{at}.{name}": shape for at in range(LAYERS) for name, shape in layer.items()}
+    found = guessed({}, {f"{name}.weight": shape for name, shape in (ends | own).items()})
+    of_layer = {name.rpartition("{layer}.")[2].removesuffix(".weight"): held for name, held in found.items()}
+    assert of_layer["mlp.Wi"] == ("feed_forward.gate_proj.weight", "feed_forward.up_proj.weight")
+    assert of_layer["mlp.Wo"] == ("feed_forward.down_proj.weight",)
+    assert of_layer["mlp_norm"] == ("feed_forward_norm.weight",)
+    assert of_layer["attn_norm"] == ("attention_norm.weight",)
+    assert of_layer["attn.Wo"] == ("attention.o_proj.weight",)
+    assert found["model.embeddings.norm.weight"] == ("embedding.norm.weight",)
+
+
+def test_a_llama_under_the_names_of_an_older_family_is_no_older_family() -> None:
+    """The names of EXAONE 3: GPT-Neo's, but for two matrices, and without GPT-Neo's table of positions."""
+    layer = {
+        **{f"attn.attention.{name}_proj": (size, 32) for name, size in {"q": 32, "k": 16, "v": 16, "out": 32}.items()},
+        "mlp.c_fc_0": (48, 32), "mlp.c_fc_1": (48, 32), "mlp.c_proj": (32, 48), "ln_1": (32,), "ln_2": (32,),
+    }
+    ends = {"transformer.wte": (97, 32), "transformer.ln_f": (32,), "lm_head": (97, 32)}
+    own = {f"transformer.h.{at}.{name}": shape for at in range(LAYERS) for name, shape in layer.items()}
+    shapes = {f"{name}.weight": shape for name, shape in (ends | own).items()}
+    found = guessed({}, shapes)
+    assert found["transformer.h.{layer}.mlp.c_fc_0.weight"] == ("feed_forward.gate_proj.weight",)
+    assert found["transformer.h.{layer}.mlp.c_fc_1.weight"] == ("feed_forward.up_proj.weight",)
+    draft = guess(PLAIN, shapes, None, vocabulary())
+    assert draft.skeleton.family.name != "gpt_neo" and not draft.arguments["learned"]
+    assert draft.arguments["rotary"] is not None and draft.arguments["inner"] is GatedFeedForward
+    assert any("is the gate projection" in doubt.what for doubt in draft.doubts)
 
 
 # --- the table of the page --------------------------------------------------------------------------------------------
