@@ -247,7 +247,11 @@ def test_a_name_that_a_family_has_decides_and_a_matrix_is_no_norm() -> None:
     """The names of ModernBERT's decoder: an encoder is registered that has nearly all of them."""
     layer = {
         **{f"attn.{name}_proj": (32, 32) for name in "qkv"},
-        "attn.Wo": (32, 32), "attn_norm": (32,), "mlp.Wi": (96, 32), "mlp.Wo": (32, 48), "mlp_norm": (32,),
+        "attn.Wo": (32, 32),
+        "attn_norm": (32,),
+        "mlp.Wi": (96, 32),
+        "mlp.Wo": (32, 48),
+        "mlp_norm": (32,),
     }
     ends = {"model.embeddings.tok_embeddings": (97, 32), "model.embeddings.norm": (32,), "model.final_norm": (32,)}
     ends |= {"lm_head.dense": (32, 32), "lm_head.norm": (32,)}
@@ -266,7 +270,11 @@ def test_a_llama_under_the_names_of_an_older_family_is_no_older_family() -> None
     """The names of EXAONE 3: GPT-Neo's, but for two matrices, and without GPT-Neo's table of positions."""
     layer = {
         **{f"attn.attention.{name}_proj": (size, 32) for name, size in {"q": 32, "k": 16, "v": 16, "out": 32}.items()},
-        "mlp.c_fc_0": (48, 32), "mlp.c_fc_1": (48, 32), "mlp.c_proj": (32, 48), "ln_1": (32,), "ln_2": (32,),
+        "mlp.c_fc_0": (48, 32),
+        "mlp.c_fc_1": (48, 32),
+        "mlp.c_proj": (32, 48),
+        "ln_1": (32,),
+        "ln_2": (32,),
     }
     ends = {"transformer.wte": (97, 32), "transformer.ln_f": (32,), "lm_head": (97, 32)}
     own = {f"transformer.h.{at}.{name}": shape for at in range(LAYERS) for name, shape in layer.items()}
