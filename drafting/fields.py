@@ -217,8 +217,8 @@ def arguments_of(
     own["learned"] = "positions.weight" in shared
     own["embedding_norm"] = "embedding.norm.weight" in shared
     rotary = own["rotary"]
-    said = any(config.get(name) is not None for name in ("rope_theta", "rope_scaling", "rope_parameters"))
-    elsewhere = (theirs.layers is not None and not said) or "attention.position" in theirs.fixed
+    has_rope = any(config.get(name) is not None for name in ("rope_theta", "rope_scaling", "rope_parameters"))
+    elsewhere = (theirs.layers is not None and not has_rope) or "attention.position" in theirs.fixed
     if rotary is None and not own["learned"] and not elsewhere:
         rotary = USUAL_ROTARY
     own["rotary"] = rotary if rotary is None else rotary_of(rotary, config, known, words)
