@@ -64,7 +64,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     from ..weights import identity_leaves
     from . import megatron
     from .dcp_read import hugging_face, located, metadata
-    from .trained import leaves_of, without_buffers
+    from .stack_weights import leaves_of, without_buffers
 
     pickled = path / _METADATA
     if (path / megatron.COMMON).is_file() and pickled.is_file():

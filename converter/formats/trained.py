@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ...architectures import Architecture, BoundLeaf, named
-from ...architectures.base import bind
+from ...architectures import Architecture, named
 from ...architectures.stacks import STACKS, Stack
 from ...components import ModelSpec, differences, without_rounding
 from ...components.ranges import some_of
-from ...errors import CannotExpress, CheckpointError, ConfigError, InvalidInput, shown
+from ...errors import CheckpointError, ConfigError, InvalidInput, shown
 from ..names import (
     CONFIG,
     INDEX,
@@ -39,9 +38,7 @@ from ..names import (
 )
 from ..tree import Origin, read_description
 from . import Opened
-
-if TYPE_CHECKING:
-    from ..weights import Weights
+from .stack_weights import leaves_of, without_buffers
 
 plan = None
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz")
@@ -316,16 +313,6 @@ def _rows(tables: Sequence[Mapping[str, Any]], embedding: str) -> int | None:
     return next(iter(found))[0] if len(found) == 1 and () not in found else None
 
 
-def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
-    """Return the weight map of a tree under a program's names. Raises CheckpointError where it has none for it."""
-    assert stack is not None
-    try:
-        return bind(stack.name, stack.leaves, spec)
-    except CannotExpress as error:
-        told = f"the names are {stack.name}, and the config is of a model that has others"
-        raise CheckpointError(f"{told}: {error.message}", _ONE) from error
-
-
 def _only(
     files: Sequence[Path],
     tables: Sequence[Mapping[tuple[str, ...], Mapping[str, Any]]],
@@ -393,18 +380,3 @@ def _notes(model: _Model, tables: Sequence[Mapping[tuple[str, ...], Any]], conte
     if others:
         notes.append(f"{len(others)} entries beside the model's weights left out: {some_of(sorted(others), 3, ', …')}")
     return notes
-
-
-def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
-    """The weights without buffers, and without a head that repeats the embedding; whether one did."""
-    info = weights.info
-    dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
-    tied = stack.head not in info
-    if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
-        tied = weights.same(stack.head, stack.embedding)
-        if tied:
-            notes.append(f"{stack.head} repeats the embedding it is tied to: kept once")
-            dropped.append(stack.head)
-    for name in dropped:
-        del info[name]
-    return weights, tied

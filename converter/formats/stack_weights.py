@@ -1,0 +1,41 @@
+"""The weights of checkpoints under another program's names (`architectures.stacks`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...architectures import BoundLeaf
+from ...architectures.base import bind
+from ...architectures.stacks import Stack
+from ...components import ModelSpec
+from ...errors import CannotExpress, CheckpointError
+
+if TYPE_CHECKING:
+    from ..weights import Weights
+
+ONE = "Leave the one that belongs to the weights."
+
+
+def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
+    """Return the weight map of a tree under a program's names. Raises CheckpointError where it has none for it."""
+    assert stack is not None
+    try:
+        return bind(stack.name, stack.leaves, spec)
+    except CannotExpress as error:
+        told = f"the names are {stack.name}, and the config is of a model that has others"
+        raise CheckpointError(f"{told}: {error.message}", ONE) from error
+
+
+def without_buffers(weights: Weights, stack: Stack, notes: list[str]) -> tuple[Weights, bool]:
+    """The weights without buffers, and without a head that repeats the embedding; whether one did."""
+    info = weights.info
+    dropped = [name for name in info if name.endswith(stack.dropped)] if stack.dropped else []
+    tied = stack.head not in info
+    if not tied and info[stack.head] == info.get(stack.embedding):  # which may be missing
+        tied = weights.same(stack.head, stack.embedding)
+        if tied:
+            notes.append(f"{stack.head} repeats the embedding it is tied to: kept once")
+            dropped.append(stack.head)
+    for name in dropped:
+        del info[name]
+    return weights, tied
