@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -27,6 +27,7 @@ help:
 	@echo "make parity        docs/parity.md, from a run against transformers"
 	@echo "make swaps         docs/swaps.md, from every swap on the trained samples"
 	@echo "make healing       docs/healing.md: what seven swaps cost, and what training gives back, with controls"
+	@echo "make healing-defaults  a section of docs/healing.md: heal's defaults beside a plain loop, on three models"
 	@echo "make healing-starts  docs/kv-healing.md: five closed forms of fewer key-value heads, healed alike"
 	@echo "make healing-smollm  SmolLM2-135M with one key-value head, healed (WHEEL=)"
 	@echo "make ablation      docs/ablation.md: what each step from GPT-2 to LLaMA gives (TEXT=tinyshakespeare.txt)"
@@ -133,6 +134,10 @@ healing: $(STAMP)
 ablation: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ablation.py --text $(TEXT) --out docs/ablation.md \
 		--picture docs/pictures/ablation.svg
+
+# A quarter of an hour of one core; what stopped goes on where it was (build/healing-defaults.json).
+healing-defaults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/healing_defaults.py --out docs/healing.md
 
 healing-starts: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_starts.py --out docs/kv-healing.md

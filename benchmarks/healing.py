@@ -13,6 +13,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from kv_starts import written
+
 import gptkit
 from gptkit.training.heal import Healed, heal
 
@@ -43,8 +45,8 @@ COLUMNS = (
         "seconds",
     ),
 )
-PAGE = """# What healing gives back
-
+MARKS = "<!-- seven changes -->", "<!-- end of seven changes -->"
+PAGE = """
 What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes
 with gptkit: {tokens:,} tokens a run (the text several times over) at {rate}, {seeds} seeds. The last twentieth of the
 text is held out. KL is that of the changed model's predictions from the original's, in nats a token; *recovered* is the
@@ -57,7 +59,7 @@ as the changed model was.
 {table}
 
 ± is the largest less the smallest over seeds; *seconds* are those of a processor for one healing run, on one thread
-beside another process. `make healing` writes this page.
+beside another process. `make healing` writes this section.
 """
 
 
@@ -72,7 +74,7 @@ class Clock:
 
     def tell(self, name: str, _: object) -> None:
         now = time.process_time()
-        self.spent += now - self.last if name.startswith("healed") else 0.0
+        self.spent += now - self.last if "healed" in name else 0.0
         self.last = now
 
 
@@ -137,7 +139,7 @@ def main() -> None:
     )
     print(page)
     if options.out is not None:
-        options.out.write_text(page)
+        written(options.out, MARKS[0] + page + MARKS[1], *MARKS)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def main() -> None:
         "context": 128,
         "batch": 2048,
         "seeds": options.seeds,
+        "local": 0.25,
         "beside": False,
     }
     columns = ["start", "KL before", "perplexity"]

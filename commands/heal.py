@@ -13,7 +13,7 @@ _HOW = "How to train"
 
 
 @command(
-    "gptkit heal changed out --teacher sample:gpt2 --data play.txt --tokens 400k",
+    "gptkit heal changed out --teacher sample:gpt2 --data play.txt",
     "gptkit heal changed out --teacher org/name --data tokens --time 5m --seeds 3",
 )
 def heal(
@@ -24,11 +24,14 @@ def heal(
     data: list[str] = option(
         "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
     ),
-    budget: str | None = option("--tokens N", "Train each run on so many tokens: 400k, 1M."),
-    time: str | None = option("--time TIME", "Train each run for so long instead: 90s, 10m, 1.5h."),
+    budget: str | None = option(
+        "--tokens N",
+        "Train each run on this many tokens: 400k, 1M. The default is the text once, at least 20k and at most 400k.",
+    ),
+    time: str | None = option("--time TIME", "Train each run for this long instead: 90s, 10m, 1.5h."),
     trained: str = option("--train WHAT", "What to train: all, changed, norms or lora:RANK.", default="all"),
-    local: float | None = option(
-        "SHARE", "Train changed layers by themselves for this share of the budget first.", min=0, max=0.99
+    local: float = option(
+        "SHARE", "Train changed layers by themselves for this share of the budget first.", default=0.0, min=0, max=0.99
     ),
     hidden: float = option(
         "WEIGHT", "Add so much of the distance between hidden states to the loss.", default=0.0, min=0
@@ -37,7 +40,9 @@ def heal(
     beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
     batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
-    lr: float | None = option("RATE", "AdamW's highest rate; by default by the model's size.", _HOW, min=0),
+    lr: float | None = option(
+        "RATE", "AdamW's highest rate for the changed model; by default short trials choose it.", _HOW, min=0
+    ),
     patience: int = option(
         "N", "End a run after N evaluations without a better one, and keep the best; 0 never.", _HOW, default=0, min=0
     ),
@@ -51,6 +56,11 @@ def heal(
     ),
     compiled: bool = flag("--compile", "Compile the models with torch.compile.", _HOW),
     device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    every: int | None = option(
+        "STEPS",
+        "Evaluate and keep a checkpoint after every STEPS steps; by default evaluations take a twentieth of the time.",
+        min=1,
+    ),
     to: str | None = option(
         "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
     ),
@@ -68,8 +78,6 @@ def heal(
 
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
-    if budget is None and time is None:
-        raise UsageError("healing needs a budget", "Give --tokens 400k, or --time 5m.")
     options = amounts(budget, time, batch, context, held_out)
     how: dict[str, Any] = {
         "trained": trained,
@@ -79,6 +87,7 @@ def heal(
         "beside": beside,
         "rate": lr,
         "patience": patience,
+        "every": every,
         "dtype": dtype,
         "compiled": compiled,
     }

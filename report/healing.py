@@ -40,8 +40,8 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
     yield ""
     recovered = done.recovered
     share = "There was no gap" if recovered is None else f"{100 * recovered:.1f} % of the gap in KL is gone"
-    if recovered is not None and recovered < 0:
-        share = "The gap in KL is wider than it was (a smaller --lr may help)"
+    if done.kept and recovered is not None:
+        share = "No training brought the model closer; it is written as it was"
     budget = f"{done.tokens:,} tokens a run, {done.seeds} seed{'' if done.seeds == 1 else 's'}"
     yield Text(layout.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
     yield ""
@@ -56,7 +56,16 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
     yield ""
     local = f"; layers first: {len(done.local)}" if done.local else ""
     yield layout.note(f"{budget}; {done.trained:,} parameters trained{local}; ± is the spread over seeds")
+    for what, outcome in (("changed", done.healed), ("control", done.control)):
+        if outcome is not None:
+            yield layout.note(f"{what}: rate {outcome.rate:.2g}{_trials(outcome)}")
     yield layout.note(f"written: {done.folder}")
+
+
+def _trials(outcome: Outcome) -> str:
+    """Return the trials by which a rate was chosen, in words."""
+    told = [f"{each.rate:.2g} → {'no number' if each.loss is None else f'{each.loss:.4f}'}" for each in outcome.tried]
+    return f", chosen by trials: {', '.join(told)}" if told else ""
 
 
 def _cells(held: Held) -> tuple[str, ...]:

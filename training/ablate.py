@@ -178,7 +178,7 @@ def ablate(
     trained = named is not None and not tree_of(named, False, offline, allow_pickle)[1]
     settings: dict[str, Any] = {
         "context": length, "batch": asked.windows(length) * length, "warmup": asked.warmup, "clip": asked.clip,
-        "rate": usual_rate(size_of(base.spec)) if asked.rate is None else asked.rate,
+        "rate": usual_rate(size_of(base.spec)) if asked.rate is None and asked.how == "train" else asked.rate,
         "decay": {"train": 0.1, "heal": 0.0}[asked.how] if asked.decay is None else asked.decay,
     }  # fmt: skip
 

@@ -1,15 +1,19 @@
 """heal: a changed model trained to answer as the original does, beside a control and a floor.
 
-First each changed layer by itself, on what the original's layer was given (block-local; as in 2510.14444), then the
-whole model, by the KL divergence of its next-token distribution from the original's (Hinton et al. 1503.02531, at
-temperature 1). What a text alone would have done is told beside it: the *control* is the original, trained on the same
-tokens as a language model; the *floor* is the changed tree from random weights, trained as the changed model was.
+The whole model is trained by the KL divergence of its next-token distribution from the original's (Hinton et al.
+1503.02531, at temperature 1), after each changed layer by itself where that is asked for, on what the original's layer
+was given (block-local; as in 2510.14444). `rates` chooses the rate, and no model is published that is further from the
+original than the changed one was.
+
+Two other runs show what the text alone does: the *control* is the original, trained on the same tokens as a language
+model; the *floor* is the changed tree from random weights, trained as the changed model was.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +37,9 @@ from ..modules.save import require_form, save
 from ..surgery.recipe import HEAL, read_recipe
 from ..surgery.registry import Step as Asked
 from .data import SAMPLE, Progress, TokenFile, paths_of, require_tokenizer
-from .loop import Step, usual_rate
+from .loop import Settings, Step, usual_rate
 from .parallel import group
-from .runs import Held, Outcome, Runs, stores_in
+from .runs import TRIALS, Held, Outcome, Runs, stores_in
 from .state import beside as beside_of
 from .state import make, remove_empty, remove_unbegun
 from .train import (
@@ -56,8 +60,17 @@ from .train import (
 )
 from .trainable import changed_layers, chosen, matrices, rank_of, touched
 
-LOCAL = 0.25
-"""The share of the budget in which layers are trained by themselves, where nobody says how much."""
+BUDGET = 20_000, 400_000
+"""The default budget is each token of the text once, but at least and at most this many tokens."""
+_LEAST_HELD, _MOST_HELD = 1024, 2**16
+_HELD = 40
+"""The share of the budget, one in so many, that the held-out text has at most: every evaluation reads all of it."""
+_EVALUATIONS = 0.1
+"""The tokens that evaluations on the way read together, as a share of the budget. Reading one takes half of what a step
+takes for it, so that this is a twentieth of the time.
+"""
+_PACE = 3e10
+"""FLOPs a second, by which the tokens of a budget in seconds are guessed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Healed(Record, Shown):
     themselves first.
     """
 
-    JSON = "folder=name teacher tokens steps seeds trained local original start healed control floor recovered"
+    JSON = "folder=name teacher tokens steps seeds trained local original start healed control floor recovered kept"
 
     folder: Path
     teacher: str
@@ -88,6 +101,11 @@ class Healed(Record, Shown):
         return str(self.folder)
 
     @property
+    def kept(self) -> bool:
+        """Whether the folder has the changed model as it was, because no training brought it closer."""
+        return self.healed.held[0] == self.start
+
+    @property
     def recovered(self) -> float | None:
         """The share of the gap, the changed model's KL divergence, that is gone; None where there was none."""
         return None if self.start.kl <= 0 else 1 - self.healed.kl / self.start.kl
@@ -102,7 +120,7 @@ def heal(
     tokens: int | None = None,
     seconds: float | None = None,
     trained: str = "all",
-    local: float | None = None,
+    local: float = 0.0,
     hidden: float = 0.0,
     seeds: int = 1,
     beside: bool | str = True,
@@ -136,12 +154,12 @@ def heal(
         teacher: the one that it was made from, of the same tokens.
         data: texts, or one folder that `tokenize` wrote, by the teacher's tokenizer.
         out: the folder to make. Beside it, in `out`.healing, are the runs' checkpoints and measurements.
-        tokens: how many each run is trained on.
+        tokens: how many each run is trained on; by default those of the text, within `BUDGET`.
         seconds: how long each run is trained instead.
         trained: "all", "changed" (what the change touched), "norms", or "lora:RANK" (an update of so low a rank to
             every matrix).
-        local: the share of the budget in which each changed layer is trained by itself first; by default `LOCAL` where
-            the layers of both are one another's, else 0.
+        local: the share of the budget in which each changed layer is trained by itself first, where the layers of both
+            are one another's.
         hidden: how much of the distance between the streams behind each layer is added to the loss, where the layers of
             both are one another's.
         seeds: how many runs of each kind, by other orders of the windows.
@@ -149,13 +167,14 @@ def heal(
         patience: end a run after so many evaluations without a better one; 0 never does.
         batch: tokens a step; this and what follows as in `train`.
         context: tokens a window.
-        rate: AdamW's highest; by default what `train` takes for random weights, three times that for low ranks
-            (not for control and floor, of which all is trained).
+        rate: AdamW's highest for the healed model; by default the one that short trials choose. Control and floor have
+            their own: the control's is chosen alike, and the floor's is what `train` takes for random weights.
         warmup: the share of a run within which the rate is reached.
         decay: of the weights; by default none.
         clip: what a gradient's norm is cut to.
         accumulate: parts of a step.
-        every: steps between two evaluations and checkpoints.
+        every: steps between two evaluations and checkpoints; by default evaluations take about a twentieth of the
+            time.
         held_out: the share of the text that is held out, or a text by itself.
         seed: of the first run's order of windows; those of the others follow.
         dtype: what is multiplied in.
@@ -176,7 +195,7 @@ def heal(
     """
     target, paths = Path(out).expanduser(), paths_of(data)
     rank = rank_of(trained)
-    if seeds < 1 or not 0 <= (local or 0) < 1:
+    if seeds < 1 or not 0 <= local < 1:
         raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
     if beside not in (True, False, "control", "floor"):
         raise UsageError(f"nothing is called {shown(beside, 40)} among what runs beside", "known: control, floor")
@@ -196,6 +215,7 @@ def heal(
             if not any(each.goes_on(resume, force) for each in runs):
                 for each in runs:  # now, for their tokens may be written over: half of a run is none to resume
                     each.forget()
+                shutil.rmtree(folder / TRIALS, ignore_errors=True)
 
         us.lead(claim)
         going_on = any(each.goes_on(resume, force) for each in stores_in(folder, us))
@@ -220,21 +240,25 @@ def heal(
             require_form(model, form, "float32")
 
         length = min(CONTEXT, longest(original.spec), longest(model.spec)) if context is None else context
-        windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
         layers = changed_layers(original, model)
-        share = (LOCAL if layers else 0.0) if local is None else local
-        if share and not layers:
+        if local and not layers:
             raise UsageError(
                 "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
             )
         if hidden and not layers:
             raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
-        usual = usual_rate(size_of(model.spec))
-        settings = settings_of(
-            windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay, clip=clip,
-            seed=seed, compiled=compiled, patience=patience, rate=usual * (3 if rank else 1) if rate is None else rate,
-            dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
-        )  # fmt: skip
+
+        def settings_for(tokens: int | None) -> Settings:
+            windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
+            return settings_of(
+                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay,
+                clip=clip, seed=seed, compiled=compiled, patience=patience,
+                rate=usual_rate(size_of(model.spec)) if rate is None else rate,
+                dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
+            )  # fmt: skip
+
+        by_text = tokens is None and seconds is None
+        settings = settings_for(BUDGET[0] if by_text else tokens)  # what is wrong is refused before a text is read
 
         made = {"tokenizer": coded, "vocabulary": sizes[0], "progress": progress, "offline": offline}
 
@@ -248,40 +272,48 @@ def heal(
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
             message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
             raise UsageError(message, "Both must have the same tokens.")
+        if by_text:
+            tokens = min(max(found.tokens, BUDGET[0]), BUDGET[1])
+            settings = settings_for(tokens)
+        # Held out is what the budget can afford to evaluate.
+        pace = _PACE / (8 * size_of(model.spec))
+        budget = int((seconds or 0) * pace) if tokens is None else tokens
+        most = min(max(budget // _HELD, _LEAST_HELD), _MOST_HELD)
+        windows = settings.windows
         apart = not any(carries(each.spec) for each in (original, model))  # no mask keeps states within a document
-        training, held = split(found, held_out, take, us, length, windows, apart)
+        training, held = split(found, held_out, take, us, length, windows, apart, most)
+        settings = msgspec.structs.replace(settings, every=every or _rhythm(settings, held.ids.size))
         texts = [{"sha256": each.sha256, "bytes": each.bytes} for each in found.sources]
         about = {
             "teacher": digest_of(original), "changed": digest_of(model), "texts": texts, "tokens": found.digest,
             "held_out": hashlib.sha256(held.ids.tobytes()).hexdigest(), "processes": us.size, "train": trained,
-            "local": share, "hidden": hidden,
+            "local": local, "hidden": hidden,
         }  # fmt: skip
-        share = 0.0 if settings.steps == 1 else share  # one step is of the whole model
         suit(model.spec)
         original.requires_grad_(False).eval()
+        usual = msgspec.structs.replace(settings, rate=usual_rate(size_of(model.spec)))
         runs = Runs(
-            original, held, settings, share, layers, hidden, found, training, us, folder, about, resume, force, tell
+            original, held, usual, rate, local, layers, hidden, found, training, us, folder, about, resume, force, tell
         )
         unchanged, start = runs.held(original), runs.held(model)
         on_start(trained, unchanged, start)
-        finished, outcome, steps, count = runs.healed(model, trained, seeds)
+        finished, outcome, steps, count = runs.healed(model, start, trained, seeds)
         control = floor = None
-        # What is trained whole beside updates of a low rank has not their rate.
-        others = replace(runs, settings=msgspec.structs.replace(settings, rate=usual)) if rate is None else runs
         if beside in (True, "control"):
-            control = others.control(seeds)
+            control = runs.control(unchanged, seeds)
         if beside in (True, "floor"):
-            floor = others.floor(partial(load, changed, "float32", random=True, **opening), seeds)
+            floor = runs.floor(partial(load, changed, "float32", random=True, **opening), seeds)
         result = Healed(
-            target, str(teacher), steps * windows * length, steps, seeds, count, layers if share else (),
-            unchanged, start, outcome, control, floor,
+            target, str(teacher), steps * windows * length, steps, seeds, count,
+            layers if local and settings.steps != 1 else (), unchanged, start, outcome, control, floor,
         )  # fmt: skip
-        record = {**msgspec.to_builtins(settings), "train": trained, "share": share, "hidden": hidden, "texts": texts}
+        settings = msgspec.structs.replace(settings, rate=outcome.rate)
+        record = {**msgspec.to_builtins(settings), "train": trained, "share": local, "hidden": hidden, "texts": texts}
         record |= _timeless({name: value for name, value in result.as_json().items() if name != "folder"})
         given = {
-            "tokens": tokens, "seconds": seconds, "train": trained, "local": share, "hidden": hidden, "seeds": seeds,
-            "beside": beside is True, "rate": rate, "warmup": warmup, "decay": decay, "clip": clip,
-            "batch": windows * length, "context": length, "accumulate": accumulate, "every": settings.every,
+            "tokens": tokens, "seconds": seconds, "train": trained, "local": local, "hidden": hidden, "seeds": seeds,
+            "beside": beside is True, "rate": outcome.rate, "warmup": warmup, "decay": decay, "clip": clip,
+            "batch": windows * length, "context": length, "accumulate": accumulate, "every": settings.every or None,
             "held_out": held_out if isinstance(held_out, int | float) else str(held_out), "patience": patience,
             "seed": seed, "dtype": settings.dtype, "compile": compiled,
         }  # fmt: skip
@@ -294,6 +326,16 @@ def heal(
         us.lead(lambda: save(whole, target, form, dtype="float32", force=force, record=healed, about=manifest))
         us.lead(runs.done)
         return result
+
+
+def _rhythm(settings: Settings, held: int) -> int:
+    """Return the steps between two evaluations of `held` tokens that `_EVALUATIONS` allows, 0 of a budget in seconds,
+    which goes by the clock.
+    """
+    if settings.steps is None:
+        return 0
+    afforded = int(_EVALUATIONS * settings.steps * settings.windows * settings.context / held)
+    return max(-(-settings.steps // max(1, min(afforded, 10))), 1)
 
 
 @contextmanager

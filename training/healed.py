@@ -57,9 +57,8 @@ def swap(
         return replace(done, recipe=replace(done.recipe, heal=told.heal) if done.recipe else None)
     given = {"train": "trained", "compile": "compiled"}
     healing: dict[str, Any] = {given.get(name, name): value for name, value in told.heal.settings.items()}
-    if len({"tokens", "seconds"} & healing.keys()) != 1:
-        hint = "In the file: settings = { tokens = 400_000 }, or seconds."
-        raise UsageError(f"{told.where}: heal is to have a budget, tokens or seconds", hint)
+    if {"tokens", "seconds"} <= healing.keys():
+        raise UsageError(f"{told.where}: heal has two budgets, tokens and seconds", "Leave one of them out.")
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
     Staging(target, force).check()
     folder = beside(target, "healing")

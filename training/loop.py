@@ -70,7 +70,8 @@ class Settings(msgspec.Struct, frozen=True):
     steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
     accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
     within which it is reached. decay: of the weights. clip: what the gradient's norm is cut to; 0 leaves it. every:
-    steps between two evaluations and checkpoints. patience: evaluations without a better one after which a run ends, as
+    steps between two evaluations and checkpoints; of a budget in seconds, 0 evaluates at most ten times, for at most a
+    tenth of the time. patience: evaluations without a better one after which a run ends, as
     it was at the best, which may be the beginning; 0 is never. dtype: what is multiplied in; parameters are in float32.
     """
 
@@ -127,9 +128,9 @@ class Run:
         each = self.seconds / self.step if self.step else settings.seconds / 1000
         return (self.seconds + ahead * each) / settings.seconds
 
-    def best(self, settings: Settings) -> int | None:
-        """The step of the best evaluation, where a run waits for a better one."""
-        return min(self.curve, key=lambda each: each["held_out"])["step"] if settings.patience else None
+    def best(self) -> int:
+        """Return the step of the best evaluation."""
+        return int(min(self.curve, key=lambda each: each["held_out"])["step"])
 
 
 class _Interrupt:
@@ -164,13 +165,15 @@ class _Interrupt:
 def fit(
     model: Decoder,
     batches: Callable[[int], Windows],
-    held_out: Windows,
+    held_out: Windows | None,
     settings: Settings,
     *,
     group: Group,
     store: Store,
     loss: Loss = next_token,
     trained: Container[str] | None = None,
+    keep_best: bool = False,
+    begun: float | None = None,
     sample: Callable[[Decoder], str] | None = None,
     tell: Callable[[Step], None] = lambda step: None,
 ) -> Run:
@@ -179,12 +182,14 @@ def fit(
     Args:
         model: on the group's device, in float32.
         batches: the windows of a step, by its number; the same ones to every process.
-        held_out: the windows that are evaluated, each time all of them.
+        held_out: the windows that are evaluated, each time all of them; None evaluates nothing.
         settings: the budget and the rest.
         group: who trains.
         store: where checkpoints and measurements go.
         loss: see `Loss`; it is what is evaluated too.
         trained: the names of the parameters that are; by default all.
+        keep_best: leave the model as it was at the best evaluation, which may be the beginning; `patience` does too.
+        begun: the loss on the held-out windows at the beginning, where it is known.
         sample: what makes a text of the model as it is, at every evaluation.
         tell: given each step.
 
@@ -198,16 +203,17 @@ def fit(
     if settings.windows < parts:
         message = f"a step of {settings.windows} windows cannot be computed in {parts} parts"
         raise UsageError(message, "Give a larger --batch, or a smaller --accumulate or --context.")
-    if len(held_out.ids) < group.size:
+    if held_out is not None and len(held_out.ids) < group.size:
         message = f"the held-out text has {len(held_out.ids)} windows for {group.size} processes"
         raise UsageError(message, "Hold out more, or choose a smaller --context.")
     group.share_out(model)
     model.train()
     optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
+    keep_best = held_out is not None and (keep_best or settings.patience > 0)
     metrics, run, threads = store.folder / METRICS, Run(), torch.get_num_threads()
     if (about := store.read(model, optimiser)) is not None:
         tokens = settings.windows * settings.context
-        kept = progress_of(about, metrics, settings.steps, tokens, settings.patience > 0)
+        kept = progress_of(about, metrics, settings.steps, tokens, keep_best)
         run = Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve))
         # Products are summed in another order by another number of threads.
         if threads != kept.threads:
@@ -215,18 +221,27 @@ def fit(
     engine = _Engine(model, loss, optimiser, settings, group)
     group.lead(lambda: cut(metrics, run.step))
     before, began = run.seconds, time.monotonic()
+    rhythm = _Rhythm(settings)
 
     def keep() -> None:
         group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
-        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, run.best(settings))
+        best = run.best() if keep_best else None
+        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, best)
+
+    def evaluate() -> float | None:
+        start = time.monotonic()
+        found = None if held_out is None else engine.evaluate(run.step, held_out)
+        rhythm.evaluated(time.monotonic() - start)
+        return found
 
     def note(told: Step) -> None:  # what tells may write too, and fail in the first process alone
         append(metrics, json.dumps(told.as_json()) + "\n")
         tell(told)
 
     with _Interrupt() as interrupt:
-        if settings.patience and not run.curve:  # a better one than the beginning
-            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": engine.evaluate(0, held_out)})
+        if keep_best and not run.curve:  # a better one than the beginning
+            first_loss = evaluate() if begun is None else begun
+            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss})
             keep()
         while run.done(settings) < 1:
             rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
@@ -235,17 +250,19 @@ def fit(
             value, norm = engine.step(run.step, windows, rate)
             run.step, took = run.step + 1, time.monotonic() - start
             first = group.rank == 0
-            run.seconds, stopped = group.total(
-                (before + time.monotonic() - began) if first else 0.0, float(interrupt.number)
+            run.seconds, stopped, due = group.total(
+                (before + time.monotonic() - began) if first else 0.0,
+                float(interrupt.number),
+                float(first and rhythm.due(run.step)),
             )
             over = run.done(settings) >= 1
             # One that is stopped too: what a run measures, and where it ends, must not hang on where it was.
-            evaluated = over or run.step % settings.every == 0
-            lost = engine.evaluate(run.step, held_out) if evaluated else None
+            evaluated = over or due > 0
+            lost = evaluate() if evaluated else None
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
             told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
-            if evaluated:
+            if lost is not None:
                 run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
             group.lead(partial(note, told))
             if group.rank:
@@ -257,9 +274,26 @@ def fit(
         # A signal that came while the last step was evaluated and kept.
         if any(group.total(float(interrupt.number))):
             raise interrupt.error(run.step, store)
-    if (best := run.best(settings)) not in (None, run.step):
+    if keep_best and (best := run.best()) != run.step:
         store.read(model, optimiser, best)
     return run
+
+
+class _Rhythm:
+    """When a run is evaluated: every so many steps, or as `Settings.every` says of 0 by the clock."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.took, self.last = settings, 0.0, time.monotonic()
+
+    def evaluated(self, took: float) -> None:
+        """Note that an evaluation has just ended, and the seconds that it took."""
+        self.took, self.last = took, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Return whether the run is evaluated after this step."""
+        if self.settings.every:
+            return step % self.settings.every == 0
+        return time.monotonic() - self.last >= max(9 * self.took, (self.settings.seconds or 0.0) / 10)
 
 
 class _Engine:

@@ -15,17 +15,22 @@ import msgspec
 import torch
 
 from ..display import Record
+from ..errors import NoNumber
 from ..modules import Decoder
 from .data import NOWHERE, TokenFile, Windows
 from .distillation import block_local, distilled, divergence
 from .loop import Batch, Loss, Run, Settings, Step, fit, lost, next_token
 from .parallel import Group
+from .rates import TRIAL, Notes, Trial, Tried, first_guess, search, trial_steps
 from .state import RUN, Store
 from .trainable import adapted, chosen, rank_of, touched
 
 _EVALUATED = 2048  # tokens that are evaluated at once, at the least
-Budget = tuple[int | None, float | None]
-"""Of a run: steps, or seconds."""
+_LOOKED = 100  # steps after which the tokens' file is looked at, of a run that evaluates by the clock
+_LOW_RANK = 3.0  # times the usual rate is that of updates of a low rank
+_CONTROLS_GAP = 1 / 27  # in nats, by which the control's first rate is guessed: a ninth of the usual one
+TRIALS = "rates"
+"""The folder of the trials, in that of the runs."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,18 @@ class Held(Record):
 
 @dataclass(frozen=True)
 class Outcome(Record):
-    """One kind of run over its seeds: what each came to, and its steps, tokens and seconds."""
+    """One kind of run over its seeds."""
 
-    JSON = "runs=held seconds kl loss kl_spread loss_spread"
+    JSON = "runs=held seconds kl loss kl_spread loss_spread rate tried"
 
     held: tuple[Held, ...]
+    """What the model of each seed comes to on the held-out text."""
     seconds: float
+    """What all seeds took together, without the trials."""
+    rate: float
+    """AdamW's highest rate."""
+    tried: Tried = ()
+    """The trials by which the rate was chosen; none where it was given, or follows from a rule."""
 
     @property
     def kl(self) -> float:
@@ -74,8 +85,8 @@ class Outcome(Record):
 
 
 def stores_in(folder: Path, us: Group) -> list[Store]:
-    """What earlier calls left of their runs."""
-    return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
+    """Return the runs that earlier calls left, trials too."""
+    return [Store(each.parent, us) for each in sorted([*folder.glob(f"*/{RUN}"), *folder.glob(f"{TRIALS}/*/{RUN}")])]
 
 
 @dataclass
@@ -85,6 +96,9 @@ class Runs:
     original: Decoder
     windows: Windows
     settings: Settings
+    """Their rate is the usual one for random weights; `rate` and the trials say which one a run has."""
+    rate: float | None
+    """The rate that was asked for, of the healed model."""
     local: float
     layers: tuple[int, ...]
     hidden: float
@@ -97,13 +111,17 @@ class Runs:
     force: bool
     tell: Callable[[str, Step], None]
 
+    def __post_init__(self) -> None:
+        asked = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}
+        self.notes = Notes(self.folder / TRIALS, asked, self.group)
+
     def _sample(self) -> Batch:
         """As much held-out text as a step has, the same in every process."""
         parts = max(1, len(self.windows.ids) // self.settings.windows)
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
     def held(self, model: Decoder) -> Held:
-        """A model on the held-out text."""
+        """Return what a model comes to on the held-out text."""
         training, sums, settings = model.training, [0.0, 0.0], self.settings
         # As many windows as a part of a step has, or more where that is little work for a whole pass.
         once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
@@ -130,16 +148,14 @@ class Runs:
         name: str,
         model: Decoder,
         loss: Loss,
-        trained: set[str] | None,
-        seed: int,
-        budget: Budget,
+        settings: Settings,
+        trained: set[str] | None = None,
         behind: int = 0,
+        **evaluating: Any,
     ) -> Run:
-        """One run, from its last checkpoint where there is one, which then stays until all have ended. Its windows are
-        those behind so many steps.
+        """Make one run, from its last checkpoint where there is one, which then stays until all have ended. Its windows
+        are those after the first `behind` steps.
         """
-        steps, seconds = budget
-        settings = msgspec.structs.replace(self.settings, steps=steps, seconds=seconds, seed=self.settings.seed + seed)
         store = Store(self.folder / name, self.group)
 
         def begin() -> None:
@@ -147,87 +163,166 @@ class Runs:
             store.begin({"run": name, **self.about, **msgspec.to_builtins(settings)}, self.resume, self.force)
 
         def step_of(number: int) -> Windows:
-            if number % settings.every == 0:
+            if number % (settings.every or _LOOKED) == 0:
                 self.found.require_unchanged()
             windows: Windows = self.training.step(behind + number, settings.windows, settings.seed)
             return windows
 
         self.group.lead(begin)
+        evaluating = {"held_out": self.windows, **evaluating}
         return fit(
-            model,
-            step_of,
-            self.windows,
-            settings,
-            group=self.group,
-            store=store,
-            loss=loss,
-            trained=trained,
-            tell=partial(self.tell, name),
-        )
+            model, step_of, settings=settings, group=self.group, store=store, loss=loss, trained=trained,
+            tell=partial(self.tell, name), **evaluating,
+        )  # fmt: skip
 
-    def _budgets(self, local: float) -> tuple[Budget, Budget]:
-        """What layers by themselves get of the budget, and the whole model."""
-        steps, seconds = self.settings.steps, self.settings.seconds
-        if steps is None:
-            assert seconds is not None
-            return (None, seconds * local), (None, seconds * (1 - local))
-        first = min(max(1, round(steps * local)), steps - 1) if local else 0
-        return (first, None), (steps - first, None)
-
-    def _both(self, name: str, model: Decoder, trained: str, seed: int) -> tuple[int, float, int]:
-        """Layers by themselves, then the whole model on what is left of the text: steps, seconds, and how many
-        parameters were trained.
-        """
+    def _both(
+        self, name: str, suffix: str, model: Decoder, trained: str, settings: Settings, **evaluating: Any
+    ) -> _Both:
+        """Train layers by themselves, then the whole model on what is left of the text. The suffix is of both names."""
         declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
         with ExitStack() as stack:
             if rank:
-                torch.manual_seed(self.settings.seed + seed)
+                torch.manual_seed(settings.seed)
                 names = stack.enter_context(adapted(model, declared, rank))
             else:
                 names = chosen(trained, declared, lambda: touched(self.original, model))
-            count = sum(each.numel() for name, each in model.named_parameters() if name in names)
+            count = sum(each.numel() for each_name, each in model.named_parameters() if each_name in names)
             prefixes = tuple(f"blocks.{layer}." for layer in self.layers)
             inside = {each for each in names if each.startswith(prefixes)} if self.local else set()
-            first, rest = self._budgets(self.local if inside else 0.0)
-            if inside:
+            first, rest = _parts(settings, self.local if inside and settings.steps != 1 else 0.0)
+            if inside and first is not None:
                 loss = block_local(self.original, self.layers, self._sample())
-                begun = self._fit(f"{name}-layers-{seed}", model, loss, inside, seed, first)
+                begun = self._fit(f"{name}-layers{suffix}", model, loss, first, inside, held_out=None)
+                evaluating |= {"begun": None}  # layers by themselves moved it from there
             loss = distilled(self._answering(), self.hidden, self._sample())
-            run = self._fit(f"{name}-{seed}", model, loss, names, seed, rest, begun.step)
-        return begun.step + run.step, begun.seconds + run.seconds, count
+            run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun.step, **evaluating)
+        return _Both(begun.step + run.step, begun.seconds + run.seconds, count, run)
 
-    def healed(self, model: Decoder, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
-        """The changed model, healed; of the first seed."""
+    def _with(self, seed: int, rate: float, seconds: float = 0.0) -> Settings:
+        """Return the settings of a run, of whose budget trials took so many `seconds`."""
+        given = self.settings
+        left = None if given.seconds is None else max(given.seconds - seconds, given.seconds / 10)
+        return msgspec.structs.replace(given, rate=rate, seed=given.seed + seed, seconds=left)
+
+    def _rate_of(
+        self, name: str, first: float, trial: Callable[[str, Settings], tuple[float, float]]
+    ) -> tuple[float, Tried]:
+        """Return the rate of a kind of run, and the trials that chose it, none where the budget is too small. A trial
+        is given its name and settings, and returns the loss on the held-out text and its seconds.
+        """
+        steps = None if self.settings.steps is None else trial_steps(self.settings.steps)
+        if steps == 0:
+            return first, ()
+        seconds = None if self.settings.seconds is None else self.settings.seconds * TRIAL
+
+        def measure(rate: float) -> Trial:
+            own = f"{TRIALS}/{name}-{rate:.2g}"
+            settings = msgspec.structs.replace(self._with(0, rate), steps=steps, seconds=seconds, every=steps or 10**9)
+
+            def run() -> Trial:
+                try:
+                    loss, took = trial(own, settings)
+                except NoNumber:
+                    loss, took = None, 0.0
+                for part in (own, f"{own}-layers"):
+                    self.group.lead(Store(self.folder / part, self.group).done)
+                return Trial(rate, loss, took)
+
+            return self.notes.once(name, rate, run)
+
+        return search(first, max(first, self.settings.rate), measure)
+
+    def _some(self, trial: Settings) -> Windows:
+        """Return the held-out windows that judge a trial: half as many as it reads, a quarter of all by the clock."""
+        there = len(self.windows.ids)
+        wanted = there // 4 if trial.steps is None else trial.steps * trial.windows // 2
+        return self.windows.part(0, max(1, there // max(wanted, 2, self.group.size)))
+
+    def healed(self, model: Decoder, start: Held, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
+        """Heal the changed model, whose figures are `start`, over some seeds. Return the model of the first one, which
+        is the changed model itself where no training made it better, the figures, the steps and the number of
+        parameters that were trained.
+        """
+        tried: Tried = ()
+        rate = self.rate or 0.0
+        if self.rate is None:
+            usual = self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0)
+
+            def trial(name: str, settings: Settings) -> tuple[float, float]:
+                found = self._both(name, "", deepcopy(model), trained, settings, held_out=self._some(settings))
+                return found.run.curve[-1]["held_out"], found.seconds
+
+            rate, tried = self._rate_of("healed", first_guess(usual, start.kl), trial)
         finished, held, taken, steps, count = model, [], 0.0, 0, 0
         for seed in range(seeds):
             own = deepcopy(model)
-            steps, seconds, count = self._both("healed", own, trained, seed)
-            held.append(self.held(own))
-            taken += seconds
+            settings = self._with(seed, rate, sum(each.seconds for each in tried))
+            begun = start.kl if settings.dtype == "float32" else None
+            done = self._both("healed", f"-{seed}", own, trained, settings, keep_best=True, begun=begun)
+            found = self.held(own)
+            own, found = (own, found) if found.kl < start.kl else (deepcopy(model), start)
+            held.append(found)
+            taken, steps, count = taken + done.seconds, done.steps, done.count
             finished = own if seed == 0 else finished
-        return finished, Outcome(tuple(held), taken), steps, count
+        return finished, Outcome(tuple(held), taken, rate, tried), steps, count
 
-    def control(self, seeds: int) -> Outcome:
-        """The original, trained on the same tokens to predict them."""
+    def control(self, original: Held, seeds: int) -> Outcome:
+        """Train the original on the same tokens to predict them, at the rate that is best for it. Its figures are those
+        at its best evaluation, which may be those before: `original`.
+        """
+
+        def trial(name: str, settings: Settings) -> tuple[float, float]:
+            run = self._fit(name, deepcopy(self.original), next_token, settings, held_out=self._some(settings))
+            return run.curve[-1]["held_out"], run.seconds
+
+        rate, tried = self._rate_of("control", first_guess(self.settings.rate, _CONTROLS_GAP), trial)
         held, taken = [], 0.0
         for seed in range(seeds):
             own = deepcopy(self.original)
-            run = self._fit(f"control-{seed}", own, next_token, None, seed, self._budgets(0.0)[1])
-            held.append(self.held(own))
+            settings = self._with(seed, rate, sum(each.seconds for each in tried))
+            begun = original.loss if settings.dtype == "float32" else None
+            run = self._fit(f"control-{seed}", own, next_token, settings, keep_best=True, begun=begun)
+            found = self.held(own)
+            held.append(found if found.loss < original.loss else original)
             taken += run.seconds
-        return Outcome(tuple(held), taken)
+        return Outcome(tuple(held), taken, rate, tried)
 
     def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
-        """The changed tree from random weights, trained as the changed model was, all of it."""
+        """Train the changed tree from random weights as the changed model was, all of it, at the usual rate."""
         held, taken = [], 0.0
         for seed in range(seeds):
-            own = make(seed=self.settings.seed + seed)
-            _, seconds, _ = self._both("floor", own, "all", seed)
+            own, settings = make(seed=self.settings.seed + seed), self._with(seed, self.settings.rate)
+            done = self._both("floor", f"-{seed}", own, "all", settings, keep_best=True)
             held.append(self.held(own))
-            taken += seconds
-        return Outcome(tuple(held), taken)
+            taken += done.seconds
+        return Outcome(tuple(held), taken, self.settings.rate)
 
     def done(self) -> None:
-        """All have ended: their checkpoints go, what was measured stays."""
+        """Remove the checkpoints once all runs have ended; what was measured stays."""
         for each in stores_in(self.folder, self.group):
             each.done()
+
+
+@dataclass(frozen=True)
+class _Both:
+    """What `Runs._both` did: the steps and seconds of both parts, and the run of the whole model."""
+
+    steps: int
+    seconds: float
+    count: int
+    """How many parameters were trained."""
+    run: Run
+
+
+def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:
+    """Return the settings with what layers by themselves get of the budget, None for nothing, and with the rest."""
+    if not local:
+        return None, settings
+    if settings.steps is None:
+        assert settings.seconds is not None
+        first: dict[str, Any] = {"seconds": settings.seconds * local}
+        rest: dict[str, Any] = {"seconds": settings.seconds * (1 - local)}
+    else:
+        steps = min(max(1, round(settings.steps * local)), settings.steps - 1)
+        first, rest = {"steps": steps}, {"steps": settings.steps - steps}
+    return msgspec.structs.replace(settings, **first), msgspec.structs.replace(settings, **rest)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ _HASHED = {
     "changed": "it heals another model",
 }
 """What a run is told by in hashes, in words; what causes another before it."""
+_DERIVED = {"rate", "every"}
+"""What `heal` chooses by everything else, where nobody says otherwise: it differs because something else does."""
 _FREE = {"rate", "clip"}
 """What may be another where a run is gone on with that came to what is no number, and would again."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names of them
@@ -80,11 +82,7 @@ class Store:
             # With `force` too, a program resumes what it finds, and nobody has chosen another rate.
             free = other & _FREE if broke is True and not force else set()
             if other := other - free:
-                plain = min(other - _HASHED.keys(), default=None)
-                told = f"its {plain} is {shown(before.get(plain))}, not {shown(kept.get(plain))}" if plain else None
-                told = told or next(words for name, words in _HASHED.items() if name in other)
-                message = f"the run in {self.folder} is another: {told}"
-                raise UsageError(message, "Resume it with the same call, or begin anew with --force.")
+                raise another(self.folder, before, kept, other)
             if free:
                 changes.append({"behind": self._number(self.last()), **{name: kept[name] for name in sorted(free)}})
                 put(path, json_bytes({**kept, "changes": changes}))
@@ -209,6 +207,17 @@ class Store:
         """Nobody wants the run: all of it goes."""
         self.done()
         (self.folder / METRICS).unlink(missing_ok=True)
+
+
+def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], other: Container[str]) -> UsageError:
+    """Return the error for a run that is not the one to resume: what is different is one of `other`."""
+    plain = [name for name in sorted({*before, *now}) if name in other and name not in _HASHED]
+    cause = min((name for name in plain if name not in _DERIVED), default=None)
+    told = None if cause is None else f"its {cause} is {shown(before.get(cause))}, not {shown(now.get(cause))}"
+    told = told or next((words for name, words in _HASHED.items() if name in other), None)
+    told = told or f"its {plain[0]} is {shown(before.get(plain[0]))}, not {shown(now.get(plain[0]))}"
+    message = f"the run in {folder} is another: {told}"
+    return UsageError(message, "Resume it with the same call, or begin anew with --force.")
 
 
 def beside(out: Path, name: str) -> Path:

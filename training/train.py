@@ -443,11 +443,12 @@ def split(
     length: int,
     windows: int,
     apart: bool,
+    evaluated: int = _EVALUATED,
 ) -> tuple[Stretch, Windows]:
-    """What is trained on, and the windows that are evaluated, of `length` tokens. Raises UsageError where there is none
-    to evaluate, or less to train on than the `windows` of a step.
+    """What is trained on, and the windows of `length` tokens that are evaluated, `evaluated` tokens at most. Raises
+    UsageError where there is none to evaluate, or less to train on than the `windows` of a step.
     """
-    most = max(us.size, _EVALUATED // length)
+    most = max(us.size, evaluated // length)
     if isinstance(held_out, int | float):
         if not 0 < held_out < 1:
             raise UsageError(f"held out is {held_out:g} of the text", "Give a share, as 0.05, or a text.")

@@ -1,0 +1,189 @@
+"""heal's defaults harm nothing: the rate follows from the gap and from trials, and no worse model is published."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command import call
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gptkit
+from gptkit.converter.manifest import manifest_of
+from gptkit.errors import UsageError
+from gptkit.parity.diff import diff
+from gptkit.surgery.recipe import read_recipe
+from gptkit.training import loop
+from gptkit.training.data import Windows
+from gptkit.training.heal import BUDGET, heal
+from gptkit.training.loop import Settings, Step
+from gptkit.training.parallel import group
+from gptkit.training.rates import FACTOR, MARGIN, TRIES, Notes, Trial, first_guess, search, trial_steps
+
+PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
+TEACHER = "sample:llama"
+SMALL: dict[str, Any] = {"tokens": 16 * 256, "context": 64, "batch": 256, "held_out": 0.02}
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is 0.0004 nats from its original, which the rate for random weights takes a hundred times as far."""
+    folder = tmp_path_factory.mktemp("near") / "gelu"
+    gptkit.swap(TEACHER, folder, activation="gelu", measured=False)
+    return folder
+
+
+def test_a_model_that_starts_close_comes_closer_and_so_does_its_control(near: Path, tmp_path: Path) -> None:
+    done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, beside="control")
+    assert 0 < done.healed.kl < done.start.kl < 0.01 and not done.kept
+    assert done.control is not None and done.control.loss <= done.original.loss
+    assert len(done.healed.tried) > 1 and done.healed.rate in [trial.rate for trial in done.healed.tried]
+
+
+@pytest.mark.parametrize("local", [0.0, 0.5])
+def test_a_model_that_training_makes_worse_is_written_as_it_was(near: Path, tmp_path: Path, local: float) -> None:
+    done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, rate=0.1, local=local, beside="control")
+    assert done.kept and done.healed.kl == done.start.kl and done.recovered == 0
+    assert not diff(near, tmp_path / "out", rank=False).changed
+    assert done.control is not None and done.control.rate < 0.01  # the rate of one is not that of the other
+    assert manifest_of(tmp_path / "out")["history"][-1]["healed"]["kept"] is True
+
+
+def test_the_output_reports_the_rate_and_what_was_tried(near: Path, tmp_path: Path) -> None:
+    words = ["heal", near, tmp_path / "out", "--teacher", TEACHER, "--data", PLAY, "--tokens", "4k", "--context", "64"]
+    words += ["--batch", "256", "--held-out", "0.02", "--alone", "--every", "8"]
+    told = call(*words)
+    assert told.exit_code == 0, told.output
+    assert "chosen by trials: " in told.stdout
+    evaluated = [line.split()[1] for line in told.stdout.splitlines() if line.startswith("healed-0")]
+    assert evaluated == ["8", "16"]
+    told = call(*words, "--force", "--lr", "0.1")
+    assert "No training brought the model closer; it is written as it was" in told.stdout
+    assert "trials" not in told.stdout
+
+
+def test_what_was_chosen_is_the_recipe(near: Path, tmp_path: Path) -> None:
+    done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, beside=False)
+    record = manifest_of(tmp_path / "out")["history"][-1]["healed"]
+    assert record["rate"] == done.healed.rate
+    assert [each["rate"] for each in record["healed"]["tried"]] == [each.rate for each in done.healed.tried]
+    healing = read_recipe(tmp_path / "out").heal
+    assert healing is not None and healing.settings["rate"] == done.healed.rate
+    gptkit.swap(TEACHER, tmp_path / "again", recipe=tmp_path / "out", measured=False)
+    assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
+
+
+@pytest.mark.parametrize("where", [("rates/healed", 0), ("rates/healed", 1), ("healed-0", 0), ("rates/control", 0)])
+def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
+    near: Path, tmp_path: Path, where: tuple[str, int]
+) -> None:
+    options: dict[str, Any] = {**SMALL, "tokens": 12 * 256, "beside": "control"}
+    whole = heal(near, TEACHER, PLAY, tmp_path / "whole", **options)
+    begun: list[str] = []
+
+    def stop(name: str, step: Step) -> None:
+        if step.step == 2 and name.startswith(where[0]):
+            begun.append(name)
+            if len(begun) > where[1]:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(near, TEACHER, PLAY, tmp_path / "out", **options, tell=stop)
+    with pytest.raises(UsageError, match=r"its decay is 0\.0, not 0\.1"):
+        heal(near, TEACHER, PLAY, tmp_path / "out", **options, decay=0.1, resume=True)
+    steps: list[tuple[str, int]] = []
+    done = heal(
+        near, TEACHER, PLAY, tmp_path / "out", **options, resume=True,
+        tell=lambda name, step: steps.append((name, step.step)),
+    )  # fmt: skip
+    assert steps[0] == (begun[-1], 3)
+    first, second = ({each.name: each.read_bytes() for each in (tmp_path / n).iterdir()} for n in ("whole", "out"))
+    assert first == second and done.healed.kl == whole.healed.kl
+    assert not list((tmp_path / "out.healing").rglob("step-*"))
+
+
+def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the budget and however large the held-out text are."""
+    read: list[int] = []
+    evaluate = loop._Engine.evaluate
+
+    def counted(self: Any, number: int, windows: Windows) -> float:
+        read.append(windows.ids.size)
+        return evaluate(self, number, windows)
+
+    monkeypatch.setattr(loop._Engine, "evaluate", counted)
+    options = {**SMALL, "tokens": 12_800, "batch": 512, "held_out": 0.5}
+    done = heal(near, TEACHER, PLAY, tmp_path / "out", **options, beside=False)
+    trials = len(done.healed.tried) * trial_steps(done.steps) * 512
+    assert sum(read) <= 0.25 * (done.tokens + trials)
+
+
+@pytest.mark.parametrize(("size", "budget"), [(20_000, BUDGET[0]), (None, None)])
+def test_the_text_is_the_default_budget(near: Path, tmp_path: Path, size: int | None, budget: int | None) -> None:
+    (tmp_path / "text.txt").write_bytes(PLAY.read_bytes()[:size])
+
+    def stop(name: str, step: Step) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(near, TEACHER, tmp_path / "text.txt", tmp_path / "out", rate=1e-4, beside=False, tell=stop)
+    run = json.loads((tmp_path / "out.healing/healed-0/run.json").read_text())
+    read = json.loads((tmp_path / "out.healing/data/tokens.json").read_text())["tokens"]
+    tokens = run["steps"] * run["windows"] * run["context"]
+    assert 0 <= tokens - (budget or read) < run["windows"] * run["context"]
+
+
+def test_a_budget_in_seconds_is_evaluated_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    rhythm, evaluated = loop._Rhythm(Settings(1, 8, seconds=100.0, every=0)), 0
+    while now[0] < 100:
+        now[0] += 0.5  # a step
+        if rhythm.due(int(2 * now[0])):
+            now[0] += 3.0
+            rhythm.evaluated(3.0)
+            evaluated += 1
+    assert evaluated == 3  # each takes 3 seconds, and nine times as long goes by before the next
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@given(best=st.floats(1e-7, 1e-2), first=st.floats(1e-6, 1e-2), broken=st.floats(1e-6, 1), noise=st.floats(0, 1))
+def test_the_search_ends_at_no_rate_that_is_worse_than_another_it_tried(
+    best: float, first: float, broken: float, noise: float
+) -> None:
+    def measure(rate: float) -> Trial:
+        far = abs(gap) if (gap := rate / best - 1) > 0 else noise * abs(gap)
+        return Trial(rate, None if rate > broken else 1 + far, 0.0)
+
+    rate, tried = search(first, 1e-2, measure)
+    assert 1 <= len(tried) <= TRIES and rate in [each.rate for each in tried]
+    assert all(each.rate <= max(first, 1e-2) * 1.001 for each in tried)
+    (chosen,) = (each for each in tried if each.rate == rate)
+    assert chosen.value * (1 - MARGIN) <= min(each.value for each in tried)
+
+
+def test_a_rate_at_which_nothing_is_a_number_is_left() -> None:
+    rate, tried = search(1.0, 1.0, lambda rate: Trial(rate, None if rate > 0.2 else 0.5, 0.0))
+    assert rate == pytest.approx(1 / FACTOR**2) and len(tried) == 4
+
+
+@given(gap=st.floats(0, 100), less=st.floats(0, 1))
+def test_the_first_guess_grows_with_the_gap_up_to_the_usual_rate(gap: float, less: float) -> None:
+    assert 0 < first_guess(1e-3, gap * less) <= first_guess(1e-3, gap) <= 1e-3
+
+
+def test_notes_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
+    call_of = {"run": 1}
+    with group("cpu") as us:
+        made = Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: Trial(0.5, 1.0, 2.0))
+        assert Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: pytest.fail("it was noted")) == made
+        path = tmp_path / "tried.json"
+        for broken in ("{}", "[]", "{", path.read_text().replace("1.0", '"low"')):
+            path.write_text(broken)
+            assert Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: made) == made
+        with pytest.raises(UsageError, match="its run is 1, not 2"):
+            Notes(tmp_path, {"run": 2}, us)
