@@ -1,9 +1,10 @@
-"""The rate of a healing, found by short trials from the same start.
+"""The rate of a healing: a first guess by the gap, which short trials lower where it does damage.
 
 A changed model that is close to its original is damaged by the rate that a distant one needs, and by how much depends
-on the model, the batch and the budget. So a few steps are tried at a first guess and at lower rates. A short trial
-favours low rates, because its noise is that of a long run, and its progress is not: a lower rate has to be better by
-`MARGIN`.
+on the model, the batch and the budget. So a few steps are tried at the guess, and at lower rates where they made the
+model worse. A short trial cannot find the best rate: from a distant start it favours high rates, and from a close one
+low rates, because its noise is that of a long run and its progress is not. It shows damage, and a lower rate has to be
+better by `MARGIN`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from .state import another, put
 
 FACTOR = 3.0
 """Between two rates that are tried."""
-POWER = 2 / 3
-"""How the best rate grows with the gap: measured on eight starts of three models, whose gaps were 0.0004 to 1.7 nats.
-AdamW moves every parameter by about its rate a step, and where the steps are noise, their cost in KL grows with the
-square of the rate.
+POWER, MOST = 2 / 3, 0.5
+"""How the best rate grows with the gap, and the share of the usual rate that it reaches at most: measured on eight
+starts of three models, whose gaps were 0.0004 to 1.7 nats.
 """
 TRIAL = 0.025
 """The share of the budget that one trial takes."""
-MARGIN = 0.05
+MARGIN = 0.1
 """The share by which a trial at a lower rate has to be better."""
 TRIES = 7  # trials at most
 _LEAST = 5  # steps of a trial
@@ -58,10 +58,10 @@ Tried = tuple[Trial, ...]
 
 
 def first_guess(usual: float, gap: float) -> float:
-    """Return the first rate to try for a gap in nats a token, at most the usual one: it is in proportion to the gap to
-    the power of `POWER`.
+    """Return the first rate to try for a gap in nats a token: in proportion to the gap to the power of `POWER`, and at
+    most `MOST` of the usual rate.
     """
-    return usual * min(1.0, max(gap, 1e-6)) ** POWER
+    return usual * min(MOST, math.pow(max(gap, 1e-6), POWER))
 
 
 def trial_steps(steps: int) -> int:
@@ -70,25 +70,17 @@ def trial_steps(steps: int) -> int:
     return found if 2 * found <= steps else 0
 
 
-def search(first: float, most: float, measure: Callable[[float], Trial]) -> tuple[float, Tried]:
+def search(first: float, start: float, measure: Callable[[float], Trial]) -> tuple[float, Tried]:
     """Return the rate, and the trials in the order in which they were made: at `first`, and at lower rates for as long
-    as each is better than the one before by `MARGIN`. Where the first lower one is worse by as much, higher rates are
-    tried, up to `most`.
+    as the last trial ended with more than the loss at the `start`, and each is better than the one before by `MARGIN`.
     """
     tried = [measure(first)]
-
-    def walk(factor: float, margin: float) -> Trial:
-        best = tried[0]
-        while len(tried) < TRIES and best.rate * factor <= most:
-            tried.append(measure(best.rate * factor))
-            if tried[-1].value >= (1 - margin) * best.value < math.inf:
-                break
-            best = tried[-1]
-        return best
-
-    best = walk(1 / FACTOR, MARGIN)
-    if best is tried[0] and tried[1].value > (1 + MARGIN) * best.value:
-        best = walk(FACTOR, 0.0)
+    best = tried[0]
+    while best.value >= start and len(tried) < TRIES:
+        tried.append(measure(best.rate / FACTOR))
+        if tried[-1].value >= (1 - MARGIN) * best.value < math.inf:
+            break
+        best = tried[-1]
     return best.rate, tuple(tried)
 
 

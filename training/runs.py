@@ -120,22 +120,23 @@ class Runs:
         parts = max(1, len(self.windows.ids) // self.settings.windows)
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
-    def held(self, model: Decoder) -> Held:
-        """Return what a model comes to on the held-out text."""
+    def held(self, model: Decoder, windows: Windows | None = None) -> Held:
+        """Return what a model comes to on the held-out text, or on some windows of it."""
+        windows = self.windows if windows is None else windows
         training, sums, settings = model.training, [0.0, 0.0], self.settings
         # As many windows as a part of a step has, or more where that is little work for a whole pass.
         once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
-        parts = -(-len(self.windows.ids) // once)
+        parts = -(-len(windows.ids) // once)
         model.eval()
         with torch.no_grad():
             for number in range(parts):
-                batch = Batch.of(self.windows.part(number, parts), self.group.device)
+                batch = Batch.of(windows.part(number, parts), self.group.device)
                 wanted = self.original(batch.ids, documents=batch.documents)
                 given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
                 sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
                 sums[1] += float(lost(given, batch.targets))
         model.train(training)
-        counted = max(1, self.windows.counted)
+        counted = max(1, windows.counted)
         return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
 
     def _answering(self) -> Decoder:
@@ -176,8 +177,8 @@ class Runs:
         )  # fmt: skip
 
     def _both(
-        self, name: str, suffix: str, model: Decoder, trained: str, settings: Settings, **evaluating: Any
-    ) -> _Both:
+        self, name: str, model: Decoder, settings: Settings, *, trained: str, suffix: str = "", **evaluating: Any
+    ) -> _Done:
         """Train layers by themselves, then the whole model on what is left of the text. The suffix is of both names."""
         declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
         with ExitStack() as stack:
@@ -196,7 +197,7 @@ class Runs:
                 evaluating |= {"begun": None}  # layers by themselves moved it from there
             loss = distilled(self._answering(), self.hidden, self._sample())
             run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun.step, **evaluating)
-        return _Both(begun.step + run.step, begun.seconds + run.seconds, count, run)
+        return _Done(begun.step + run.step, begun.seconds + run.seconds, count, run)
 
     def _with(self, seed: int, rate: float, seconds: float = 0.0) -> Settings:
         """Return the settings of a run, of whose budget trials took so many `seconds`."""
@@ -205,23 +206,29 @@ class Runs:
         return msgspec.structs.replace(given, rate=rate, seed=given.seed + seed, seconds=left)
 
     def _rate_of(
-        self, name: str, first: float, trial: Callable[[str, Settings], tuple[float, float]]
+        self, name: str, first: float, start: Callable[[Held], float], model: Decoder, fit: _Trains
     ) -> tuple[float, Tried]:
-        """Return the rate of a kind of run, and the trials that chose it, none where the budget is too small. A trial
-        is given its name and settings, and returns the loss on the held-out text and its seconds.
+        """Return the rate of a kind of run, and the trials that chose it, none where the budget is too small. Each
+        trains a copy of the model; `start` takes of the model's figures the loss that `fit` trains it by.
         """
-        steps = None if self.settings.steps is None else trial_steps(self.settings.steps)
+        given = self.settings
+        steps = None if given.steps is None else trial_steps(given.steps)
         if steps == 0:
             return first, ()
-        seconds = None if self.settings.seconds is None else self.settings.seconds * TRIAL
+        # Half of the tokens that a trial reads judge it, and of the held-out text a quarter where that is not known.
+        there = len(self.windows.ids)
+        wanted = there // 4 if steps is None else steps * given.windows // 2
+        some = self.windows.part(0, max(1, there // max(wanted, 2, self.group.size)))
+        budget = {"steps": steps, "seconds": None if given.seconds is None else given.seconds * TRIAL}
 
         def measure(rate: float) -> Trial:
             own = f"{TRIALS}/{name}-{rate:.2g}"
-            settings = msgspec.structs.replace(self._with(0, rate), steps=steps, seconds=seconds, every=steps or 10**9)
+            settings = msgspec.structs.replace(self._with(0, rate), **budget, every=steps or 10**9)
 
             def run() -> Trial:
                 try:
-                    loss, took = trial(own, settings)
+                    done = fit(own, deepcopy(model), settings, held_out=some)
+                    loss, took = done.run.curve[-1]["held_out"], done.seconds
                 except NoNumber:
                     loss, took = None, 0.0
                 for part in (own, f"{own}-layers"):
@@ -230,35 +237,25 @@ class Runs:
 
             return self.notes.once(name, rate, run)
 
-        return search(first, max(first, self.settings.rate), measure)
-
-    def _some(self, trial: Settings) -> Windows:
-        """Return the held-out windows that judge a trial: half as many as it reads, a quarter of all by the clock."""
-        there = len(self.windows.ids)
-        wanted = there // 4 if trial.steps is None else trial.steps * trial.windows // 2
-        return self.windows.part(0, max(1, there // max(wanted, 2, self.group.size)))
+        return search(first, start(self.held(model, some)), measure)
 
     def healed(self, model: Decoder, start: Held, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
         """Heal the changed model, whose figures are `start`, over some seeds. Return the model of the first one, which
         is the changed model itself where no training made it better, the figures, the steps and the number of
         parameters that were trained.
         """
+        fit = partial(self._both, trained=trained)
         tried: Tried = ()
         rate = self.rate or 0.0
         if self.rate is None:
-            usual = self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0)
-
-            def trial(name: str, settings: Settings) -> tuple[float, float]:
-                found = self._both(name, "", deepcopy(model), trained, settings, held_out=self._some(settings))
-                return found.run.curve[-1]["held_out"], found.seconds
-
-            rate, tried = self._rate_of("healed", first_guess(usual, start.kl), trial)
+            first = first_guess(self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0), start.kl)
+            rate, tried = self._rate_of("healed", first, lambda held: held.kl, model, fit)
         finished, held, taken, steps, count = model, [], 0.0, 0, 0
         for seed in range(seeds):
             own = deepcopy(model)
             settings = self._with(seed, rate, sum(each.seconds for each in tried))
             begun = start.kl if settings.dtype == "float32" else None
-            done = self._both("healed", f"-{seed}", own, trained, settings, keep_best=True, begun=begun)
+            done = fit("healed", own, settings, suffix=f"-{seed}", keep_best=True, begun=begun)
             found = self.held(own)
             own, found = (own, found) if found.kl < start.kl else (deepcopy(model), start)
             held.append(found)
@@ -271,20 +268,21 @@ class Runs:
         at its best evaluation, which may be those before: `original`.
         """
 
-        def trial(name: str, settings: Settings) -> tuple[float, float]:
-            run = self._fit(name, deepcopy(self.original), next_token, settings, held_out=self._some(settings))
-            return run.curve[-1]["held_out"], run.seconds
+        def fit(name: str, model: Decoder, settings: Settings, **evaluating: Any) -> _Done:
+            run = self._fit(name, model, next_token, settings, **evaluating)
+            return _Done(run.step, run.seconds, 0, run)
 
-        rate, tried = self._rate_of("control", first_guess(self.settings.rate, _CONTROLS_GAP), trial)
+        guess = first_guess(self.settings.rate, _CONTROLS_GAP)
+        rate, tried = self._rate_of("control", guess, lambda held: held.loss, self.original, fit)
         held, taken = [], 0.0
         for seed in range(seeds):
             own = deepcopy(self.original)
             settings = self._with(seed, rate, sum(each.seconds for each in tried))
             begun = original.loss if settings.dtype == "float32" else None
-            run = self._fit(f"control-{seed}", own, next_token, settings, keep_best=True, begun=begun)
+            done = fit(f"control-{seed}", own, settings, keep_best=True, begun=begun)
             found = self.held(own)
             held.append(found if found.loss < original.loss else original)
-            taken += run.seconds
+            taken += done.seconds
         return Outcome(tuple(held), taken, rate, tried)
 
     def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
@@ -292,7 +290,7 @@ class Runs:
         held, taken = [], 0.0
         for seed in range(seeds):
             own, settings = make(seed=self.settings.seed + seed), self._with(seed, self.settings.rate)
-            done = self._both("floor", f"-{seed}", own, "all", settings, keep_best=True)
+            done = self._both("floor", own, settings, trained="all", suffix=f"-{seed}", keep_best=True)
             held.append(self.held(own))
             taken += done.seconds
         return Outcome(tuple(held), taken, self.settings.rate)
@@ -304,14 +302,18 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class _Both:
-    """What `Runs._both` did: the steps and seconds of both parts, and the run of the whole model."""
+class _Done:
+    """What was trained: the steps and seconds of all parts, and the run of the whole model."""
 
     steps: int
     seconds: float
     count: int
     """How many parameters were trained."""
     run: Run
+
+
+_Trains = Callable[..., _Done]
+"""Trains a model, given its name, the model and settings, and how `fit` evaluates it."""
 
 
 def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:

@@ -39,7 +39,7 @@ def test_a_model_that_starts_close_comes_closer_and_so_does_its_control(near: Pa
     done = heal(near, TEACHER, PLAY, tmp_path / "out", **SMALL, beside="control")
     assert 0 < done.healed.kl < done.start.kl < 0.01 and not done.kept
     assert done.control is not None and done.control.loss <= done.original.loss
-    assert len(done.healed.tried) > 1 and done.healed.rate in [trial.rate for trial in done.healed.tried]
+    assert done.healed.tried and done.healed.rate in [trial.rate for trial in done.healed.tried]
 
 
 @pytest.mark.parametrize("local", [0.0, 0.5])
@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
         near, TEACHER, PLAY, tmp_path / "out", **options, resume=True,
         tell=lambda name, step: steps.append((name, step.step)),
     )  # fmt: skip
-    assert steps[0] == (begun[-1], 3)
+    assert steps[0] == (begun[-1], 4)  # it stopped after the step in which it was told to
     first, second = ({each.name: each.read_bytes() for each in (tmp_path / n).iterdir()} for n in ("whole", "out"))
     assert first == second and done.healed.kl == whole.healed.kl
     assert not list((tmp_path / "out.healing").rglob("step-*"))
@@ -159,21 +159,21 @@ def test_the_search_ends_at_no_rate_that_is_worse_than_another_it_tried(
         far = abs(gap) if (gap := rate / best - 1) > 0 else noise * abs(gap)
         return Trial(rate, None if rate > broken else 1 + far, 0.0)
 
-    rate, tried = search(first, 1e-2, measure)
+    rate, tried = search(first, 1.05, measure)
     assert 1 <= len(tried) <= TRIES and rate in [each.rate for each in tried]
-    assert all(each.rate <= max(first, 1e-2) * 1.001 for each in tried)
+    assert all(each.rate <= first for each in tried)
     (chosen,) = (each for each in tried if each.rate == rate)
     assert chosen.value * (1 - MARGIN) <= min(each.value for each in tried)
 
 
 def test_a_rate_at_which_nothing_is_a_number_is_left() -> None:
-    rate, tried = search(1.0, 1.0, lambda rate: Trial(rate, None if rate > 0.2 else 0.5, 0.0))
+    rate, tried = search(1.0, 0.1, lambda rate: Trial(rate, None if rate > 0.2 else 0.5, 0.0))
     assert rate == pytest.approx(1 / FACTOR**2) and len(tried) == 4
 
 
 @given(gap=st.floats(0, 100), less=st.floats(0, 1))
 def test_the_first_guess_grows_with_the_gap_up_to_the_usual_rate(gap: float, less: float) -> None:
-    assert 0 < first_guess(1e-3, gap * less) <= first_guess(1e-3, gap) <= 1e-3
+    assert 0 < first_guess(1e-3, gap * less) <= first_guess(1e-3, gap) <= 0.5e-3
 
 
 def test_notes_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
