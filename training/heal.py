@@ -351,11 +351,13 @@ def _moved(model: Decoder, names: Container[str]) -> Iterator[None]:
             each.zero_()
 
 
-def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without the seconds that something took, which would make another file of each run of the same call."""
-    return {
-        name: _timeless(each) if isinstance(each, dict) else each for name, each in record.items() if name != "seconds"
-    }
+def _timeless(value: Any) -> Any:
+    """Return JSON values without the seconds that something took, which would make another file of each run of the same
+    call.
+    """
+    if isinstance(value, Mapping):
+        return {name: _timeless(each) for name, each in value.items() if name != "seconds"}
+    return [_timeless(each) for each in value] if isinstance(value, list) else value
 
 
 def _recipe(

@@ -75,19 +75,18 @@ def test_what_was_chosen_is_the_recipe(near: Path, tmp_path: Path) -> None:
     assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
 
 
-@pytest.mark.parametrize("where", [("rates/healed", 0), ("rates/healed", 1), ("healed-0", 0), ("rates/control", 0)])
+@pytest.mark.parametrize("where", ["rates/healed", "healed-0", "rates/control"])
 def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
-    near: Path, tmp_path: Path, where: tuple[str, int]
+    near: Path, tmp_path: Path, where: str
 ) -> None:
     options: dict[str, Any] = {**SMALL, "tokens": 12 * 256, "beside": "control"}
     whole = heal(near, TEACHER, PLAY, tmp_path / "whole", **options)
     begun: list[str] = []
 
     def stop(name: str, step: Step) -> None:
-        if step.step == 2 and name.startswith(where[0]):
+        if step.step == 2 and name.startswith(where):
             begun.append(name)
-            if len(begun) > where[1]:
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         heal(near, TEACHER, PLAY, tmp_path / "out", **options, tell=stop)
@@ -145,7 +144,7 @@ def test_a_budget_in_seconds_is_evaluated_by_the_clock(monkeypatch: pytest.Monke
             now[0] += 3.0
             rhythm.evaluated(3.0)
             evaluated += 1
-    assert evaluated == 3  # each takes 3 seconds, and nine times as long goes by before the next
+    assert evaluated >= 3 and 3.0 * evaluated <= 0.12 * now[0]
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
