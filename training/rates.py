@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ..converter.files import read_small
+from ..converter.files import read_own
 from ..converter.names import json_bytes
 from ..display import Record
 from .parallel import Group
@@ -97,7 +97,7 @@ class Notes:
         self.path, self.group = folder / FILE, group
         self.kept = _Kept(json.loads(json.dumps(call)), {})
         try:
-            kept = msgspec.json.decode(read_small(self.path, 2**26), type=_Kept)
+            kept = msgspec.json.decode(read_own(self.path, 2**26), type=_Kept)
         except (OSError, ValueError):
             kept = self.kept  # trials are made again, and give the same
         if other := {name for name in {*kept.call, *self.kept.call} if kept.call.get(name) != self.kept.call.get(name)}:
