@@ -45,6 +45,7 @@ class _Healing(msgspec.Struct):
     trained: int
     seeds: int
     recovered: float | None = None
+    kept: bool = False
     original: _Held | None = None
     start: _Held | None = None
     healed: _Held | None = None
@@ -103,7 +104,7 @@ def _healing(found: _Healing) -> list[str]:
     """Return the lines on what came of a healing, a table among them."""
     share = found.recovered
     words = "there was no gap to close" if share is None else f"{100 * share:.1f} % of the KL divergence is gone"
-    words = "no training brought it closer, and it is as it was" if found.get("kept") and share is not None else words
+    words = "no training brought it closer, and it is as it was" if found.kept and share is not None else words
     words = words if share is None or share >= 0 else "the KL divergence is larger than it was"
     seeds = f"{found.seeds} seed{'' if found.seeds == 1 else 's'}"
     lines = [f"Trained to answer as the original does: {words}. {found.tokens:,} tokens a run, {seeds}.", ""]
