@@ -34,7 +34,8 @@ class Leaf:
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants; `beside` and
     `unless` do so by a shared tensor that the tree must have, or must not have. `buffer`: transformers does not count
-    it among the parameters.
+    it among the parameters. `value`: which of the values that transformers' module returns is what the component
+    computes.
     """
 
     checkpoint: str
@@ -44,6 +45,7 @@ class Leaf:
     buffer: bool = False
     beside: str = ""
     unless: str = ""
+    value: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ class BoundLeaf:
     sizes: Mapping[str, int]
     buffer: bool = False
     module: str = ""
+    value: int = 0
 
     def to_shared(self, tensor: Any) -> list[Any]:
         """The checkpoint's tensor -> the shared tensors, in the order of `shared`."""
@@ -226,6 +229,7 @@ class Architecture:
     reference: transformers' attention paths that compute this family rightly, all unless `reference_quirk` says why.
     apart: what they compute wrongly of several texts at once, which is then not compared: "padding" before some,
         which is read as tokens; "steps" of one token of each.
+    bounded: whether transformers' class takes no more tokens than the context, though the tree would.
     rescaled: of a tree the tensors that transformers' class multiplies before it computes, by name, and by what.
     prepare: what is done to transformers' model before its first pass, and may be done again: what it does to its own
         weights later is done, and what its modules keep of a pass is forgotten before the next.
@@ -271,6 +275,7 @@ class Architecture:
     reference: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ("sdpa", "eager")
     reference_quirk: str = ""
     apart: tuple[Literal["padding", "steps"], ...] = ()
+    bounded: bool = False
     rescaled: Callable[[ModelSpec], Mapping[str, float]] = lambda spec: {}
     prepare: Callable[[Any], None] = lambda model: None
     model: str = ""
@@ -374,6 +379,15 @@ class Architecture:
     @property
     def owner(self) -> str:
         return self.name
+
+    def takes(self, spec: ModelSpec) -> int | None:
+        """Return the most tokens that transformers' class takes of a tree that would take more; None for any number."""
+        return spec.context_length if self.bounded else None
+
+    def module(self, name: str) -> str:
+        """Return what a module or parameter is called in transformers, by its name in files."""
+        in_files, built = self.modules
+        return built + name.removeprefix(in_files) if name.startswith(in_files) else name
 
     @property
     def two_stacks(self) -> bool:
@@ -657,7 +671,7 @@ def _bind_one(
         leaf.layout.checkpoint_shape(sizes, own),
         leaf.checkpoint.format(**{**place, **runs}) if runs else "",
     )
-    yield BoundLeaf(name, shape, names, own, leaf.layout, sizes, leaf.buffer, module)
+    yield BoundLeaf(name, shape, names, own, leaf.layout, sizes, leaf.buffer, module, leaf.value)
 
 
 def usual_layer(spec: ModelSpec) -> tuple[Block, Attention, FeedForward | GatedFeedForward]:

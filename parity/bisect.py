@@ -38,7 +38,8 @@ class Tap:
     """One place to look: a component's output, or the input of the projection behind it. label: the component in words;
     layer: its index, None outside of layers; ours, theirs: a module's name and the side of it; rows: which of their
     output's features are ours, where they fuse several; factor: what the output of a plain table or linear of theirs is
-    multiplied by to be ours. first: of several calls the first counts, which is the layer's own.
+    multiplied by to be ours. first: of several calls the first counts, which is the layer's own. value: which of the
+    values that their module returns is the output.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Tap:
     rows: Tensor | None = None
     factor: float = 1.0
     first: bool = False
+    value: int = 0
 
     def part(self, relative: float, noise: float) -> Part:
         """What was found here."""
@@ -142,7 +144,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
         theirs = (
             (leaf.module or leaf.checkpoint).rpartition(".")[0] if stacked is None else stacked.removesuffix(".weight")
         )
-        theirs = theirs.replace(*architecture.modules, 1) if theirs.startswith(architecture.modules[0]) else theirs
+        theirs = architecture.module(theirs)
         for part, name in enumerate(leaf.shared):
             place, parameter = known[name]
             ours, layer = name.removesuffix(".weight"), parameter.layer
@@ -156,7 +158,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                     whole: tuple[str, _Side] = (outer, "output")
                     told = _label(short.partition(".0.")[0])
                     beside = at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.")
-                    if beside.replace(*architecture.modules, 1).startswith(f"{outer}."):
+                    if architecture.module(beside).startswith(f"{outer}."):
                         found.append((place, Tap(told, layer, (mixture, "output"), whole)))
                 continue
             mixed = MIXED.get(short, f"{_label(short)} input" if parameter.role == "writes" else None)
@@ -176,7 +178,7 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
             factor = spec.embedding.multiplier if here == ("embedding", "output") else plain
             mixer = None if layer is None else spec.blocks[layer].mixer(short.partition(".")[0])
             lent = mixer is not None and mixer.lends
-            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent)))
+            found.append((place, Tap(_label(short), layer, here, (theirs, "output"), rows, factor, lent, leaf.value)))
     return [tap for _, tap in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -194,8 +196,9 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
 
     def tell(index: int, tap: Tap) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            value = inputs[0] if (tap.ours if ours else tap.theirs)[1] == "input" else output
-            value = (value[0] if isinstance(value, tuple) else value).detach()
+            taken = (tap.ours if ours else tap.theirs)[1] == "input"
+            value = first_of(inputs[0]) if taken else first_of(output, 0 if ours else tap.value)
+            value = value.detach()
             value = value * tap.factor if type(module) in (nn.Embedding, nn.Linear) else value
             see(index, value if tap.rows is None or ours else value[..., tap.rows])
 
@@ -203,6 +206,11 @@ def watching(model: nn.Module, watched: Sequence[Tap], ours: bool, see: Callable
 
     places = ((modules.get((tap.ours if ours else tap.theirs)[0]), tell(i, tap)) for i, tap in enumerate(watched))
     return hooked(module.register_forward_hook(hook) for module, hook in places if module is not None)
+
+
+def first_of(output: Any, which: int = 0) -> Any:
+    """Return what a module gives: of several values the first, or another one."""
+    return output[which] if isinstance(output, tuple | list) else output
 
 
 class Kept:

@@ -10,7 +10,7 @@ Both models are read by rows of their weights (see `rows`), and streams wait in 
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.parameters import count
-from ..components import ModelSpec
+from ..components import Block, ModelSpec
 from ..converter.weights import Tree
 from .bisect import Kept
 from .compare import Compared, compare_heads, perplexity, require_same_tokens
@@ -110,7 +110,7 @@ class Damage:
     @property
     def born(self) -> Place | None:
         """The component that differs most by itself; one of a block, not the block."""
-        parts = [place for place in self.places if place.differs and place.label != _PARTS[""]]
+        parts = [place for place in self.places if place.differs and place.label != _BLOCK]
         return max(parts, key=lambda place: math.inf if math.isnan(place.relative) else place.relative, default=None)
 
     @property
@@ -190,8 +190,8 @@ def _bin(first: int, last: int, here: Tensor, found: Compared, targets: Tensor |
 
 
 _INTO, TABLE = -1, -2  # the layers under which what goes into the first block is kept, and what the embedding gives
-_PARTS = {".attention": "attention", ".feed_forward": "feed-forward", "": "whole block"}
-"""Modules in a block whose outputs are compared, and what they are called; of a block what it adds to the stream."""
+_BLOCK = "whole block"
+"""What is called so is what a block adds to the stream."""
 
 
 class _Both:
@@ -281,9 +281,9 @@ class _Both:
         original's own makes of it. The other runs with the input of each block exchanged for the original's.
         """
         squares: dict[str, tuple[float, float]] = {}
-        paths = [
-            [f"blocks.{layer}{part}" for layer in layers for part in _PARTS] for layers in zip(*pairs, strict=True)
-        ]
+        specs = [tree.spec for tree in self.trees]
+        parts = [part for a, b in pairs for part in _parts((specs[0].blocks[a], a), (specs[1].blocks[b], b))]
+        paths = [[part.before for part in parts], [part.after for part in parts]]
         partner, named = {b: a for a, b in pairs}, dict(zip(paths[1], paths[0], strict=True))
         keys = {path: key for key, path in enumerate(paths[0])}
 
@@ -308,13 +308,39 @@ class _Both:
             states(self.trees[0], self.batches, self.dtype, see=keep, seen=paths[0])
             states(self.trees[1], self.renamed, self.dtype, see=hold, seen=paths[1], feed=feed)
         found: dict[tuple[str, int | None], float] = {}
-        for _, layer in pairs:
-            for part, label in _PARTS.items():
-                size, gap = (math.sqrt(each) for each in squares[f"blocks.{layer}{part}"])
-                found[label, layer] = gap / size if size else gap
+        for part in parts:
+            size, gap = (math.sqrt(each) for each in squares[part.after])
+            found[part.label, part.layer] = gap / size if size else gap
         last = self.stream(0, len(self.trees[0].spec.blocks) - 1)
         ends = self.ended(last, last)
         return {**found, ("final norm and head", None): (ends.gap.max() / ends.largest.max()).item()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Modules of two models whose outputs are compared, by their paths; `layer` is the changed model's."""
+
+    label: str
+    layer: int
+    before: str
+    after: str
+
+
+def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Part]:
+    """The mixers of two blocks that stand for one another, in the order of computation, and then the whole blocks.
+
+    Mixers of one slot are compared, whatever stands before them. Of the others the first is compared with the first,
+    and so on: a swap may have put a recurrence in the place of an attention.
+    """
+    slots, others = ([sublayer.mixer.slot for sublayer in block.sublayers] for block, _ in (before, after))
+    partners = {slot: slot for slot in others if slot in slots}
+    alone = [[slot for slot in each if slot not in partners] for each in (others, slots)]
+    partners |= dict(zip(*alone, strict=False))
+    for slot in others:
+        if slot in partners:
+            paths = f"blocks.{before[1]}.{partners[slot]}", f"blocks.{after[1]}.{slot}"
+            yield _Part(slot.replace("_", "-"), after[1], *paths)
+    yield _Part(_BLOCK, after[1], f"blocks.{before[1]}", f"blocks.{after[1]}")
 
 
 def _running() -> int:

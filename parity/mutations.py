@@ -27,7 +27,7 @@ from ..modules.registry import computes
 
 Weights = Mapping[str, Tensor]  # every parameter of a tree by shared name
 Mutant = tuple[ModelSpec, dict[str, Tensor]]
-_Apply = Callable[[ModelSpec, Weights], Mutant | None]
+Apply = Callable[[ModelSpec, Weights], Mutant | None]
 """The changed tree and weights; None where a mistake has no object."""
 
 _IN_PORTS = ("RoPE in the other pairs (neighbours or halves)", "no RoPE")
@@ -44,8 +44,8 @@ class Mutation:
 
     name: str
     repair: str
-    apply: _Apply
-    undo: _Apply | None = None
+    apply: Apply
+    undo: Apply | None = None
     in_code: bool = False
 
     def mend(self, spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -63,27 +63,29 @@ def applicable(
             yield mutation, mutant
 
 
-def of_ports(spec: ModelSpec, weights: Weights) -> Iterator[tuple[str, Mutant]]:
-    """Every mistake that a port may have made, in words, each with its mutant: the usual wrong values, those that have
-    a form in code, and those of checkpoints in either direction. Of two that come to the same the plainer one first.
+def of_ports(spec: ModelSpec) -> list[tuple[str, Apply]]:
+    """Every mistake that a port may have made, in words: the usual wrong values, those that have a form in code, and
+    those of checkpoints in either direction. Of two that come to the same the plainer one first.
     """
     tried = [(words, _valued(fields)) for words, fields in _mistaken_fields(usual=True).items()]
     tried += [(name, _slipped(name)) for name in _IN_PORTS]
     tried += [
         (mutation.name, mutation.apply) for mutation in (*MUTATIONS, *_OF_TWO_STACKS, *forgotten(), *_declared(spec))
     ]
-    tried += [(each.name + _BACK, each.undo) for each in MUTATIONS if each.undo is not None]
-    for name, apply in tried:
-        mutant = apply(spec, weights)
-        if mutant is not None and _changed(spec, weights, mutant):
-            yield name, mutant
+    return [*tried, *((each.name + _BACK, each.undo) for each in MUTATIONS if each.undo is not None)]
+
+
+def mutated(apply: Apply, spec: ModelSpec, weights: Weights) -> Mutant | None:
+    """Make a mistake in a tree and its weights; None where it changes nothing."""
+    mutant = apply(spec, weights)
+    return None if mutant is None or not _changed(spec, weights, mutant) else mutant
 
 
 def _changed(spec: ModelSpec, weights: Weights, mutant: Mutant) -> bool:
     return mutant[0] != spec or any(not torch.equal(weights[name], tensor) for name, tensor in mutant[1].items())
 
 
-def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> _Apply:
+def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> Apply:
     """Modules in each other's place, where both are there; of unequal ones (grouped heads) the rows that both have."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -99,7 +101,7 @@ def _exchanged(pairs: Callable[[ModelSpec], Iterable[tuple[str, str]]]) -> _Appl
     return apply
 
 
-def _projections(first: str, second: str) -> _Apply:
+def _projections(first: str, second: str) -> Apply:
     return _exchanged(lambda spec: [(f"{path}.{first}", f"{path}.{second}") for path, _ in spec.nodes()])
 
 
@@ -136,7 +138,7 @@ def _square_transposed(spec: ModelSpec, weights: Weights) -> Mutant:
 _disorder = lru_cache(maxsize=64)(lambda node: node.disorder())
 
 
-def _disordered(name: str, back: bool = False) -> _Apply:
+def _disordered(name: str, back: bool = False) -> Apply:
     """Rows, or columns of what writes the stream, in the order that a component says, or in the one that undoes it."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -166,7 +168,7 @@ def _head_not_tied(spec: ModelSpec, weights: Weights) -> Mutant | None:
     return replace(spec, head=replace(spec.head, tied=False)), {**weights, "head.weight": noise * 0.02}
 
 
-def _slipped(name: str) -> _Apply:
+def _slipped(name: str) -> Apply:
     """What a component's record calls so (`Component.slips`); weights that it has no place for are left out."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -177,7 +179,7 @@ def _slipped(name: str) -> _Apply:
     return apply
 
 
-def _misread(name: str) -> _Apply:
+def _misread(name: str) -> Apply:
     """Parameters as a component says that they are mistaken (`Component.misread`)."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant:
@@ -194,7 +196,7 @@ def _misread(name: str) -> _Apply:
 _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm", "norm_order")
 
 
-def _other_kinds(back: bool) -> _Apply:
+def _other_kinds(back: bool) -> Apply:
     """What layers see, and how positions enter, is as in the layer before, in the first one as in the last."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
@@ -254,11 +256,11 @@ def _declared(spec: ModelSpec) -> list[Mutation]:
     return [Mutation(name, f"undoing: {name}", apply(name)) for name, apply in made.items() if name not in known]
 
 
-def _forgotten(words: str) -> _Apply:
+def _forgotten(words: str) -> Apply:
     return lambda spec, weights: _valued(_mistaken_fields()[words])(spec, weights)
 
 
-def _valued(fields: _Fields) -> _Apply:
+def _valued(fields: _Fields) -> Apply:
     """Fields at other values; None where there is no such tree, or where it needs weights that are not there."""
 
     def change(node: Any, _: str) -> Any:
@@ -359,7 +361,7 @@ def _own_keys(spec: ModelSpec, weights: Weights) -> Mutant | None:
     return None if spec.encoder is None else (spec.mapped(change), dict(weights))
 
 
-def _in_code(mistake: Literal["queries", "keys", "added"]) -> _Apply:
+def _in_code(mistake: Literal["queries", "keys", "added"]) -> Apply:
     def change(node: Any, _: str) -> Any:
         if "no RoPE" not in node.slips():  # an attention that turns queries and keys
             return node
@@ -369,7 +371,7 @@ def _in_code(mistake: Literal["queries", "keys", "added"]) -> _Apply:
     return lambda spec, weights: (spec.mapped(change), dict(weights))
 
 
-def _once(made: Callable[[str], _Apply], name: str, repair: str) -> Mutation:
+def _once(made: Callable[[str], Apply], name: str, repair: str) -> Mutation:
     return Mutation(name, repair, made(name))
 
 

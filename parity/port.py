@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,18 @@ from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
 from ..converter.threads import as_before, suit
 from ..errors import GptkitError, InvalidInput, UsageError
-from .bisect import Part, Tap, relative_gap, taps, valid_rows, watching
+from .bisect import Part, Tap, first_of, relative_gap, taps, valid_rows, watching
 from .compare import Difference, compare, largest_gap, mean_gap
-from .mutations import Weights, of_ports
-from .outputs import outputs_of
+from .mutations import Weights
+from .outputs import computed_rightly, outputs_of
 from .passes import hooked
+from .port_causes import Differing, Made, causes
 from .probe import Batch, limits, longest, passed, probe
-from .score import assigned, run_tree, wide_weights
+from .score import assigned, wide_weights
 from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE
 
-_SHOWN = 3  # mistakes that explain the place and not all of the rest
-_REST = 1e-5  # of the difference, what a mistake that explains it may leave
+_NOTHING = "no module within yours gives anything but the logits, so there is nothing to compare component by component"
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,6 @@ class Match:
 
     place: Part
     module: str | None
-
-
-@dataclass(frozen=True)
-class Made:
-    """A mistake that was made in the reference and explains what the port computes. mistake: in words. explains: the
-    reference with it gives the port's logits; otherwise it gives what the port computes at the place where they part,
-    and more is wrong behind it. left: the difference of logits that remains.
-    """
-
-    mistake: str
-    explains: bool
-    left: float
 
 
 @dataclass(frozen=True)
@@ -198,54 +187,89 @@ def verify_port(
         port = port.float()
         ours64 = copy.deepcopy(port).double()
         takes_mask = "attention_mask" in inspect.signature(port.forward).parameters
-    every = probe(spec, long=long)
-    batches = [batch for batch in every if takes_mask or batch.attention_mask is None]
-    left_out = tuple(batch.name for batch in every if not takes_mask and batch.attention_mask is not None)
-    candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
+    taken = None if architecture is None else architecture.takes(spec)
+    every = probe(spec, long=long, taken=taken)
+    known = [batch for batch in every if computed_rightly(architecture, batch)]
+    notes = [f"left out, since transformers' class is wrong about it: {b.name}" for b in every if b not in known]
+    left_out = tuple(batch.name for batch in known if not takes_mask and batch.attention_mask is not None)
+    notes += [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
+    batches = [batch for batch in known if batch.name not in left_out]
     with _references(source) as (narrow, wide):
         with quiet():
             reference = narrow.run(batches)
             with default_dtype(torch.float64):
                 exact = wide.run(batches)
+        finite = [bool(torch.isfinite(logits).all()) for logits in reference]
+        notes += [
+            f"left out, since transformers' own logits are not finite there: {batch.name}"
+            for batch, good in zip(batches, finite, strict=True)
+            if not good
+        ]
+        batches, reference, exact = (list(compress(each, finite)) for each in (batches, reference, exact))
+        # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing: there its fp32 stands in.
+        exact = [w if bool(torch.isfinite(w).all()) else n for w, n in zip(exact, reference, strict=True)]
+        candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
                 raise InvalidInput(f"{against} gives logits of {shapes} for {batch.name}", "(real tokens, vocabulary)")
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
-        matches: tuple[Match, ...] = ()
-        causes: tuple[Made, ...] = ()
-        functions = largest_gap(exact, candidate64)
-        allowed = 2 * largest_gap(reference, exact)
+        functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
         differs = not functions <= allowed
-        watched: list[Tap] = []
+        place: _Place | None = None
         if differs and architecture is not None:
             say("where they part")
             bare = [batch for batch in batches if batch.attention_mask is None]
             batch = max(bare, key=lambda each: each.input_ids.numel())
-            watched = taps(architecture, spec)
-            outputs = [_outputs(model, batch, takes_mask) for model in (ours64, port)]
-            matches = tuple(_matches(watched, batch, (wide.model, narrow.model), outputs))
+            watched, outputs = taps(architecture, spec), [_outputs(each, batch, takes_mask) for each in (ours64, port)]
+            if outputs[0]:
+                matches = tuple(_matches(watched, batch, (wide.model, narrow.model), outputs))
+                place = _Place(watched, matches, batch, outputs[0])
+            else:
+                notes.append(_NOTHING)
+        elif differs:
+            notes.append("not compared component by component: no transformers class computes this tree")
+    made: list[Made] = []
     if differs:
         del narrow, wide
         say("mistakes that explain it")
-        part = next((match.place for match in matches if match.place.parts), None)
-        parting = [tap for tap in watched if part is not None and tap.part(0.0, 0.0).name == part.name]
-
-        def explained(tree: ModelSpec, weights: Weights) -> bool:
-            """Whether some module of the port computes what this tree does where they part."""
-            seen = _seen(assigned(tree, weights), parting, True, batch) if parting else {}
-            gaps = [gap for gap, _, _ in _near(seen[0], outputs[0])] if seen else []
-            return part is not None and not replace(part, relative=min(gaps, default=float("inf"))).parts
-
-        causes = tuple(_causes(spec, wide_weights(source), batches, exact, candidate64, allowed, explained))
-    notes = [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
-    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec), long)]
+        ignores = takes_mask and _ignores_masks(ours64, batches, candidate64)
+        explained = (lambda *_: False) if place is None else place.explained
+        given = (batches, exact, candidate64, allowed, explained, ignores)
+        made = causes(Differing(spec, wide_weights(source), *given), notes)
+    beyond = [limit for limit in limits(spec) if not passed(limit, longest(spec, taken=taken), long)]
     notes += [f"not probed past the {limit}: --long does" for limit in beyond]
     held_to = "transformers" if architecture is not None else "gptkit's own modules"
-    return PortVerification(
-        str(model), against, found, functions, allowed, rounding, matches, causes, left_out, tuple(notes), held_to
-    )
+    matched = () if place is None else place.matches
+    rest = (tuple(made), left_out, tuple(notes), held_to)
+    return PortVerification(str(model), against, found, functions, allowed, rounding, matched, *rest)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a port parts from the reference: what was compared, on which input, and what the port's modules gave."""
+
+    watched: Sequence[Tap]
+    matches: tuple[Match, ...]
+    batch: Batch
+    outputs: Mapping[str, Tensor]
+
+    def explained(self, tree: ModelSpec, weights: Weights) -> bool:
+        """Whether some module of the port computes what this tree does at the first place where they part."""
+        part = next((match.place for match in self.matches if match.place.parts), None)
+        if part is None:
+            return False
+        parting = [tap for tap in self.watched if tap.part(0.0, 0.0).name == part.name]
+        seen = _seen(assigned(tree, weights), parting, True, self.batch)
+        gaps = [gap for gap, _, _ in _near(seen[0], self.outputs)] if seen else []
+        return not replace(part, relative=min(gaps, default=float("inf"))).parts
+
+
+def _ignores_masks(port: nn.Module, batches: Sequence[Batch], logits: Sequence[Tensor]) -> bool:
+    """Whether a port that takes masks gives the very same logits without one."""
+    padded = [(batch, given) for batch, given in zip(batches, logits, strict=True) if batch.attention_mask is not None]
+    return bool(padded) and all(torch.equal(_logits(port, batch, True, masked=False), given) for batch, given in padded)
 
 
 @contextmanager
@@ -259,12 +283,13 @@ def _references(source: Checkpoint) -> Iterator[tuple[Stream, Stream]]:
         yield Stream(load_reference(folder, torch.float32, path)), Stream(load_reference(folder, torch.float64, path))
 
 
-def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
-    """The logits of real tokens, (N, V), from whatever the port returns."""
+def _logits(model: nn.Module, batch: Batch, takes_mask: bool, masked: bool = True) -> Tensor:
+    """The logits of real tokens, (N, V), from whatever the port returns; without `masked` it is given no mask."""
     dtype = next((each.dtype for each in model.parameters()), torch.float32)
     where = f"on the probe {batch.name!r} in {str(dtype).removeprefix('torch.')}"
     with torch.inference_mode(), _blaming("your module raised", where):
-        out = model(batch.input_ids, attention_mask=batch.attention_mask) if takes_mask else model(batch.input_ids)
+        mask = {"attention_mask": batch.attention_mask if masked else None} if takes_mask else {}
+        out = model(batch.input_ids, **mask)
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple) and out else out
     given = tuple(batch.input_ids.shape)
@@ -280,22 +305,25 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool) -> Tensor:
 
 
 def _outputs(model: nn.Module, batch: Batch, takes_mask: bool) -> dict[str, Tensor]:
-    """What every module of the port gives and is given first, (N, features) in fp64 by name and side."""
+    """What every module within the port gives and is given first, (N, features) in fp64 by name and side. What only
+    gives the port's logits is left out: a wrapper's one module says no more than the port itself.
+    """
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
             for side, value in (("", output), (" (input)", inputs[0] if inputs else None)):
-                value = value[0] if isinstance(value, tuple) and value else value
+                value = first_of(value) if not isinstance(value, tuple | list) or value else value
                 if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
                     seen[name + side] = value.detach().clone()
 
         return hook
 
-    named = model.named_modules()
-    with hooked(module.register_forward_hook(keep(name or "the model")) for name, module in named):
-        _logits(model, batch, takes_mask)
-    return {name: valid_rows(value, batch) for name, value in seen.items()}
+    within = [(name, module) for name, module in model.named_modules() if name]
+    with hooked(module.register_forward_hook(keep(name)) for name, module in within):
+        logits = _logits(model, batch, takes_mask).double()
+    found = {name: valid_rows(value, batch) for name, value in seen.items()}
+    return {name: value for name, value in found.items() if not torch.equal(value, logits)}
 
 
 def _matches(
@@ -353,32 +381,3 @@ def _near(wanted: Tensor, outputs: Mapping[str, Tensor]) -> list[tuple[float, st
             columns = slice(start, start + width)
             found.append((relative_gap(wanted, value[:, columns]), name, columns))
     return found
-
-
-def _causes(
-    spec: ModelSpec,
-    weights: Weights,
-    batches: Sequence[Batch],
-    exact: Sequence[Tensor],
-    port: Sequence[Tensor],
-    allowed: float,
-    explained: Callable[[ModelSpec, Weights], bool],
-) -> Iterator[Made]:
-    """The mistake that makes gptkit's tree of the reference compute what the port does; where no single one does, those
-    that explain the place where they part. `exact` and `port`: the logits of either in fp64, (N, V) a batch.
-    """
-    differ = [not largest_gap([a], [b]) <= allowed for a, b in zip(exact, port, strict=True)]
-    # First the shortest of those that differ: most mistakes are not the port's, and show it there.
-    order = sorted(range(len(batches)), key=lambda i: (not differ[i], batches[i].input_ids.numel()))
-    inputs, wanted = [batches[i] for i in order], [port[i] for i in order]
-    # Rotary tables that a port keeps in fp32 turn with a mistake otherwise than without it.
-    enough = max(allowed, _REST * largest_gap(exact, port))
-    at_place: list[Made] = []
-    for mistake, (tree, changed) in of_ports(spec, weights):
-        gap = largest_gap(wanted, run_tree(tree, changed, inputs), enough)
-        if gap <= enough:
-            yield Made(mistake, True, gap)
-            return
-        if len(at_place) < _SHOWN and explained(tree, changed):
-            at_place.append(Made(mistake, False, largest_gap(wanted, run_tree(tree, changed, inputs))))
-    yield from sorted(at_place, key=lambda made: made.left)

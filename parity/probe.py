@@ -87,9 +87,10 @@ def limits(*specs: ModelSpec) -> list[_Limit]:
     return sorted(_Limit(size, name) for size, name in sizes if size is not None)
 
 
-def longest(*specs: ModelSpec) -> int | None:
-    """The most tokens that all of the trees can take; None where there is no such number."""
-    return min((spec.positions.length for spec in specs if spec.positions is not None), default=None)
+def longest(*specs: ModelSpec, taken: int | None = None) -> int | None:
+    """Return the most tokens that all of the trees and a reference that takes `taken` can take; None for any number."""
+    tables = [spec.positions.length for spec in specs if spec.positions is not None]
+    return min(tables if taken is None else [*tables, taken], default=None)
 
 
 def passed(limit: _Limit, most: int | None, long: bool) -> bool:
@@ -103,14 +104,19 @@ def vocabulary(spec: ModelSpec) -> int:
 
 
 def probe(
-    spec: ModelSpec, *others: ModelSpec, long: bool = False, up_to: int | None = None, seed: int = 0
+    spec: ModelSpec,
+    *others: ModelSpec,
+    long: bool = False,
+    up_to: int | None = None,
+    taken: int | None = None,
+    seed: int = 0,
 ) -> list[Batch]:
     """The batches for a tree, or for several over one vocabulary that are compared: past the limits of each, and no
-    longer than any can take. `long` goes past windows and contexts of more than 1,024 tokens too; `up_to` has a batch
-    of as many tokens, and none of more.
+    longer than any can take, nor a reference that takes `taken` tokens. `long` goes past windows and contexts of more
+    than 1,024 tokens too; `up_to` has a batch of as many tokens, and none of more.
     """
     generator = torch.Generator().manual_seed(seed)
-    most = min(longest(spec, *others) or 10**9, up_to or 10**9)
+    most = min(longest(spec, *others, taken=taken) or 10**9, up_to or 10**9)
 
     def tokens(batch: int, length: int) -> Tensor:
         return torch.randint(vocabulary(spec), (batch, min(length, most)), generator=generator)
@@ -146,13 +152,13 @@ def probe(
     return batches
 
 
-def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec) -> Batch:
+def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None) -> Batch:
     """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
         raise UsageError(f"the prompt {shown(name, 40)} has no tokens: nothing to compare")
     if max(ids) >= vocabulary(spec):
         raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {vocabulary(spec)}")
-    most = longest(spec, *others)
+    most = longest(spec, *others, taken=taken)
     if most is not None and len(ids) > most:
         raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, the model takes {most}")
     return Batch(name, torch.tensor([list(ids)]))
@@ -199,12 +205,12 @@ def _parts_behind(a: ModelSpec, b: ModelSpec) -> list[_Limit]:
     return sorted(found)
 
 
-def whole_context(a: ModelSpec, b: ModelSpec) -> int | None:
+def whole_context(a: ModelSpec, b: ModelSpec, taken: int | None = None) -> int | None:
     """The longest sequence made for, where the trees count positions otherwise; None where they do not, or unknown."""
     known = [tree.context_length for tree in (a, b) if tree.context_length is not None]
     if len(known) < 2 or all(limit.tokens for limit in _parts_behind(a, b)):
         return None
-    return min(max(known), longest(a, b) or max(known))
+    return min(max(known), longest(a, b, taken=taken) or max(known))
 
 
 def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tuple[int | None, list[str]]:

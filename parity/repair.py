@@ -26,7 +26,7 @@ from ..converter.dtypes import to_float64
 from ..modules.context import Context
 from ..modules.decoder import BlockModule, Front, PoolerModule
 from ..modules.load import as_array, filled, tensor_of
-from .bisect import Cause, Divergence, Part, bisect
+from .bisect import Cause, Divergence, Part, bisect, first_of
 from .compare import largest_gap
 from .mutations import MUTATIONS, Mutant, Weights
 from .outputs import with_pooled
@@ -162,7 +162,7 @@ def _around(model: nn.Module, name: str, seen: tuple[_Seen, _Seen]) -> ExitStack
         seen[0][id(RUNNING.get())] = (args[0] if args else kwargs["hidden_states"]).detach().clone()
 
     def coming_out(_: nn.Module, __: Any, output: Any) -> None:
-        seen[1][id(RUNNING.get())] = (output[0] if isinstance(output, tuple) else output).detach().clone()
+        seen[1][id(RUNNING.get())] = (first_of(output)).detach().clone()
 
     module = model.get_submodule(name)
     before = module.register_forward_pre_hook(going_in, with_kwargs=True)
@@ -241,14 +241,15 @@ def _find_causes(
     if first is None:
         return []  # one function, computed with less precision: nothing in it to repair
     source, target = both.source, both.target
-    ends: _Unit = "back" if first.label in ("final norm", "head", "pooler dense") else "front"
+    ends: _Unit = "back" if first.label.startswith(("final norm", "head", "pooler")) else "front"
     unit = ends if first.layer is None else first.layer
     layer = len(source.spec.blocks) - 1 if unit == "back" else 0 if unit == "front" else unit
     seen: tuple[_Seen, _Seen] = {}, {}
-    assert source.architecture is not None
-    bound = source.architecture.bind(source.spec)
+    architecture = source.architecture
+    assert architecture is not None
+    bound = architecture.bind(source.spec)
     stored = next(leaf.checkpoint for leaf in bound if leaf.shared[0].startswith(f"blocks.{layer}."))
-    name = stored.partition(f".{layer}.")[0] + f".{layer}"  # transformers' module is named as its tensors are
+    name = architecture.module(stored.partition(f".{layer}.")[0] + f".{layer}")  # named as its tensors are
     exact = both.reference(batches, torch.float64, path, partial(_around, name=name, seen=seen))
     finite = [bool(torch.isfinite(logits).all()) for logits in exact]
     batches = [batch for batch, good in zip(batches, finite, strict=True) if good]

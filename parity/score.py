@@ -153,12 +153,13 @@ def random_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> T
     return noise if name in TABLES else noise / tensor.shape[1] ** 0.5
 
 
-def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch]) -> Iterator[Tensor]:
-    """The logits of real tokens, (N, V) a batch, of a tree with these weights."""
+def run_tree(spec: ModelSpec, weights: Weights, batches: Sequence[Batch], masked: bool = True) -> Iterator[Tensor]:
+    """The logits of real tokens, (N, V) a batch, of a tree with these weights; without `masked` padding is a text."""
     model = assigned(spec, weights)
     for batch in batches:
         with torch.inference_mode():
-            logits = batch.valid(outputs_of(model, batch))
+            given = batch if masked else replaced(batch, attention_mask=None)
+            logits = batch.valid(outputs_of(model, given))
         yield logits
 
 

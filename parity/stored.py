@@ -148,7 +148,8 @@ def rows_to_probe(
     many; `up_to` is the longest sequence that matters.
     """
     tokens = max(batch.input_ids.shape[1] for batch in batches)
-    most = longest(source.spec, target.spec)
+    taken = None if source.architecture is None else source.architecture.takes(source.spec)
+    most = longest(source.spec, target.spec, taken=taken)
     # Of tokens whose own logits are compared: through attention alone a row shows less.
     ids = torch.cat([batch.valid(batch.input_ids[..., None]).flatten() for batch in batches]).numpy()
     embedding = np.setdiff1d(rows.get(EMBEDDING, ids[:0]), ids)

@@ -42,6 +42,7 @@ from .damage import Damage, damage
 from .outputs import computed_rightly
 from .probe import (
     AFFORDABLE,
+    LONG,
     SMALL,
     Batch,
     limited_to,
@@ -336,7 +337,8 @@ def _batches(
 ) -> tuple[list[Batch], list[str]]:
     """The probe and the prompts, and what a person should know about them."""
     specs = (source.spec,) if target is source else (source.spec, target.spec)
-    table = longest(*specs)
+    taken = None if source.architecture is None else source.architecture.takes(source.spec)
+    table = longest(*specs, taken=taken)
     if up_to is not None and not 1 <= up_to <= (table or up_to):
         raise UsageError(
             f"--up-to {up_to}: not a length that {'both models take' if len(specs) > 1 else 'the model takes'}",
@@ -347,15 +349,15 @@ def _batches(
     if tokenizer is None and prompts:
         raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
     batches = []
-    for each in probe(*specs, long=long, up_to=up_to):
+    for each in probe(*specs, long=long, up_to=up_to, taken=taken):
         if computed_rightly(source.architecture, each):
             batches.append(each)
         else:
             notes.append(f"left out, since transformers' class is wrong about it: {each.name}")
-    length = whole_context(specs[0], specs[-1]) if long and up_to is None else None
+    length = whole_context(specs[0], specs[-1], taken) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
-        batches.append(text_batch("the whole context", ids, *specs))
+        batches.append(text_batch("the whole context", ids, *specs, taken=taken))
     if tokenizer is None:
         notes.append("no tokenizer: the probe's token ids are made up from the vocabulary")
     else:
@@ -364,12 +366,14 @@ def _batches(
             if not prompts:  # ours, so cut to what the model takes
                 ids = [token for token in ids if token < source.spec.vocab_size][:most]
             if ids or prompts:
-                batches.append(text_batch(text, ids, *specs))
+                batches.append(text_batch(text, ids, *specs, taken=taken))
     for limit in limits(*specs):
         if up_to is None and not passed(limit, table, long):
             possible = table is None or limit.beyond <= table
             why = f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model takes {table:,} tokens"
             notes.append(f"not probed past the {limit} ({why})")
+    if taken is not None and taken < LONG and up_to is None:
+        notes.append(f"not probed past {taken:,} tokens: transformers' class of this model takes no more")
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
         notes.append(f"position tables of {tables[0]:,} and {tables[1]:,}: compared on up to {most:,} tokens")

@@ -37,6 +37,7 @@ _VERDICTS = {
     "different": "Different",
 }
 _WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
+_NOT_COMPARED = "The components were not compared; the notes say why."
 _RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
@@ -178,9 +179,10 @@ def port_causes(result: PortVerification) -> list[str]:
         return []
     causes = []
     for cause in result.causes:
-        what = "the reference with this mistake computes what yours does"
-        partly = f"it explains this place, and logits still differ by {number(cause.left)}: more is wrong"
-        causes.append(f"{cause.mistake}: {what if cause.explains else partly}")
+        which = f"{cause.mistake}, together with {cause.also}" if cause.also else cause.mistake
+        what = f"the reference with {'these mistakes' if cause.also else 'this mistake'} computes what yours does"
+        partly = f"it explains {cause.part}, and logits still differ by {number(cause.left)}: more is wrong"
+        causes.append(f"{which}: {what if cause.explains else partly}")
     return causes or ["not found among the mistakes tried"]
 
 
@@ -241,8 +243,8 @@ def _page(
 
 def port_page(result: PortVerification) -> Page:
     """The page of a port's verification."""
-    same = "The functions are the same. Components are laid side by side where they differ."
-    blocks: list[Lines | Figure] = [Lines((same,))]
+    same = "The functions are the same. Components are compared where they differ."
+    blocks: list[Lines | Figure] = [Lines((same if result.functions <= result.allowed else _NOT_COMPARED,))]
     if result.matches:
         words = "Each component of the reference beside the nearest output of your modules."
         first = result.first
@@ -268,7 +270,7 @@ def port_page(result: PortVerification) -> Page:
 def _place_blocks(result: Verification) -> tuple[Lines | Figure, ...]:
     divergence = result.divergence
     if divergence is None or not divergence.places:
-        return (Lines(("The components were not laid side by side; the notes say why.",)),)
+        return (Lines((_NOT_COMPARED,)),)
     places, first = divergence.places, divergence.first
     worst = max(places, key=lambda place: place.relative)
     zero, many = sum(place.relative == 0 for place in places), counted(len(places), "place")

@@ -60,6 +60,7 @@ _CODEGEN = Architecture(
     ),
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
+    bounded=True,
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for codegen",
 )

@@ -101,6 +101,7 @@ _GPTJ = Architecture(
     leaves=leaves_of({**EMBEDDING, **_QKV, **REST}),
     dropped=GPTJ_DROPPED,
     irrelevant=GPTJ_IRRELEVANT,
+    bounded=True,
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for gptj",
 )

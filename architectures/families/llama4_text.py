@@ -127,7 +127,7 @@ _LEAVES = (
         _EXPERT + "down_proj.weight",
         Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
     ),
-    *leaves_of({_FF + "router": _OURS + "router"}),
+    Leaf(_FF + "router.weight", _OURS + "router.weight", value=1),  # behind the scores
     *leaves_of({f"{_FF}shared_expert.{name}": f"{_OURS}shared.{name}" for name in _NAMES}),
     *leaves_of({**NORMS, **ENDS}),
 )

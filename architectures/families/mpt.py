@@ -113,6 +113,7 @@ _MPT = Architecture(
         "verbose": "output format",
     },
     refused={"expansion_ratio": ((4, None), _ONLY), "logit_scale": ((None,), _ONLY), "no_bias": ((True, None), _ONLY)},
+    bounded=True,
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for mpt",
 )
