@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..components import ModelSpec
-from ..errors import ConfigError, UnknownFamily, shown
+from ..errors import ConfigError, InvalidInput, UnknownFamily, shown
 from . import families
 from .base import Architecture, BoundLeaf, Leaf
 from .obstacles import first_of
@@ -81,8 +81,19 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     if kind not in BY_MODEL_TYPE:
         near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""
-        raise UnknownFamily(f"the model_type {shown(kind)} is not a family gptkit knows{guess}", known)
+        raise UnknownFamily(f"the model_type {shown(kind)} is not a family gptkit knows{guess}", _way_on(config, known))
     return BY_MODEL_TYPE[kind]
+
+
+def _way_on(config: Mapping[str, Any], known: str) -> str:
+    """Say what to do about a model of no known family: a composite may have a language model of one."""
+    from .composite import text_config
+
+    try:
+        family = text_config(config)[0].name
+    except InvalidInput:
+        return f"gptkit draft MODEL writes a definition to start from; {known}"
+    return f"its language model is of the family {family}: gptkit extract text MODEL OUT writes that by itself"
 
 
 def _in_transformers(kind: str) -> bool:

@@ -250,6 +250,24 @@ def _apart(function: Callable[..., None]) -> tuple[inspect.Signature, dict[str, 
     return signature.replace(parameters=parameters), together
 
 
+_PACKAGES = {"yaml": "pyyaml"}
+"""Packages that are installed under another name than they are imported by."""
+
+
+def _not_imported(error: ImportError) -> str | None:
+    """Say which package is lacking, or is there and cannot be imported; None where it is a module of gptkit's own."""
+    module = (error.name or "").partition(".")[0]
+    if module == __package__.partition(".")[0]:
+        return None
+    package = _PACKAGES.get(module, module.replace("_", "-"))
+    if isinstance(error, ModuleNotFoundError) and error.name == module:
+        return f"this needs {package}, which is not installed\npip install {package}"
+    reason = " ".join(str(error).split())
+    if not module:
+        return f"a package that this needs cannot be imported: {reason}\nInstall it again."
+    return f"{package} cannot be imported: {reason}\npip install --upgrade {package} installs another version"
+
+
 def _guarded(function: _F) -> _F:
     """Turn gptkit's errors into a line or two on stderr and exit codes; options come as what they make together."""
     signature, together = _apart(function)
@@ -281,7 +299,9 @@ def _guarded(function: _F) -> _F:
         except Exception as error:
             if _lacks_memory(error):
                 fail("not enough memory", 1)
-            fail(f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where.", 1)
+            lacking = _not_imported(error) if isinstance(error, ImportError) else None
+            bug = f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where."
+            fail(lacking or bug, 1)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from ..analysis.parameters import count
 from ..components import Block, ModelSpec
 from ..converter.weights import Tree
+from ..modules.load import filled, tensor_of
+from ..modules.registry import build_module
 from .bisect import Kept
 from .compare import Compared, compare_heads, perplexity, require_same_tokens
 from .probe import RUNNING, SMALL, Scope, Tokens, inputs
@@ -229,7 +232,7 @@ class _Both:
         self.edges = [(a, b - 1) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
         """The bins, each twice as wide as the one before: (first, last)."""
         self.dtype = torch.float64 if max(count(spec).total for spec in specs) <= SMALL else torch.float32
-        self.norms = [final_norm(tree, self.dtype) for tree in trees]
+        self.ends = [_end(tree, self.dtype) for tree in trees]
         work = max(len(spec.blocks) * spec.vocab_size * spec.hidden_size for spec in specs)
         taken = min(len(self.positions), max(_LENS_WORK // work, len(self.edges)))
         self.rows = torch.linspace(0, len(self.positions) - 1, taken, dtype=torch.float64).round().long()
@@ -257,13 +260,14 @@ class _Both:
         return compare_heads(*self.trees, (final[0], final[1]), tokens=self.tokens, targets=self.targets)
 
     def stream(self, side: int, layer: int) -> Tensor:
-        """(N, hidden) of all batches in fp64, after a layer."""
-        return torch.cat([self.kept[side][n, layer].flatten(0, 1) for n in range(len(self.batches))])
+        """(N, hidden) of all batches in fp64, after a layer; (N, streams, hidden) of a model with several streams."""
+        kept = (self.kept[side][n, layer] for n in range(len(self.batches)))
+        return torch.cat([(each if each.ndim == 3 else each.movedim(0, 2)).flatten(0, 1) for each in kept])
 
     def ended(self, first: Tensor, second: Tensor, targets: Tensor | None = None) -> Compared:
         """Each model's last norm and head on a stream, at `rows`."""
         with torch.inference_mode():
-            a, b = (norm(x[self.rows].to(self.dtype)) for norm, x in zip(self.norms, (first, second), strict=True))
+            a, b = (end(x[self.rows].to(self.dtype)) for end, x in zip(self.ends, (first, second), strict=True))
         return compare_heads(*self.trees, (a, b), tokens=self.tokens, targets=targets)
 
     def lens(self, before: int, after: int) -> Layer:
@@ -343,6 +347,15 @@ def _parts(before: tuple[Block, int], after: tuple[Block, int]) -> Iterator[_Par
     yield _Part(_BLOCK, after[1], f"blocks.{before[1]}", f"blocks.{after[1]}")
 
 
+def _end(tree: Tree, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return what makes states that the head takes, (N, hidden), of the stream or streams behind a layer."""
+    norm: Callable[[Tensor], Tensor] = final_norm(tree, dtype)
+    if tree.spec.joined is None:
+        return norm
+    joined: Any = filled(partial(build_module, tree.spec.joined), partial(tensor_of, tree), dtype, "joined")
+    return lambda x: norm(joined.join(x.movedim(1, 0)))
+
+
 def _running() -> int:
     """The number of the batch whose pass this is."""
     return int(RUNNING.get().name)
@@ -360,6 +373,9 @@ def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> s
     """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
     if tables is None:
         return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
+    counts = [1 if spec.streams is None else spec.streams.count for spec in (before, after)]
+    if counts[0] != counts[1]:
+        return f"a token has {counts[0]} of them, in the other {counts[1]}"
     if tables <= _SAME:
         return None
     norms = [{type(block.sublayers[0].norm) for block in spec.blocks} for spec in (before, after)]

@@ -36,7 +36,7 @@ from .port_causes import Differing, Made, causes
 from .probe import Batch, limits, longest, passed, probe
 from .score import assigned, wide_weights
 from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
-from .verify import IMPRECISE
+from .verify import IMPRECISE, versions
 
 _NOTHING = "no module within yours gives anything but the logits, so there is nothing to compare component by component"
 
@@ -89,7 +89,8 @@ class PortVerification:
         return self.verdict != "different"
 
     def as_json(self) -> dict[str, Any]:
-        return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **asdict(self)}
+        verdict = {"verdict": self.verdict, "passed": self.passed, "versions": versions()}
+        return {"schema_version": 1, **verdict, **asdict(self)}
 
     @property
     def first(self) -> Match | None:

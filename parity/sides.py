@@ -137,6 +137,8 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         if missing or unexpected:
             raise CheckpointError(f"the family's own model and {folder.name} differ in {(missing + unexpected)[:5]}")
         return own.eval()
+    import transformers  # noqa: F401 (that it is not installed is no fault of the folder)
+
     try:
         with quiet():
             model, info = auto_class(config).from_pretrained(

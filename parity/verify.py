@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -155,7 +156,13 @@ class Verification(Shown):
     def as_json(self) -> dict[str, Any]:
         data = json.loads(json.dumps(asdict(replace(self, damage=None))))
         data["damage"] = None if self.damage is None else self.damage.as_json()
-        return {"schema_version": 1, "verdict": self.verdict, "passed": self.passed, **data}
+        verdict = {"verdict": self.verdict, "passed": self.passed, "versions": versions()}
+        return {"schema_version": 1, **verdict, **data}
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the packages whose numbers are compared."""
+    return {name: version(name) for name in ("transformers", "torch")}
 
 
 @as_before()

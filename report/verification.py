@@ -38,6 +38,8 @@ _VERDICTS = {
 }
 _WORDS = {"identical": "identical to the last bit", "equal": "the same", "different": "DIFFERENT"}
 _NOT_COMPARED = "The components were not compared; the notes say why."
+_PACKAGES = ("transformers", "torch")
+"""Whose versions decide what is compared."""
 _RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
@@ -226,7 +228,7 @@ def _page(
 ) -> Page:
     """What the pages of checkpoints and ports share."""
     worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
-    packages = [(name, version(name)) for name in ("transformers", "torch")]
+    packages = [(name, version(name)) for name in _PACKAGES]
     machine = (("Python", platform.python_version()), ("machine", platform.machine()))
     probe = Table("Logits by input", _PROBE, tuple(map(_prompt_cells, result.prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."
