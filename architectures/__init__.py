@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..components import ModelSpec
-from ..errors import ConfigError, InvalidInput, UnknownFamily, shown
+from ..errors import ConfigError, UnknownFamily, shown
 from . import families
 from .base import Architecture, BoundLeaf, Leaf
 from .obstacles import first_of
@@ -87,13 +87,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def _way_on(config: Mapping[str, Any], known: str) -> str:
     """Say what to do about a model of no known family: a composite may have a language model of one."""
-    from .composite import text_config
-
-    try:
-        family = text_config(config)[0].name
-    except InvalidInput:
-        return f"gptkit draft MODEL writes a definition to start from; {known}"
-    return f"its language model is of the family {family}: gptkit extract text MODEL OUT writes that by itself"
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    if isinstance(kind, str) and (kind in BY_MODEL_TYPE or any(kind in each.texts for each in ARCHITECTURES.values())):
+        return f"its language model is a {shown(kind)}: gptkit extract text MODEL OUT writes that by itself"
+    return f"gptkit draft MODEL writes a definition to start from; {known}"
 
 
 def _in_transformers(kind: str) -> bool:

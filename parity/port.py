@@ -206,7 +206,8 @@ def verify_port(
             for batch, good in zip(batches, finite, strict=True)
             if not good
         ]
-        batches, reference, exact = (list(compress(each, finite)) for each in (batches, reference, exact))
+        batches = list(compress(batches, finite))
+        reference, exact = list(compress(reference, finite)), list(compress(exact, finite))
         # transformers' eager bloom has NaN in fp64 where a padded row may look at nothing: there its fp32 stands in.
         exact = [w if bool(torch.isfinite(w).all()) else n for w, n in zip(exact, reference, strict=True)]
         candidate, candidate64 = ([_logits(m, b, takes_mask) for b in batches] for m in (port, ours64))

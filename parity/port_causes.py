@@ -79,7 +79,7 @@ def causes(found: Differing, notes: list[str]) -> list[Made]:
     differ = [not largest_gap([a], [b]) <= found.allowed for a, b in zip(found.exact, found.port, strict=True)]
     padding = found.ignores and _moved_by_masks(found)
     everything = _Judge(found, range(len(bare)), masked=not padding)
-    if padding and everything.explains((found.spec, found.weights)):
+    if padding and everything.explains((found.spec, dict(found.weights))):
         return [Made(PADDING, True, everything.left(found.spec, found.weights))]
     shown = any(one and other for one, other in zip(bare, differ, strict=True))
     # First the shortest of those that differ: most mistakes are not the port's, and show it there.
@@ -99,7 +99,7 @@ def causes(found: Differing, notes: list[str]) -> list[Made]:
                 return [everything.told((*names, *also), mutant)]
     else:
         notes.append(f"two mistakes at once were not tried: that is done up to {SMALL:,} parameters")
-    mutants = [(PADDING, (found.spec, found.weights), SAME)] if padding else []
+    mutants = [(PADDING, (found.spec, dict(found.weights)), SAME)] if padding else []
     mutants += [(name, made, PLACE) for name, made in _mutants(found, at_place)]
     parts = [Made(name, False, everything.left(*mutant), part=part) for name, mutant, part in mutants]
     return sorted(parts, key=lambda each: (each.part == PLACE, each.left))
