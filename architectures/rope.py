@@ -192,17 +192,17 @@ def _rotary(
             raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
     found = _read_scaling(scaling, rope, turned, base, context_length, kind.renewed)
     if turned + turned % 2 != dim:
-        rest["base"], turned = _one_frequency(dim, turned, found, kind), dim
+        rest["base"], turned = _one_frequency(dim, turned, scaling, kind), dim
     return Rotary(dim=dim, scaling=found, spread=turned if turned % 2 else None, **rest)
 
 
-def _one_frequency(dim: int, turned: int, scaling: RopeScaling | None, kind: RotaryKind) -> float:
+def _one_frequency(dim: int, turned: int, scaling: str, kind: RotaryKind) -> float:
     """Return the base by which all pairs turn alike: transformers' tables of one frequency stand for every pair.
 
     Raises:
         ConfigError: transformers fails with tables of this width.
     """
-    alike = scaling is None or isinstance(scaling, LinearScaling | Llama3Scaling)
+    alike = scaling in ("default", "linear", "llama3")
     if not (0 < turned <= 2 and kind.pairs == "adjacent" and alike):
         raise ConfigError(
             f"config.json: the rotary tables are of heads {turned} wide, and {dim} dimensions of each head turn:"
