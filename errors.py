@@ -4,7 +4,7 @@ wrong, 3 verified and different, 4 a file or reference that cannot be used as it
 Every message is one or two lines: what is wrong, then what to do about it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 
@@ -51,6 +51,18 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
             yield repr(value)
         except Exception:  # whatever an object's own __repr__ raises
             yield f"a {kind.__name__} too large to show"
+
+
+def meant(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of these words that a mistyped one most likely stands for; None where no word is that near."""
+    from difflib import get_close_matches  # here, because most commands never need it
+
+    words = list(known)
+    begun = sorted((each for each in words if len(word) > 2 and each.startswith(word)), key=len)
+    if begun and all(each.startswith(begun[0]) for each in begun):
+        return begun[0]
+    # Three letters in four must agree: at difflib's own 0.6, "prune" is taken for "untie".
+    return next(iter(get_close_matches(word[:60], words, 1, 0.75)), None)
 
 
 class GptkitError(Exception):

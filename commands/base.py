@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 import typer.core
 
-from ..errors import Elsewhere, GptkitError, UsageError
+from ..errors import Elsewhere, GptkitError, UsageError, meant
 from ..plugins import load as load_plugins
 from ..process import INTERRUPTED, TERMINATED, Terminated
 from ..terminal import complain, fail, give_up_stdout, say
@@ -42,20 +41,51 @@ _WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
 
 
 def _mistake(call: Any) -> str:
-    """What is wrong with a call, in a line; of the options that may have been meant, the nearest alone."""
-    near = get_close_matches(getattr(call, "option_name", ""), getattr(call, "possibilities", None) or (), 1)
-    if near:
-        return f"no such option {call.option_name!r}. Did you mean {near[0]!r}?"
-    message = str(call.format_message()).strip()
-    # click and typer each add a suggestion, the same one
-    message = re.sub(r"( Did you mean .*\?)\1$", r"\1", message)
-    if any(f"{word!r}" in message for word in _WORDS):
-        message = re.sub(r" Did you mean .*\?$", "", message)
-    return message[:1].lower() + message[1:].rstrip(".")
+    """Say in one line what is wrong with a call, with gptkit's own suggestion: click's are any word a little alike."""
+    message = re.sub(r" *(\(Did you mean .*\)|Did you mean .*\?)$", "", str(call.format_message()).strip())
+    message = message[:1].lower() + message[1:].rstrip(".")
+    unknown = re.fullmatch(r"no such (option|command):? '(-{0,2}(.+))'", message)
+    if unknown is None or call.ctx is None:
+        return message
+    of, (kind, word, name) = call.ctx.command, unknown.groups()
+    if kind == "command":
+        known = {} if word in _WORDS else {each: each for each in of.list_commands(call.ctx)}
+    else:
+        options = (option for each in of.get_params(call.ctx) for option in (*each.opts, *each.secondary_opts))
+        known = {option.lstrip("-"): option for option in options if option.startswith("--")}
+    near = meant(name, known)
+    return message if near is None else f"{message}. Did you mean {known[near]!r}?"
+
+
+def _once(command: Any, ctx: Any, args: Sequence[str]) -> None:
+    """Refuse an option that is given twice though it takes one value: which of the two was meant is not known.
+
+    Options that may be repeated are those that click gathers in a list (`multiple`) or counts.
+    """
+    _, _, order = command.make_parser(ctx).parse_args(list(args))
+    single = [each for each in order if each.param_type_name == "option" and not each.multiple and not each.count]
+    names = [each.name for each in single]
+    twice = next((each for each in single if names.count(each.name) > 1), None)
+    if twice is not None:
+        ctx.fail(f"option {twice.get_error_hint(ctx)} was given {names.count(twice.name)} times: give it once")
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses an option given twice, unless the option gathers its values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # the shell completes what is not finished
+            _once(self, ctx, args)
+        return super().parse_args(ctx, args)
 
 
 class _Commands(typer.core.TyperGroup):
     """The commands; a wrong call is told in gptkit's own two lines instead of a page."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            _once(self, ctx, args)
+        return list(super().parse_args(ctx, args))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=_ORDER.index)
@@ -321,7 +351,8 @@ def _lacks_memory(error: BaseException | None) -> bool:
 
 def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:
     """A command of the app, with calls to try at the end of its help, and `_guarded`."""
-    return lambda function: app.command(name, help=words, epilog=_examples(*calls), **more)(_guarded(function))
+    how = {"cls": Command, **more}
+    return lambda function: app.command(name, help=words, epilog=_examples(*calls), **how)(_guarded(function))
 
 
 def _version(value: bool) -> None:

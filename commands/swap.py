@@ -4,19 +4,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
 from ..errors import UsageError
 from ..terminal import answer, console, progress_bar, say, status
-from .base import FORCE, JSON, MODEL, QUIET, ForWeights, argument, command, flag, option
+from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
 
 _HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
 
 
-class _SwapCommand(TyperCommand):
+class _SwapCommand(Command):
     """`swap`: its own options, and one for every option of a swap that is registered, plugins' too. They are looked up
-    when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`.
+    when somebody swaps or asks for help; other commands do not wait for them. What was given arrives in `**asked`: the
+    values of an option in the order in which they were given, and how often a flag was.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -24,11 +25,11 @@ class _SwapCommand(TyperCommand):
 
         found = super().get_params(ctx)
         for each in all_options():
-            fields: dict[str, Any] = {"is_flag": True, "default": False}
+            fields: dict[str, Any] = {"count": True}
             if not each.flag:
                 values = one_of(forms(each.metavar))
                 complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)
-                fields = {"type": str, "metavar": each.metavar, "autocompletion": complete}
+                fields = {"type": str, "multiple": True, "metavar": each.metavar, "autocompletion": complete}
             fields |= {"help": each.help, "rich_help_panel": each.group}
             found.append(TyperOption(param_decls=[each.name, each.spelled], **fields))
         return found
@@ -77,7 +78,7 @@ def swap(
         from ..report.damage import report_paths
 
         report_paths(report)
-    values = {name: ("" if value is True else value) for name, value in asked.items() if value not in (None, False)}
+    values = {name: [""] * given if isinstance(given, int) else given for name, given in asked.items() if given}
     fitting: Any = {"approximate": approximate, "calibrate": calibrate, "calibrate_tokens": calibrate_tokens}
     measuring: Any = {"measured": not no_measure, "each_step": measure_steps or None}
     writing: Any = {"to": to, "dtype": dtype, "resume": resume, "force": force, "dry_run": dry_run}

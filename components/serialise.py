@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, meant, shown
 from .base import KINDS, Component, Mixer
 from .block import SubLayer
 from .model import ModelSpec
@@ -101,11 +101,9 @@ def explained(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The name that somebody may have meant, or all."""
-    from difflib import get_close_matches  # here, because most commands never need it
-
-    near = get_close_matches(name[:60], known, 1, 0.7)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    """Ask for the name that somebody may have meant, or list all."""
+    near = meant(name, known)
+    return f"did you mean {near}?" if near else f"known: {', '.join(known)}"
 
 
 def _gathered(plain: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
@@ -36,7 +35,7 @@ from ..components import ModelSpec
 from ..components.serialise import nearest
 from ..converter.manifest import MANIFEST, read_manifest
 from ..converter.names import LOCAL_CONFIG
-from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError, shown
+from ..errors import GptkitError, InvalidInput, SwapRefused, UsageError, meant, shown
 from .options import Option
 from .registry import Step, all_options, option_of, parts
 
@@ -144,8 +143,8 @@ def _find_recipe(reference: str | Path) -> Path:
     name, known = str(reference), shipped()
     if name in known:
         return known[name]
-    near = get_close_matches(name, known, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"Name a file, or one of {', '.join(known)}."
+    near = meant(name, known)
+    hint = f"Did you mean {near}?" if near else f"Name a file, or one of {', '.join(known)}."
     raise UsageError(f"there is no recipe {name!r}", hint)
 
 

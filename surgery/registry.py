@@ -9,9 +9,8 @@ for at once; `all_swaps` has them in that order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..components import Block, ModelSpec
-from ..errors import ConfigError, MissingComponent, SwapRefused, UsageError
+from ..errors import ConfigError, MissingComponent, SwapRefused, UsageError, meant
 from . import swaps
 from .facts import Assumed, Weights
 from .options import GROUPS, Option, declared, spelled, squashed
@@ -270,8 +269,8 @@ def nearest(option: str, value: str, forms: Iterable[str] = ()) -> str | None:
     own = option_of(option)
     known = {form.partition(":")[0]: form for form in forms if not form.isupper()}
     words = {} if own is None else {word: known.get(ours, ours) for word, ours in own.known().items()}
-    near = get_close_matches(squashed(value.partition(":")[0]), words, 1)
-    return words[near[0]] if near else None
+    near = meant(squashed(value.partition(":")[0]), words)
+    return None if near is None else words[near]
 
 
 def swap_for(option: str, value: str) -> Swap:
@@ -310,14 +309,21 @@ def in_order(steps: Iterable[Step]) -> list[Step]:
     return sorted(steps, key=lambda step: list(options()).index(step.option))
 
 
-def steps_of(asked: Mapping[str, str | None], blocks: str | None = None, approximate: bool = False) -> list[Step]:
-    """The steps for several options, in the order of execution. UsageError: unknown, or two ask for one thing."""
-    given = [(option, value) for option, value in asked.items() if value is not None]
-    found = [step for option, value in given for step in steps_named(option, value, blocks, approximate)]
-    asks = [option for option, _ in {(each.option, each.written or str(each)) for each in found}]
-    twice = [step for step in found if asks.count(step.option) > 1]
-    if twice:
-        raise UsageError(f"{twice[0]} and {twice[1]} are asked for at once", "Leave one of them out.")
+def steps_of(
+    asked: Mapping[str, str | Sequence[str] | None], blocks: str | None = None, approximate: bool = False
+) -> list[Step]:
+    """Return the steps for several options, in the order of execution. An option with several values is as many steps,
+    in the order of the values. Raises UsageError where an option is unknown, or two of them ask for one thing.
+    """
+    found: list[Step] = []
+    asks: dict[str, tuple[str, Step]] = {}  # by what a step changes: the option that asks for it, and the first step
+    for option, given in asked.items():
+        for value in [given] if isinstance(given, str) else given or ():
+            for step in steps_named(option, value, blocks, approximate):
+                by, first = asks.setdefault(step.option, (option, step))
+                if by != option:
+                    raise UsageError(f"{first} and {step} are asked for at once", "Leave one of them out.")
+                found.append(step)
     return in_order(found)
 
 

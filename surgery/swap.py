@@ -95,7 +95,7 @@ def swap(
     allow_pickle: bool = False,
     allow_extra: bool = False,
     progress: Callable[[int], None] | None = None,
-    **asked: str | None,
+    **asked: str | Sequence[str] | None,
 ) -> SwapResult:
     """Exchange components and write the result in gptkit's own format.
 
@@ -103,7 +103,8 @@ def swap(
         model: a reference; see `converter.resolve`.
         out: the folder to make.
         steps: what to do, in this order; see `registry.Step`.
-        asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order.
+        asked: the same by name, `norm="rmsnorm", attention="gqa:4"`, carried out in the registry's order; a list of
+            values is carried out in the list's order: `merge_lora=["first", "second"]`.
         blocks: the layers that `asked` is for ("3-7"); all by default.
         approximate: replace plainly instead of in the best form known, and report what it costs.
         to: "local", gptkit's own format, which is the default, or Hugging Face files: "hf" of the family that the model
