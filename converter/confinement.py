@@ -108,19 +108,20 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return data if len(data) == length else None
 
 
-def allow(nbytes: int, most: _Costs) -> None:
-    """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time."""
+def allow(nbytes: int, most: _Costs, data: int | None = None) -> None:
+    """Limit this process to what it has, and what so many bytes may take: it is killed where it takes more time.
+
+    data: a limit of the memory that it may write to, in bytes, for a worker that imports torch: the address space that
+    torch reserves says little of that.
+    """
     memory, per_byte, seconds, seconds_per_byte = most
     with suppress(OSError, ValueError):  # where there is no /proc there is no such limit either
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _limit("RLIMIT_AS", pages * os.sysconf("SC_PAGE_SIZE") + memory + nbytes * per_byte)
+    if data is not None:
+        _limit("RLIMIT_DATA", data)
     used = os.times()
     _limit("RLIMIT_CPU", int(used.user + used.system + seconds + nbytes * seconds_per_byte) + 1)
-
-
-def hold(nbytes: int) -> None:
-    """Limit what this process may write to in memory: the address space that torch reserves says little of it."""
-    _limit("RLIMIT_DATA", nbytes)
 
 
 def _limit(name: str, soft: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..architectures import ARCHITECTURES, BY_MODEL_TYPE, Architecture
 from ..components import ModelSpec, Shape, without_rounding
-from ..converter.confinement import allow, hold, work
+from ..converter.confinement import allow, work
 from ..converter.transformers_process import DATA, LIBRARIES, reason
 from ..errors import GptkitError, InvalidInput, shown
 from ..modules.decoder import Decoder
@@ -588,8 +588,7 @@ def answered(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer questions on standard input."""
-    allow(0, LIBRARIES)
-    hold(DATA)
+    allow(0, LIBRARIES, DATA)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     work(answered, reason)
