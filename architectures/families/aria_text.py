@@ -5,7 +5,7 @@ Source: transformers models/aria/{configuration,modeling}_aria.py. One tensor ho
 checkpoint with a vision tower the language model is read; what stands beside it is carried along.
 """
 
-from ..base import Leaf, Stacked, leaves_of
+from ..base import Leaf, Stacked, by_name, leaves_of
 from ..decoder import USUAL, Decoder, Field, Mixtures, with_defaults
 from ..layout import Layout
 from .gpt_oss import EXPERT, MLP, both
@@ -29,25 +29,29 @@ _DECODER = Decoder(
     whole_heads=True,
 )
 
-_LEAVES = (
-    *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
-    Leaf(
-        MLP + "fc1.weight",
-        both("weight"),
-        Layout(
-            "experts hidden (part intermediate)",
-            "(part intermediate) hidden",
-            split="part",
-            parts=("1", "1"),
-            each="experts",
+_HELD = (Stacked(MLP + "gate_up_proj", (MLP + "fc1.weight",)), Stacked(MLP + "down_proj", (MLP + "fc2.weight",)))
+_LEAVES = by_name(
+    (
+        *leaves_of({**EMBEDDING, **ATTENTION, T + "mlp.router": B + "feed_forward.router"}),
+        Leaf(
+            MLP + "fc1.weight",
+            both("weight"),
+            Layout(
+                "experts hidden (part intermediate)",
+                "(part intermediate) hidden",
+                split="part",
+                parts=("1", "1"),
+                each="experts",
+            ),
         ),
+        Leaf(
+            MLP + "fc2.weight",
+            EXPERT + "down_proj.weight",
+            Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
+        ),
+        *leaves_of({**shared("shared_experts"), **NORMS, **ENDS}),
     ),
-    Leaf(
-        MLP + "fc2.weight",
-        EXPERT + "down_proj.weight",
-        Layout("experts intermediate hidden", "hidden intermediate", each="experts"),
-    ),
-    *leaves_of({**shared("shared_experts"), **NORMS, **ENDS}),
+    _HELD,
 )
 
 ARIA_TEXT = _DECODER.architecture(
@@ -67,7 +71,7 @@ ARIA_TEXT = _DECODER.architecture(
         "vision": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
     },
     dropped=LLAMA_DROPPED,
-    stacked=(Stacked(MLP + "gate_up_proj", (MLP + "fc1.weight",)), Stacked(MLP + "down_proj", (MLP + "fc2.weight",))),
+    stacked=_HELD,
     irrelevant=dict.fromkeys(
         ("vision_config", "projector_patch_to_query_dict", "image_token_id", "image_token_index"),
         "about images, which the language model does not read",

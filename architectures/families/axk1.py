@@ -43,7 +43,7 @@ _HELD = (*STACKED, Stacked(T + "mlp.post_mlp_layernorm.weight", (_NORM + ".weigh
 _AXK1 = _DECODER.architecture(
     "axk1",
     "AXK1ForCausalLM",
-    mixed_leaves(_MODULES, youtu.LEAVES, choice=CORRECTION),
+    mixed_leaves(_MODULES, youtu.LEAVES, _HELD, choice=CORRECTION),
     released="2026-01",
     token_ids={"bos_token_id": 163691, "eos_token_id": 163691},
     config_aliases={"n_routed_experts": ("num_local_experts",)},

@@ -73,6 +73,7 @@ _KOLIBRI1 = _DECODER.architecture(
     mixed_leaves(
         {**ROUTED, **shared("shared_experts")},
         leaves_of({**EMBEDDING, **ATTENTION, **BEFORE, **_BEHIND, **ENDS}),
+        _HELD,
         choice=_BIAS,
     ),
     released="2026",

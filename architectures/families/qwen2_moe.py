@@ -40,13 +40,19 @@ def shared(name: str) -> dict[str, str]:
 
 
 def mixed_leaves(
-    modules: Mapping[str, str], leaves: Sequence[Leaf] = LEAVES, *, choice: str = "", layout: Layout = IDENTITY
+    modules: Mapping[str, str],
+    leaves: Sequence[Leaf] = LEAVES,
+    stacked: Sequence[Stacked] = (),
+    *,
+    choice: str = "",
+    layout: Layout = IDENTITY,
 ) -> tuple[Leaf, ...]:
     """The leaves of a family that has those of dense layers, and such modules in the others; `choice` is the name of
-    what the choice of experts is biased with, and `layout` how it lies.
+    what the choice of experts is biased with, and `layout` how it lies. Where transformers' modules have other names
+    than the files, `stacked` has them, since they decide the order.
     """
     biased = (Leaf(choice, B + "feed_forward.choice.bias", layout),) if choice else ()
-    return by_name((*leaves, *leaves_of(modules), *biased))
+    return by_name((*leaves, *leaves_of(modules), *biased), stacked)
 
 
 def sparse(config: ConfigReader, layers: int, usual: Sequence[int] = ()) -> Sequence[bool]:
