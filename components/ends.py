@@ -104,6 +104,8 @@ class LayerEmbedding(Component, frozen=True):
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
             raise ConfigError(f"norm of size {self.norm.size} on {self.width} numbers of each layer")
+        if self.table.shared:
+            raise ConfigError("table: shared is of the encoder of a model, and the inputs of layers have their own")
         if self.table.hidden_size != self.every:
             raise ConfigError(f"rows of {self.table.hidden_size} for {self.layers} layers of {self.width}")
 

@@ -72,6 +72,10 @@ def from_json(data: Any) -> ModelSpec:
     except msgspec.ValidationError as error:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
         raise ConfigError(f"not a gptkit model spec: {error}", newer) from error
+    if found.embedding.shared:
+        raise ConfigError(
+            "embedding: shared is of the encoder of a model, whose table it reads, not of the model itself"
+        )
     return found
 
 

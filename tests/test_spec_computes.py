@@ -1,5 +1,6 @@
 """Any value anywhere in a tree's JSON is refused by name, or the tree computes: forward, padded, and from a cache."""
 
+import functools
 import json
 import random
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ import gptkit
 from gptkit.analysis.activations import Kernel
 from gptkit.components import KINDS, ModelSpec, from_json
 from gptkit.errors import ConfigError
-from gptkit.modules import Cache
+from gptkit.modules import Cache, Decoder
+from gptkit.modules.context import Encoded
 
 Place = tuple[Any, ...]
 
@@ -96,6 +98,15 @@ def edited(text: str, place: Place, value: Any) -> Any:
     return data
 
 
+def encoded_by(model: Decoder, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Encoded | None:
+    """The source that a model with an encoder reads: the same tokens."""
+    if model.encoder is None:
+        return None
+    source = model.encoder.spec
+    most = ids.shape[1] if source.positions is None else source.positions.length
+    return model.encode(ids[:, :most] % source.vocab_size, None if mask is None else mask[:, :most])
+
+
 def run(spec: ModelSpec) -> None:
     """A forward pass over more than the original context, one with padding, and of what predicts the next token one
     token from a cache.
@@ -109,12 +120,13 @@ def run(spec: ModelSpec) -> None:
         model = filled(spec, weights, torch.float32, kernel)
         with torch.inference_mode():
             width = spec.hidden_size if spec.head is None else spec.vocab_size
-            assert model(ids).shape == (2, length, width)
-            model(ids, mask)
+            read = functools.partial(model, encoded=encoded_by(model, ids))
+            assert read(ids).shape == (2, length, width)
+            model(ids, mask, encoded=encoded_by(model, ids, mask))
             if length > 1 and spec.causal and spec.head is not None:
                 cache = Cache(spec)
-                model(ids[:, :-1], cache=cache)
-                model(ids[:, -1:], cache=cache)
+                read(ids[:, :-1], cache=cache)
+                read(ids[:, -1:], cache=cache)
 
 
 def outcome(name: str, place: Place, value: Any) -> bool:
@@ -167,6 +179,9 @@ REFUSED = [
     ("llama-yarn", (*ROTARY, "scaling", "beta_fast"), 1e308, "beta_fast"),
     ("llama-yarn", (*ROTARY, "scaling", "beta_slow"), 5e-324, "beta_slow"),
     ("llama-dynamic", (*ROTARY, "dim"), 2, "dim is 2"),
+    ("gpt2", ("embedding", "shared"), True, "embedding: shared is of the encoder of a model"),
+    ("bert", ("embedding", "shared"), True, "embedding: shared is of the encoder of a model"),
+    ("gemma3n_text", ("layer_inputs", "table", "shared"), True, "table: shared is of the encoder of a model"),
 ]
 
 

@@ -250,7 +250,7 @@ CHANGED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "gelu to gelu_new": ("falcon-7b", setting(activation="gelu_new")),
     "gelu_bloom to gelu": ("bloom", setting(activation="gelu")),
     "relu to silu": ("gpt2-by-layer", setting(activation="silu")),
-    "scale": ("qwen2", setting(scale=lambda scale: scale * 1.001)),
+    "scale": ("qwen2", setting(scale=lambda scale: scale and scale * 1.001)),
     "parallel to serial": ("falcon-40b", setting(parallel=False)),
     "residual": ("bloom", setting(residual="normed")),
 }
