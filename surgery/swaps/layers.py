@@ -1,6 +1,7 @@
 """Layers picked, repeated, added and dropped.
 
-- A list ("0-11,14-29") keeps those layers in that order. Dropping one that writes nothing into the stream is exact.
+- "keep:0-11,14-29", or the list alone, keeps those layers in that order; "drop:12,13" keeps all others. Dropping one
+  that writes nothing into the stream is exact. A number alone is refused: it may be a layer or a number of layers.
 - "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
   adds nothing to the stream until it is trained. Exact where blocks add to the stream itself.
 - "auto:N" keeps the N layers of largest block influence, 1 - E[cos(x_in, x_out)] on a text (ShortGPT 2403.03853).
@@ -48,20 +49,45 @@ def _silent(spec: ModelSpec, asked: Asked, layer: int) -> bool:
     return asked.weights.zero(*names, *written_biases(block, f"blocks.{layer}"))
 
 
+def _named(layers: Sequence[int]) -> str:
+    """Name layers in a sentence: "layer 3", "layers 0-2, 5"."""
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges(layers).replace(',', ', ')}"
+
+
 def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str, object]) -> Swapped:
     """These layers, in this order."""
     layers = len(spec.blocks)
     new, tensors = _arranged(spec, order)
     gone = [layer for layer in range(layers) if layer not in order]
-    gone_words, in_order = ranges(gone).replace(",", ", "), list(order) == sorted(set(order))
+    in_order = list(order) == sorted(set(order))
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
+    stay = f"the new model has {_named(order)} of the {layers}" + (f"; {_named(gone)} dropped" if gone else "")
     if in_order and all(_silent(spec, asked, layer) for layer in gone):
-        notes = (f"the layers dropped write nothing into the residual stream: {gone_words}",) if gone else ()
-        return Swapped(new, "exact", tensors, record, notes)
-    note = f"dropped: {gone_words}" if gone else "no layer is dropped; they are repeated or change places"
+        note = f"{stay}, which write nothing into the residual stream" if gone else stay
+        return Swapped(new, "exact", tensors, record, (note,))
+    note = stay if gone else f"{stay}: no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.
     guarantee: Guarantee = "approximate" if in_order and len(gone) * 2 <= layers else "retrained"
     return Swapped(new, guarantee, tensors, record, (note,))
+
+
+def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
+    """Keep the layers of a list, or those that "drop:" does not name."""
+    layers, (word, colon, rest) = len(spec.blocks), asked.value.partition(":")
+    if not colon and asked.value.strip().isdecimal():
+        number = int(asked.value)
+        raise UsageError(
+            f"--layers {asked.value} may be the layer {number} or a number of layers",
+            f"keep:{number} keeps that layer alone, drop:{number} drops it; auto:{number} keeps the {number} most"
+            f" useful layers, 0-{max(number - 1, 0)} the first {number}; +{number} adds {number}.",
+        )
+    named = layers_in(rest if colon else asked.value, layers)
+    if word != "drop":
+        return _kept(spec, asked, named, {})
+    order = [layer for layer in range(layers) if layer not in named]
+    if not order:
+        raise SwapRefused(f"{asked.value!r} drops all {layers} layers", "Leave at least one of them.")
+    return _kept(spec, asked, order, {})
 
 
 # --- more of them -----------------------------------------------------------------------------------------------------
@@ -86,13 +112,13 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
         raise SwapRefused(
             f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
             " changes the residual stream",
-            "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
+            "Possible here: a list that repeats layers, --layers keep:0-1,1-, which has to be trained.",
         )
     summed = [old for old, copy in order if copy and any(each.sum_norm for each in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
             f"layer {summed[0]} has a sum_norm, which norms the stream again where nothing is added to it",
-            "Possible here: a list that repeats layers, --layers 0-1,1-, which has to be trained.",
+            "Possible here: a list that repeats layers, --layers keep:0-1,1-, which has to be trained.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
@@ -154,9 +180,9 @@ OPTIONS = (
         "layers",
         NORMS,
         3,
-        "Keep these layers, add so many, or keep the most useful.",
-        "0-5,8- | +4 | auto:24",
-        words="auto",
+        "Which layers stay: those named (the first is 0), all but those named, all and 4 more, or the 24 most useful.",
+        "keep:0-5,8- | drop:6,7 | +4 | auto:24",
+        words="auto; keep; drop",
         parts={before: ("layers", lambda spec: {len(spec.blocks)}) for before in ("auto:", "+")},
     ),
 )
@@ -180,11 +206,25 @@ SWAPS = (
         calibrated=True,
     ),
     _entry(
-        form="LAYERS",
+        form="drop:LAYERS",
+        gives="all but those of a list",
+        needs="nothing; exact where the layers dropped write nothing",
+        source="mergekit's passthrough; ShortGPT 2403.03853",
+        reshape=_listed,
+    ),
+    _entry(
+        form="keep:LAYERS",
         gives="those of a list, in its order",
         needs="nothing; exact where the layers dropped write nothing",
         source="mergekit's passthrough; ShortGPT 2403.03853",
-        reshape=lambda spec, asked: _kept(spec, asked, layers_in(asked.value, len(spec.blocks)), {}),
+        reshape=_listed,
+    ),
+    _entry(
+        form="LAYERS",
+        gives="those of a list like 0-5,8-, in its order",
+        needs="a range or a comma in the list; exact where the layers dropped write nothing",
+        source="mergekit's passthrough; ShortGPT 2403.03853",
+        reshape=_listed,
         examples=_examples,
     ),
 )

@@ -87,7 +87,7 @@ def _experts(before: ModelSpec, asked: Asked) -> Step | None:
 def _more_layers(before: ModelSpec, asked: Asked) -> Step:
     """The list that takes the added layers out again."""
     order = layers.expansion(len(before.blocks), int(asked.value.removeprefix("+")))
-    return Step("layers", ",".join(str(index) for index, (_, copy) in enumerate(order) if not copy))
+    return Step("layers", "keep:" + ",".join(str(index) for index, (_, copy) in enumerate(order) if not copy))
 
 
 def _rmsnorm(_: ModelSpec, asked: Asked) -> Step | None:

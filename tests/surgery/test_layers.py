@@ -16,6 +16,7 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Filled, Stored
 from gptkit.surgery.fits.calibration import Calibration, read_text
 from gptkit.surgery.registry import Step, layers_in
+from gptkit.surgery.shapes import steps_from, swapped
 from gptkit.surgery.swaps import layers as module
 
 FAMILIES = ["gpt2", "qwen3", "bloom", "falcon-7b", "falcon-40b", "gpt2-by-layer", "mixtral"]
@@ -47,12 +48,40 @@ def test_a_list_keeps_and_repeats(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     source = gptkit.load(tmp_path / "hf", torch.float64)
     done = gptkit.swap(tmp_path / "hf", tmp_path / "out", layers="0,2")
-    assert done.guarantee == "approximate" and done.chain.notes == ("dropped: 1",)
+    assert done.guarantee == "approximate" and done.chain.notes == (
+        "the new model has layers 0, 2 of the 3; layer 1 dropped",
+    )
     kept = gptkit.load(tmp_path / "out", torch.float64)
     assert torch.equal(kept.blocks[1].attention.q_proj.weight, source.blocks[2].attention.q_proj.weight)
     repeated = gptkit.swap(tmp_path / "hf", tmp_path / "repeated", layers="0-1,1-")
     assert repeated.guarantee == "retrained" and len(repeated.spec.blocks) == 4
     assert gptkit.swap(tmp_path / "hf", tmp_path / "all", layers="0-").guarantee == "exact"
+
+
+def test_the_words_for_which_layers_stay(tmp_path: Path) -> None:
+    """A list, keep: and drop: give the same bytes where they mean the same, and the output says which layers stay."""
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    values = ["0,2", "keep:0,2", "drop:1", "Keep: 0, 2", "drop:1-1"]
+    done = [gptkit.swap(tmp_path / "hf", tmp_path / str(n), layers=value) for n, value in enumerate(values)]
+    assert len({(each.target / "model.safetensors").read_bytes() for each in done}) == 1
+    assert {each.chain.notes[0] for each in done} == {"the new model has layers 0, 2 of the 3; layer 1 dropped"}
+    alone = gptkit.swap(tmp_path / "hf", tmp_path / "alone", layers="keep:2")
+    assert len(alone.spec.blocks) == 1 and alone.chain.notes == (
+        "the new model has layer 2 of the 3; layers 0-1 dropped",
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "1", "2", "3", " 2 ", "002"])
+def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Path) -> None:
+    """On the command line, with --swap of params, and in a recipe, where it may stand without quotes."""
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    (tmp_path / "recipe.toml").write_text(f"[[step]]\nlayers = {int(value)}\n")
+    for call in ({"layers": value}, {"recipe": tmp_path / "recipe.toml"}):
+        with pytest.raises(UsageError, match=r"may be the layer \d or a number of layers\n.*keep:.*drop:.*auto:.*\+"):
+            gptkit.swap(tmp_path / "hf", tmp_path / "out", **call)
+    with pytest.raises(UsageError, match="or a number of layers"):
+        swapped(spec_of(CONFIGS["gpt2"]), steps_from([f"layers={value}"]), "gpt2", "a name")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -63,6 +92,10 @@ def test_a_list_keeps_and_repeats(tmp_path: Path) -> None:
         ("x", UsageError, "no list of layers"),
         ("", UsageError, "unknown"),
         ("0,,1", UsageError, "no list of layers"),
+        ("keep:", UsageError, "no list of layers"),
+        ("drop:x", UsageError, "no list of layers"),
+        ("drop:3", SwapRefused, "names layer 3, the model has 3: 0 to 2"),
+        ("drop:0-", SwapRefused, "drops all 3 layers"),
         ("+0", UsageError, "layers to add as a whole number from 1"),
         ("+99999", UsageError, "too many"),
         ("auto:0", UsageError, "from 1"),
@@ -150,4 +183,4 @@ def test_a_layer_that_is_not_silent_is_not_dropped_as_exact(tmp_path: Path) -> N
 
 
 def test_the_step_that_takes_them_out() -> None:
-    assert inverse(Step("layers", "+1"), spec_of(CONFIGS["gpt2"])) == Step("layers", "0,1,2")
+    assert inverse(Step("layers", "+1"), spec_of(CONFIGS["gpt2"])) == Step("layers", "keep:0,1,2")
