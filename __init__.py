@@ -29,6 +29,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors as errors
 from .display import Shown
 from .version import __version__
 

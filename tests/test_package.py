@@ -30,6 +30,7 @@ def test_other_names_are_not() -> None:
     "code",
     [
         "import gptkit; dir(gptkit); gptkit.__version__",
+        "import gptkit; gptkit.errors.GptkitError",
         "import gptkit; gptkit.params('qwen3-8b')",
         "import gptkit; gptkit.params('sample:gpt2')",
         "import gptkit.cli",
