@@ -156,6 +156,10 @@ def taps(architecture: Architecture, spec: ModelSpec) -> list[Tap]:
                     mixture = ours.partition(".experts.")[0]
                     outer = theirs.partition(".experts")[0] if ".experts" in theirs else theirs.rpartition(".")[0]
                     whole: tuple[str, _Side] = (outer, "output")
+                    behind = at.get(f"{mixture}_output_norm.weight", "")
+                    behind = moved.get(behind, behind).removesuffix(".weight")
+                    if behind.startswith(f"{outer}."):  # A.X K1's module applies the norm of its output itself
+                        whole = (behind, "input")
                     told = _label(short.partition(".0.")[0])
                     beside = at.get(f"{mixture}.shared.down_proj.weight", f"{outer}.")
                     if architecture.module(beside).startswith(f"{outer}."):

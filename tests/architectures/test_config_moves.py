@@ -54,8 +54,11 @@ COMPARED |= {(name, "num_hidden_layers"): "as many as layer_types" for name in (
 COMPARED |= {("zamba2", name): "made of layers_block_type" for name in ("layer_types", "hybrid_layer_ids")}
 COMPARED |= {("zamba2", name): "made of other sizes" for name in ("head_dim", "attention_head_dim", "mamba_headdim")}
 COMPARED |= {("zamba2", name): "made of other fields" for name in ("attention_hidden_size", "num_hidden_layers")}
+COMPARED |= {("aria_text", "hidden_act"): "silu, which its routed experts have whatever is said"}
 LATENT = ("youtu", "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
-COMPARED |= {(name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite")}
+COMPARED |= {
+    (name, "num_attention_heads"): "as many as num_key_value_heads" for name in ("youtu", "glm4_moe_lite", "axk1")
+}
 COMPARED |= {(name, "num_key_value_heads"): "as many as num_attention_heads" for name in LATENT}
 """Fields that are read to be compared with what others say."""
 

@@ -2128,7 +2128,8 @@ def randomised_reference(
             if module._non_persistent_buffers_set:
                 (module if isinstance(module, transformers.PreTrainedModel) else model)._init_weights(module)
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:  # a table of sines and cosines
+            # A table of sines and cosines, and not what moves the choice of experts, which takes no gradient either.
+            if not parameter.requires_grad and not name.endswith("bias"):
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("correction_bias", "expert_bias")):  # little beside scores: every expert gets tokens
