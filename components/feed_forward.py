@@ -65,7 +65,7 @@ class FeedForward(Mixer, Component, frozen=True):
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
     def small(self, hidden: int) -> Self:
-        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden)
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=min(2 * hidden, UNITS))
 
     def slips(self) -> dict[str, Self]:
         return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
@@ -187,8 +187,9 @@ class GatedFeedForward(Mixer, Component, frozen=True):
         return msgspec.structs.replace(super().alike(), activation=function_of(self.activation))
 
     def small(self, hidden: int) -> Self:
-        norm = self._norm_of(2 * hidden)
-        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=2 * hidden, inner_norm=norm)
+        units = min(2 * hidden, UNITS)
+        norm = self._norm_of(units)
+        return msgspec.structs.replace(self, hidden_size=hidden, intermediate_size=units, inner_norm=norm)
 
     def slips(self) -> dict[str, Self]:
         return {"another activation": msgspec.structs.replace(self, activation=_another(self.activation))}
@@ -281,6 +282,8 @@ class LayerInput(Mixer, Component, frozen=True):
 
 
 FEW = 8  # numbers of a layer's input in a small copy
+UNITS = 640
+"""Units at most of a feed-forward in a small copy, whose stream is as wide as some families' heads of 256 make it."""
 
 MADE = "layer_inputs.summed"
 """The result before all layers that has every layer's input."""

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ..errors import ConfigError
 from .base import Component, Mixer, Positive, Size, Weight, bias
-from .feed_forward import ExpertLatent, FeedForward, GatedFeedForward
+from .feed_forward import UNITS, ExpertLatent, FeedForward, GatedFeedForward
 from .norms import Norm
 from .operations import (
     Activation,
@@ -265,7 +265,9 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
             top_k = min(self.top_k, 3)
             sizes = {"experts": top_k if self.top_k == self.experts else min(self.experts, 4), "top_k": top_k}
         inner = hidden if self.latent is None else hidden // 2
-        expert = msgspec.structs.replace(self.expert, hidden_size=inner, intermediate_size=3 * hidden // 2)
+        expert = msgspec.structs.replace(
+            self.expert, hidden_size=inner, intermediate_size=min(3 * hidden // 2, UNITS - 64)
+        )
         latent = None if self.latent is None else msgspec.structs.replace(self.latent, hidden_size=hidden, width=inner)
         shared = None if self.shared is None else self.shared.small(hidden)
         norms = {name: getattr(self, name) for name in ("router_norm", "expert_norm")}

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..analysis.parameters import count
-from ..components import Block, Mixer, ModelSpec
+from ..components import Block, Component, Mixer, ModelSpec
 from ..converter.checkpoint import Checkpoint
 from ..modules import Decoder
 from ..modules.load import load_checkpoint
@@ -178,7 +178,7 @@ def miniature(spec: ModelSpec, tokens: int) -> ModelSpec:
     square = not mixers or _written_from(mixers[0]) == spec.hidden_size
     few = [_written_from(mixer.small(mixer.hidden_size)) for mixer in mixers]
     width = max(few, default=min(spec.hidden_size, _WIDTH))
-    copy = replace(spec, blocks=tuple(blocks)).small(width if square else width + 16)
+    copy = replace(spec, blocks=tuple(blocks)).small(width if square else min(width, 2 * _WIDTH) + 16)
     return _cut(copy, min(spec.vocab_size, _TOKENS), tokens, len(blocks))
 
 
@@ -196,12 +196,28 @@ def _cut(copy: ModelSpec, vocab: int, tokens: int, layers: int) -> ModelSpec:
 
 
 def _layers(spec: ModelSpec) -> list[Block]:
-    """The first two layers, and the first of every other kind; a scale of its own makes none (gpt2's by layer)."""
+    """Return two layers with the same mixers, in which one's tensors can be taken for the other's, and the first layer
+    of every other kind. A scale or an eps of its own makes no kind (gpt2's scale by layer, RWKV's halved stream).
+    """
     kinds: dict[Block, Block] = {}
     for block in spec.blocks:
-        kinds.setdefault(block.mapped(lambda node, _: node.slips().get("scores not scaled", node)), block)
-    first = list(spec.blocks[:2])
-    return first + [block for block in kinds.values() if block not in first]
+        kinds.setdefault(_kind(block), block)
+    slots = [tuple(each.mixer.slot for each in block.sublayers) for block in spec.blocks]
+    repeated = next((each for each in slots if slots.count(each) > 1), None)
+    first = [block for block, each in zip(spec.blocks, slots, strict=True) if repeated in (None, each)][:2]
+    there = {_kind(block) for block in first}
+    return first + [block for kind, block in kinds.items() if kind not in there]
+
+
+def _kind(block: Block) -> Block:
+    """Return a layer without what may differ between layers of one kind."""
+
+    def plain(node: Component, _: str) -> Component:
+        node = node.slips().get("scores not scaled", node)
+        return replace(node, eps=1.0) if hasattr(node, "eps") else node
+
+    kind: Block = block.mapped(plain)
+    return kind
 
 
 def _written_from(mixer: Mixer) -> int:
