@@ -22,6 +22,8 @@ never waits for torch.
     evaluate(model, data)        perplexity, bits a byte and accuracy on texts, by position, beside another model
     save(model, folder, as_)     a model in memory (trained, edited) as a checkpoint folder
     progress(what)               a line that tells how far one of these is, in a notebook too
+
+What they raise is in `gptkit.errors`, all of it a `gptkit.errors.GptkitError`.
 """
 
 from __future__ import annotations

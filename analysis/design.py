@@ -4,7 +4,8 @@ The rule: hidden size over layers is 64 up to 125M parameters and 128 from 6.7B 
 GPT-3's models have it (Brown et al. 2005.14165, table 2.1) and LLaMA's; quality depends on it weakly (Kaplan et al.
 2001.08361). Heads are 64 wide below a hidden size of 2,048 and 128 from there on, so that widths are multiples of
 these, as tensor cores like them. From 24 heads on their number is a multiple of eight, so that eight key-value heads,
-or eight devices, share them out.
+or eight devices, share them out. Below 10M parameters widths between multiples of 64 are tried too, with heads of 32
+or 16.
 """
 
 import math
@@ -31,6 +32,7 @@ _KV_HEADS = 8  # of grouped attention, as LLaMA-2 70B and all Llama 3 have it
 TOLERANCE, _WORST = 0.03, 0.10  # how far from the budget a shape may be where another is near, and at all
 _CLOSENESS = 4.0  # a per cent off the budget weighs as much as so many per cent off the aspect ratio
 _WIDEST_SMALL = 2_048
+SMALL = 10**7  # parameters below which a model is one to try things on, and may have narrower heads
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
+        if self.hidden % 64:
+            return 16 if self.hidden % 32 or self.hidden == 32 else 32
         return 64 if self.hidden < _WIDEST_SMALL else 128
 
     @property
@@ -78,7 +82,7 @@ class Shape:
         """8/3 of the hidden size, so that three matrices hold what two of four times its size do (Shazeer 2002.05202,
         section 2), rounded up as LLaMA's are.
         """
-        multiple = 64 if self.hidden < 1_024 else 256
+        multiple = 16 if self.hidden % 64 else 64 if self.hidden < 1_024 else 256
         return math.ceil(8 * self.hidden / (3 * multiple)) * multiple
 
 
@@ -180,8 +184,17 @@ def aspect_ratio(budget: int) -> float:
     return float(64 * 2 ** min(max(along, 0.0), 1.0))
 
 
-def _widths() -> Iterator[int]:
-    """Hidden sizes that make a number of heads which can be shared out."""
+def usual_vocabulary(budget: int) -> int:
+    """Return how many tokens a model of a size has where nobody says: 32,000 as LLaMA, and below 10M parameters a power
+    of two, so that the table of tokens leaves most parameters to the layers; 256 at least, which are bytes.
+    """
+    return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 256)
+
+
+def _widths(budget: int) -> Iterator[int]:
+    """Yield hidden sizes that make a number of heads which can be shared out."""
+    if budget < SMALL:
+        yield from (32, 48, 96, 160)
     yield from (64 * heads for heads in (1, 2, 3, 4, 6, 8, 9, 12, 16, 20, 24))
     yield from (128 * heads for heads in (16, 20, *range(24, 512, 8)))
 
@@ -194,7 +207,7 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
     """
     scores: list[tuple[float, Shape]] = []
     smallest, wanted = [], aspect_ratio(budget)
-    for hidden in _widths():
+    for hidden in _widths(budget):
         one, two = (count(build(design, Shape(hidden, layers), vocab, context)).total for layers in (1, 2))
         smallest.append(one)
         layer = two - one
@@ -207,6 +220,6 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
     if not scores:
         raise UsageError(
             f"no shape has about {budget:,} parameters with a vocabulary of {vocab:,}: the least has {min(smallest):,}",
-            "Take fewer tokens, --vocab 8192, or more parameters.",
+            f"Take fewer tokens, --vocab {min(usual_vocabulary(budget), 8_192)}, or more parameters.",
         )
     return min(scores, key=lambda score: score[0])[1]

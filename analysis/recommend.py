@@ -16,13 +16,24 @@ from ..display import Record, Shown
 from ..errors import UsageError
 from .aspects import aspects
 from .costs import Costs, costs
-from .design import BASELINE, LOW_UP_TO, TOLERANCE, TRAINED, Baseline, Design, Shape, build, fit, rotary_base
+from .design import (
+    BASELINE,
+    LOW_UP_TO,
+    TOLERANCE,
+    TRAINED,
+    Baseline,
+    Design,
+    Shape,
+    build,
+    fit,
+    rotary_base,
+    usual_vocabulary,
+)
 from .findings import Finding, findings
 from .papers import PAPERS, Paper
 
-_LEAST, _MOST = 10**7, 10**12  # parameters
+_LEAST, _MOST = 10**5, 10**12  # parameters
 _CONTEXT, _LONG_CONTEXT = 4_096, 131_072  # tokens where none are asked for; of the goal "context"
-_VOCABULARY = 32_000  # tokens where none are asked for, as LLaMA has them
 _WINDOW = 4_096  # of Mistral (2310.06825)
 _MOST_CONTEXT, _MOST_VOCABULARY = 2**27, 2**24
 _TOKENS_EACH = 20  # tokens of text a parameter, about what is best for so many FLOPs (2203.15556)
@@ -196,14 +207,14 @@ class Recommendation(Record, Shown):
 
 
 def recommend(
-    goal: str, params: int | str, *, vocab: int = _VOCABULARY, context: int | None = None, loadable: bool = False
+    goal: str, params: int | str, *, vocab: int | None = None, context: int | None = None, loadable: bool = False
 ) -> Recommendation:
     """Components for a goal and a number of parameters.
 
     Args:
         goal: quality, speed, memory, context, simplicity or balance.
-        params: how many, from ten millions to a trillion: 7_000_000_000, "7B", "1.5e9".
-        vocab: tokens of the vocabulary.
+        params: how many, from a hundred thousand to a trillion: 7_000_000_000, "7B", "1.5e9".
+        vocab: tokens of the vocabulary; 32,000 unless told, and fewer below ten million parameters.
         context: tokens that the model is for; 4,096 unless told, 131,072 for the goal "context".
         loadable: where no transformers family has the goal's components together, exchange the one with which one does.
 
@@ -214,6 +225,7 @@ def recommend(
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
     budget = parse_budget(params)
+    vocab = usual_vocabulary(budget) if vocab is None else vocab
     length = context if context is not None else _LONG_CONTEXT if goal == "context" else _CONTEXT
     for what, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
         if not 1 <= value <= most:
@@ -262,7 +274,7 @@ def parse_budget(text: int | str) -> int:
     """A number of parameters: 7_000_000_000, "7B", "124M", "1.5e9", "124,439,808".
 
     Raises:
-        UsageError: it is no number, or not from ten millions to a trillion.
+        UsageError: it is no number, or not from a hundred thousand to a trillion.
     """
     found = _NUMBER.fullmatch(str(text).strip())
     hint = "Give 7B, 124M, 1.5e9 or a plain number."
@@ -273,7 +285,7 @@ def parse_budget(text: int | str) -> int:
     digits = re.sub("[,_]", "", whole)
     number: int = int(digits + (part or ".")[1:]) * 10**scale // 10 ** len((part or ".")[1:])
     if not _LEAST <= number <= _MOST:
-        raise UsageError(f"{text} parameters are not from 10M to 1T", hint)
+        raise UsageError(f"{text} parameters are not from 100k to 1T", hint)
     return number
 
 
@@ -358,10 +370,11 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
         f" weakly ({PAPERS['scaling']})."
     )
     tokens = _TOKENS_EACH * found.parameters
-    billions = f"{tokens / 1e9:,.0f}" if tokens >= 10**10 else f"{tokens / 1e9:.2g}"
+    text = f"{tokens / 1e9:,.0f} billion" if tokens >= 10**10 else f"{tokens / 1e9:.2g} billion"
+    text = text if tokens >= 10**8 else f"{tokens / 1e6:.2g} million"
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {billions} billion tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
+        f"Trained on {text} tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
         f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":

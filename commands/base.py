@@ -388,14 +388,21 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def parse_size(option: str, text: str | None, with_unit: bool = False) -> int | None:
-    """Bytes of "2GB", "500 MB", "1.5GiB", and unless a unit must be there "1000000"; raises UsageError."""
+def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | None:
+    """Return the bytes of "2GB", "500 MB", "1.5GiB" or "1000000"; raises UsageError. The memory `of_a_card` needs a
+    unit, and is counted in powers of two: a card that is sold with 24 GB has 24 GiB.
+    """
     if text is None:
         return None
-    if with_unit and text.strip().isdecimal():
-        raise UsageError(f"{option} {text!r} has no unit", f"{option} {text.strip()}GB, or GiB.")
+    if of_a_card and text.strip().isdecimal():
+        raise UsageError(
+            f"{option} {text!r} has no unit", f"{option} {text.strip()}GB for a card of {text.strip()} GB."
+        )
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    unit = match[2].upper() if match else ""
+    if of_a_card and len(unit) == 2:
+        unit = f"{unit[0]}I{unit[1]}"
+    nbytes = int(float(match[1]) * _UNITS.get(unit, 0)) if match else 0
     if nbytes <= 0:
         raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
     return nbytes

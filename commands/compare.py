@@ -4,7 +4,7 @@ import sys
 
 from ..errors import UsageError
 from ..terminal import console, print_json
-from .base import JSON, MODELS, ForTree, Pictures, command, flag, option, reshaped, tokens
+from .base import JSON, MODELS, QUIET, ForTree, Pictures, command, flag, option, reshaped, tokens
 
 
 @command(
@@ -31,6 +31,7 @@ def compare(
     *,
     drawn: Pictures,
     opening: ForTree,
+    quiet: bool = QUIET,
 ) -> None:
     """Compare components and costs of models, side by side."""
     from ..analysis.compare import comparison
@@ -59,6 +60,6 @@ def compare(
         print_json(table.as_json())
     elif csv or markdown:
         sys.stdout.write(report.comparison_csv(table, rows) if csv else report.comparison_markdown(table, rows))
-    else:
+    elif not quiet:
         console().print(report.comparison_table(table, rows))
-    drawn.write(lambda: report.comparison_page(table, rows), quiet=json or csv or markdown)
+    drawn.write(lambda: report.comparison_page(table, rows), quiet or json or csv or markdown)

@@ -30,13 +30,14 @@ def load(
     force: bool = FORCE,
     opening: ForWeights,
     json: bool = JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
     if random:
-        drawn = _random(model, dtype, seed or 0, out, force, opening)
-        answer(json, drawn.as_json, drawn.summary)
+        drawn = _random(model, dtype, seed or 0, out, force, opening, quiet)
+        answer(json, drawn.as_json, drawn.summary, quiet)
         if drawn.out is not None:
-            say([f"{drawn.out}: gptkit's own format"], quiet=json)
+            say([f"{drawn.out}: gptkit's own format"], quiet or json)
         return
     for name, value in (("--seed", seed), ("--out", out), ("--force", force or None)):
         if value is not None:
@@ -48,19 +49,19 @@ def load(
     from ..modules.load import load_checkpoint, torch_dtype
 
     total = sum(path.stat().st_size for path in checkpoint.files)
-    with progress_bar("loading") as advance:
+    with progress_bar("loading", quiet) as advance:
         module = load_checkpoint(checkpoint, dtype, progress=lambda done: advance(done, total))
     for name, parameter in module.named_parameters():
         if bad := int((~parameter.isfinite()).sum()):
             checkpoint.notes.append(f"{name}: {bad:,} of its values are NaN or infinite")
     built = f"{sum(p.numel() for p in module.parameters()):,} parameters as {torch_dtype(dtype, checkpoint.dtype)}"
-    answer(json, lambda: load_json(checkpoint), lambda: load_summary(checkpoint))
-    if not json:
+    answer(json, lambda: load_json(checkpoint), lambda: load_summary(checkpoint), quiet)
+    if not (json or quiet):
         console().print(f"built          {built}", soft_wrap=True)
 
 
 def _random(
-    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any]
+    model: str, dtype: str | None, seed: int, out: Path | None, force: bool, opening: dict[str, Any], quiet: bool
 ) -> RandomModel:
     """Draw the weights, into a folder where one is named, and run a forward pass where they fit into memory."""
     from ..analysis.parameters import count
@@ -79,7 +80,7 @@ def _random(
     notes, written, finite = list(tree.notes), None, None
     total = count(tree.spec).total * DTYPES[stored].itemsize
     if out is not None:
-        with progress_bar("writing") as advance:
+        with progress_bar("writing", quiet) as advance:
             written = write_random(
                 tree, out, seed=seed, dtype=HF_NAMES[stored], force=force, progress=lambda done: advance(done, total)
             )
@@ -90,7 +91,7 @@ def _random(
             raise
         notes.append(f"no forward pass: {error.message}")
     else:
-        with progress_bar("drawing") as advance:
+        with progress_bar("drawing", quiet) as advance:
             module = load_random(
                 tree.spec, HF_NAMES[stored], seed=seed, progress=lambda done: advance(done, total), name=model
             )

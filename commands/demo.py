@@ -5,13 +5,15 @@ from pathlib import Path
 import typer
 
 from ..terminal import console
-from .base import command, option
+from .base import QUIET, command, option
 
 
 @command("gptkit demo --keep tour")
-def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder.")) -> None:
+def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder."), quiet: bool = QUIET) -> None:
     """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
     from ..report.demo import tour
 
-    if not tour(console(markup=True), keep):
+    shown = console(markup=True)
+    shown.quiet = quiet
+    if not tour(shown, keep):
         raise typer.Exit(3)

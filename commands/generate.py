@@ -39,6 +39,7 @@ def generate(
         "sdpa | eager", "How attention is computed.", default="sdpa", complete=one_of(("sdpa", "eager"))
     ),
     opening: ForWeights,
+    quiet: bool = flag("-q --quiet", "Print what follows the prompt alone, and nothing else but errors."),
 ) -> None:
     """Continue a prompt."""
     from ..converter.checkpoint import open_checkpoint
@@ -69,7 +70,7 @@ def generate(
     pieces = run(opened, prompt, max_new_tokens, **sampling, **computing)
     watched = sys.stdout.isatty()
     try:
-        before = [prompt] if isinstance(prompt, str) and opened.spec.encoder is None else []
+        before = [prompt] if isinstance(prompt, str) and opened.spec.encoder is None and not quiet else []
         for piece in chain(before, pieces):
             # What a model says is somebody else's text. A program gets all of it, a terminal what it can show.
             shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece) if watched else piece
@@ -77,7 +78,7 @@ def generate(
             sys.stdout.flush()
     finally:
         typer.echo()  # after an interruption too: what is said about it gets a line of its own
-        for line in limits:
+        for line in () if quiet else limits:
             complain(line)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..terminal import answer, console, print_json, say
 from . import base
-from .base import JSON, MODELS, ForTree, Pictures, argument, command, flag, option
+from .base import JSON, MODELS, QUIET, ForTree, Pictures, argument, command, flag, option
 from .completion import FLOATS, one_of
 
 WEIGHTS, COSTS, SWAPS = "Parameters", "Costs", "What if"
@@ -42,7 +42,9 @@ def params(
     ),
     batch: int = option("N", "How many sequences --kv, --flops and --memory are for.", COSTS, default=1),
     gpu: str | None = option(
-        "--gpu SIZE", "Say what fits in a GPU's memory, 24GB or 80GiB: which dtype, context and batch.", COSTS
+        "--gpu SIZE",
+        "Say what fits in a GPU's memory: which dtype, context and batch. 24GB is a card of 24 GB, which has 24 GiB.",
+        COSTS,
     ),
     tp: int = option(
         "--tp N", "Tell what each of N GPUs holds that share every layer.", COSTS, default=1, show_default=False
@@ -66,6 +68,7 @@ def params(
     *,
     drawn: Pictures,
     opening: ForTree,
+    quiet: bool = QUIET,
 ) -> None:
     """Count parameters, and what they cost, from a config alone."""
     from ..analysis.figures import Asked
@@ -74,7 +77,7 @@ def params(
 
     contexts = tuple(dict.fromkeys(base.tokens("--kv", part) for text in kv or () for part in text.split(",")))
     length = None if context is None else base.tokens("--context", context)
-    nbytes = base.parse_size("--gpu", gpu, with_unit=True)
+    nbytes = base.parse_size("--gpu", gpu, of_a_card=True)
     asked = Asked(dtype, contexts, kv_dtype, flops, memory, length, batch, explain, nbytes, tp, pp, fsdp)
     rows = base.rows_by("layer" if by_layer else by)
     # Options that would do nothing are refused before any work.
@@ -111,7 +114,7 @@ def params(
         from ..report.rows import count_rows, model_rows, write_csv
 
         write_csv(model_rows(counts) if asked.more else count_rows(counts, rows, asked.dtype))
-    else:
+    elif not quiet:
         from ..report.counts import tables
 
         out = console()
@@ -124,7 +127,7 @@ def params(
     if drawn:
         from ..report.counts_page import counts_page
 
-        drawn.write(lambda: counts_page(counts, asked), quiet=json or csv)
+        drawn.write(lambda: counts_page(counts, asked), quiet or json or csv)
 
 
 @command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))")
@@ -134,6 +137,7 @@ def presets(
     ),
     names: bool = flag("-n --names", "Print names alone, one per line."),
     json: bool = JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """List the models that params knows by name."""
     from ..architectures.presets import nearest
@@ -153,10 +157,10 @@ def presets(
             f"did you mean {', '.join(near[:4])}?" if near else "gptkit presets lists all of them",
         )
     if names and not json:
-        say([preset.name for preset in matching], quiet=False)
+        say([preset.name for preset in matching], quiet)
     else:
         rows = [preset_json(preset) for preset in matching]
-        answer(json, lambda: {"schema_version": 1, "presets": rows}, lambda: preset_table(rows))
+        answer(json, lambda: {"schema_version": 1, "presets": rows}, lambda: preset_table(rows), quiet)
 
 
 @command("gptkit families", "gptkit families olmo", "gptkit families --all --json")
@@ -168,6 +172,7 @@ def families(
         "--all", "List every causal language model of the installed transformers too, known or not."
     ),
     json: bool = JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """List the families whose checkpoints gptkit reads, writes and computes to the bit."""
     from ..report.families import families_json, families_table
@@ -177,4 +182,4 @@ def families(
         raise UsageError(
             f"no family has {' and '.join(map(repr, words or ())):.80} in its name", "gptkit families lists all of them"
         )
-    answer(json, lambda: found, lambda: families_table(found))
+    answer(json, lambda: found, lambda: families_table(found), quiet)

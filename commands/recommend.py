@@ -9,8 +9,6 @@ from ..terminal import answer, say
 from .base import JSON, QUIET, command, flag, option, tokens
 from .completion import one_of
 
-VOCABULARY = 32_000
-
 
 def _known_goals() -> Iterable[str]:
     """For the shell."""
@@ -32,8 +30,12 @@ def recommend(
         default=...,
         complete=one_of(_known_goals),
     ),
-    params: str = option("NUMBER", "How many parameters the model is to have: 7B, 124M, 1.5e9.", default=...),
-    vocab: int = option("TOKENS", "The size of the vocabulary.", default=VOCABULARY),
+    params: str = option(
+        "NUMBER", "How many parameters the model is to have, 100k to 1T: 7B, 124M, 1.5e9.", default=...
+    ),
+    vocab: int | None = option(
+        "TOKENS", "The size of the vocabulary; by default 32,000, and less below 10M parameters."
+    ),
     context: str | None = option(
         "TOKENS", "The context that the model is for; by default 4,096, or 131,072 for the goal context."
     ),
@@ -63,7 +65,7 @@ def recommend(
     lines = ["", "Next:", f"gptkit params {file} --flops --memory", f"gptkit load --random {file}"]
     if out is None:  # the call as it was made, with --out
         call = ["gptkit recommend --goal", goal, "--params", quote(params)]
-        call += [f"--vocab {vocab}"] if vocab != VOCABULARY else []
+        call += [f"--vocab {vocab}"] if vocab is not None else []
         call += [f"--context {quote(context)}"] if context else []
         lines.insert(2, " ".join([*call, *(["--loadable"] if loadable else []), f"--out {file}"]))
     say(lines, quiet or json)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..terminal import answer, say
-from .base import JSON, MODEL, ForTree, Pictures, command, option
+from .base import JSON, MODEL, QUIET, ForTree, Pictures, command, option
 
 if TYPE_CHECKING:
     from ..analysis.params import ModelCount
@@ -24,6 +24,7 @@ def show(
     *,
     drawn: Pictures,
     opening: ForTree,
+    quiet: bool = QUIET,
 ) -> None:
     """Draw a model's tree with shapes, and the data's path through a layer."""
     from ..analysis.params import params
@@ -32,23 +33,25 @@ def show(
 
     (counted,) = params(model, **opening)
     if counted.named is not None and layer is None:
-        answer(json, lambda: named_json(counted), lambda: named_drawing(counted))
-        _source(counted, json)
-        drawn.write(lambda: named_page(counted), quiet=json)
+        answer(json, lambda: named_json(counted), lambda: named_drawing(counted), quiet)
+        _source(counted, quiet or json)
+        drawn.write(lambda: named_page(counted), quiet or json)
         return
     layers = len(counted.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
         raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
     graph = structure(counted.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
-    answer(json, lambda: show_json(counted, graph, kinds), lambda: model_drawing(counted, graph, kinds[0], layer))
-    _source(counted, json)
-    drawn.write(lambda: show_page(counted, graph, kinds), quiet=json)
+    answer(
+        json, lambda: show_json(counted, graph, kinds), lambda: model_drawing(counted, graph, kinds[0], layer), quiet
+    )
+    _source(counted, quiet or json)
+    drawn.write(lambda: show_page(counted, graph, kinds), quiet or json)
 
 
-def _source(model: ModelCount, json: bool) -> None:
+def _source(model: ModelCount, quiet: bool) -> None:
     """Where it comes from, for a person."""
     from ..report.checkpoints import source_lines
 
-    if not json and (model.revision or model.notes):
-        say(["", *source_lines([model])], quiet=False)
+    if model.revision or model.notes:
+        say(["", *source_lines([model])], quiet)

@@ -112,6 +112,7 @@ def swaps(
     recipes: bool = flag("--recipes", "List the recipes that come with gptkit."),
     json: bool = JSON,
     opening: ForWeights,
+    quiet: bool = QUIET,
 ) -> None:
     """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
@@ -121,14 +122,14 @@ def swaps(
         if model is not None:
             raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
         known = [read_recipe(name) for name in shipped()]
-        return answer(json, lambda: recipes_json(known), lambda: recipes_report(known))
+        return answer(json, lambda: recipes_json(known), lambda: recipes_report(known), quiet)
     if model is None:
         from ..surgery.registry import all_options, all_swaps
 
         groups = {each.name: each.group for each in all_options()}
-        return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups))
+        return answer(json, lambda: registry_json(all_swaps()), lambda: registry_report(all_swaps(), groups), quiet)
     from ..converter.checkpoint import open_checkpoint
     from ..surgery.listing import listing
 
     listed = listing(open_checkpoint(model, **opening))
-    return answer(json, listed.as_json, lambda: listing_report(listed))
+    return answer(json, listed.as_json, lambda: listing_report(listed), quiet)

@@ -21,6 +21,14 @@ def test_names_are_sorted_and_documented() -> None:
         assert getattr(gptkit, name).__doc__
 
 
+def test_errors_are_there_without_another_import() -> None:
+    code = (
+        "import gptkit\ntry: gptkit.params('no such model')\nexcept gptkit.errors.GptkitError as e: assert e.exit_code"
+    )
+    assert not imported(code)
+    assert not imported("import gptkit; assert gptkit.errors.UsageError.exit_code == 2")
+
+
 def test_other_names_are_not() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'surgeon'"):
         _ = gptkit.surgeon

@@ -26,7 +26,6 @@ import msgspec
 from ..architectures import expressed
 from ..converter.files import locked
 from ..converter.manifest import MANIFEST
-from ..converter.publish import Staging
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer, load_tokenizer
 from ..display import Record, Shown
@@ -41,7 +40,7 @@ from .loop import Settings, Step, usual_rate
 from .parallel import group
 from .runs import TRIALS, Held, Outcome, Runs, stores_in
 from .state import beside as beside_of
-from .state import make, remove_empty, remove_unbegun
+from .state import make, remove_empty, remove_unbegun, require_free
 from .train import (
     CONTEXT,
     FURTHER,
@@ -206,7 +205,7 @@ def heal(
         folder = beside_of(target, "healing")
 
         def claim() -> None:
-            Staging(target, force).check()
+            require_free(target, resume, force, stores_in(folder, us))
             stack.enter_context(locked(folder))  # first: whoever has it not cleans nothing up
             make(folder)
             stack.callback(remove_empty, folder)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..converter.files import locked
-from ..converter.publish import Staging
 from ..errors import UsageError
 from ..surgery.recipe import read_recipe
 from ..surgery.registry import Step
@@ -20,7 +19,7 @@ from ..surgery.swap import swap as exchange
 from .heal import Healed, heal
 from .parallel import Group
 from .runs import stores_in
-from .state import beside, make, remove_empty
+from .state import beside, make, remove_empty, require_free
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,15 @@ def swap(
     if {"tokens", "seconds"} <= healing.keys():
         raise UsageError(f"{told.where}: heal has two budgets, tokens and seconds", "Leave one of them out.")
     opening: dict[str, Any] = {name: options[name] for name in ("offline", "allow_pickle") if name in options}
-    Staging(target, force).check()
     folder = beside(target, "healing")
+    runs = stores_in(folder, Group(0, 1, torch.device("cpu")))
+    require_free(target, resume, force, runs)
     changed = folder / "changed"
     with ExitStack() as stack:
         make(folder)
         stack.callback(remove_empty, folder)
         stack.enter_context(locked(folder / "recipe"))  # heal locks the folder itself
-        for each in stores_in(folder, Group(0, 1, torch.device("cpu"))):
+        for each in runs:
             each.goes_on(resume, force)  # before the swaps, which may take long
         stack.callback(shutil.rmtree, changed, ignore_errors=True)
         done = run(out=changed, steps=steps, to="local", force=True)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..converter.files import failed, fsync, read_own
 from ..converter.names import json_bytes
+from ..converter.publish import Staging
 from ..errors import InvalidInput, UsageError, shown
 from .data import is_tokens
 from .parallel import Group
@@ -227,6 +228,24 @@ def beside(out: Path, name: str) -> Path:
     if not whole.name:
         raise UsageError(f"{whole} is no folder that can be made", "Name another.")
     return whole.with_name(f"{whole.name}.{name}")
+
+
+def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store]) -> None:
+    """Raise UsageError where the result may not be made. With `resume` the message does not name --force alone, which
+    would throw the run away that somebody wants to go on with.
+    """
+    if resume and not force and os.path.lexists(target):
+        last = next((run for run in runs if run.last() is not None), None)
+        if last is None:
+            raise UsageError(
+                f"{target} exists: its run has ended, and --resume finds none to go on with",
+                "Train it further as the model of another call, or choose another name for another run.",
+            )
+        raise UsageError(
+            f"{target} exists, and the run in {last.folder} has not ended",
+            "--resume together with --force goes on with that run, and replaces what exists once it has ended.",
+        )
+    Staging(target, force).check()
 
 
 def make(folder: Path) -> None:

@@ -21,7 +21,6 @@ from ..components import operations as ops
 from ..converter.files import locked, sha256_file
 from ..converter.names import json_bytes
 from ..converter.outline import Outline, outline
-from ..converter.publish import Staging
 from ..converter.resolve import identify
 from ..converter.threads import suit
 from ..converter.tokenizer import Tokenizer
@@ -46,7 +45,7 @@ from .data import (
 )
 from .loop import Settings, Step, fit, usual_rate
 from .parallel import Group, group
-from .state import Store, beside, make, remove_empty, remove_unbegun
+from .state import Store, beside, make, remove_empty, remove_unbegun, require_free
 
 HELD_OUT = 0.05
 """The share of the text that is held out where nobody says how much."""
@@ -196,7 +195,7 @@ def train(
         store = Store(beside(target, "training"), us)
 
         def claim() -> None:
-            Staging(target, force).check()
+            require_free(target, resume, force, [store])
             stack.enter_context(locked(store.folder))  # first: whoever has it not cleans nothing up
             make(store.folder)
             stack.callback(remove_empty, store.folder)

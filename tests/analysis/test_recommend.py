@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 import gptkit
 from gptkit.analysis.costs import costs
-from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit, rotary_base
+from gptkit.analysis.design import BASELINE, Design, Shape, aspect_ratio, build, fit, rotary_base, usual_vocabulary
 from gptkit.analysis.papers import PAPERS
 from gptkit.analysis.parameters import count
 from gptkit.analysis.recommend import _WHY, GOALS, Goal, Recommendation, parse_budget, recommend
 from gptkit.architectures import ARCHITECTURES, expressed
-from gptkit.commands.recommend import VOCABULARY
 from gptkit.components import Rotary, YarnScaling, from_json
 from gptkit.errors import UsageError
 from gptkit.modules import Decoder
 
+VOCABULARY = 32_000
 FAMILIES = {
     "quality": "llama",
     "speed": "falcon",
@@ -68,6 +68,16 @@ def test_the_budget_is_hit(goal: str, budget: str) -> None:
     shape = found.shape
     assert shape.heads * shape.head_dim == found.spec.hidden_size == shape.hidden
     assert shape.hidden % 64 == 0 and (shape.heads < 24 or shape.heads % 8 == 0)
+
+
+@given(st.sampled_from(list(GOALS)), st.integers(10**5, 10**7 - 1))
+@settings(max_examples=examples(12))
+def test_small_models_are_recommended_too(goal: str, budget: int) -> None:
+    """Below 10M parameters, with a vocabulary of their own size and narrower heads, shapes are further apart."""
+    found = recommend(goal, budget)
+    assert abs(found.parameters / budget - 1) < 0.10
+    assert found.spec.vocab_size * found.shape.hidden < 0.5 * budget
+    assert found.shape.heads * found.shape.head_dim == found.spec.hidden_size
 
 
 def test_the_shapes_are_those_that_were_published() -> None:
@@ -385,7 +395,7 @@ def test_a_plain_number_is_itself(number: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "B", "7X", "-7B", "nan", "inf", "1e99", "0", "9.9M", "1.1T", "7,00B", "1.5.3B", "٧B", "7 B B", "0x7B"),
+        *("", "B", "7X", "-7B", "nan", "inf", "1e99", "0", "99k", "1.1T", "7,00B", "1.5.3B", "٧B", "7 B B", "0x7B"),
         -7,
         0,
     ],
@@ -414,7 +424,9 @@ def test_it_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_the_command_has_the_function_s_vocabulary() -> None:
-    assert recommend("quality", "7B").spec.vocab_size == VOCABULARY
+    assert recommend("quality", "7B").spec.vocab_size == VOCABULARY == recommend("quality", "10M").spec.vocab_size
+    assert recommend("quality", "260k").spec.vocab_size == usual_vocabulary(260_000) == 256
+    assert recommend("quality", "260k", vocab=512).spec.vocab_size == 512
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_what_fits_and_what_each_gpu_holds() -> None:
     assert parallel["weights_together"] == 4 * sum(stage["weights"] for stage in parallel["stages"])
     assert found["explained"]["symbols"]["L"]["value"] == 32
     text = call("params", "llama-3-8b", "--gpu", "4GB").stdout
-    assert re.search(r"^bfloat16 +16\.06 GB +– +–$", text, re.M) and "What fits in 4.000 GB, 3.725 GiB" in text
+    assert re.search(r"^bfloat16 +16\.06 GB +– +–$", text, re.M) and "What fits in 4.295 GB, 4.000 GiB" in text
+    for card in ("24GB", "24 gb", "24GiB", "24576MB"):  # sold by powers of two, whatever the letters say
+        assert "What fits in 25.77 GB, 24.00 GiB" in call("params", "gpt2", "--gpu", card).stdout
     both = call("params", "llama-3-8b", "qwen3-8b", "--gpu", "24GB", "--pp", "2").stdout
     assert "The longest context that fits on 2 GPUs" in both and "the fullest" in both
     (row,) = csv.DictReader(io.StringIO(call("params", "gpt2", "--csv", "--tp", "2", "--explain").stdout), strict=True)

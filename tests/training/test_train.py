@@ -262,6 +262,28 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
+    """--resume behind the end keeps what is there, and does not suggest --force, which would throw it away."""
+    made(tmp_path)
+    trained(tmp_path)
+    before = contents(tmp_path / "out")
+    with pytest.raises(UsageError, match="its run has ended") as caught:
+        trained(tmp_path, resume=True)
+    assert "force" not in str(caught.value)
+
+    def stop(step: loop.Step) -> None:
+        if step.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, force=True, every=1, tell=stop)
+    with pytest.raises(UsageError, match="--resume together with --force"):
+        trained(tmp_path, resume=True, every=1)
+    assert contents(tmp_path / "out") == before
+    trained(tmp_path, resume=True, force=True, every=1)
+    assert contents(tmp_path / "out")["model.safetensors"] == before["model.safetensors"]
+
+
 @few(2)
 @pytest.mark.parametrize(("at", "where"), [(7, "step"), (11, "step"), (8, "evaluation"), (12, "evaluation")])
 def test_a_step_that_is_evaluated_is_so_where_it_is_stopped_too(
