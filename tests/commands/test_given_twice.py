@@ -23,7 +23,7 @@ def _every_option() -> Iterator[Any]:
         context = each.make_context(name or "gptkit", [], resilient_parsing=True)
         for option in each.get_params(context):
             if option.param_type_name == "option":
-                yield pytest.param(name, each, option, id=f"{name or 'gptkit'}{option.opts[0]}")
+                yield pytest.param(name, each, option, id=f"{name or 'gptkit'}-{option.name}")
 
 
 EVERY_OPTION = list(_every_option())
