@@ -354,7 +354,8 @@ class Keeping:
                 if operation.gain != "none" and not inside:
                     found["norms"] += numbers * multiplied
                 copied = operation.centred and operation.gain == "weight" and run.size < run.wide
-                if operation.gain == "1 + weight" or copied:  # which is a tensor of its own
+                joined = sum(name.endswith("weight") for name, _ in operation.weights) > 1
+                if operation.gain == "1 + weight" or copied or joined:  # which is a tensor of its own
                     found["norms"] += width * multiplied
             case ops.Convolve(width=width):
                 result.whole = size // run.tokens * max(run.tokens, width)

@@ -23,6 +23,7 @@ from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, listing, 
 from .pickles import Unpickler, named_tensors
 from .resolve import Reference, resolve
 from .safetensors import DTYPES, Header, TensorInfo, read_header
+from .tree import quantised_beside
 from .weights import Weights
 
 
@@ -268,6 +269,8 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
     if CONFIG in names:
         try:
             config = read_config_file(folder / CONFIG)[0]
+            if (settings := quantised_beside(config, folder)) is not None:
+                config = {**config, "quantization_config": settings}
         except GptkitError as failure:
             config_error = failure.message
     weights = sorted(name for name in names if name.endswith(".safetensors"))

@@ -69,7 +69,7 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
         return _local(config, file)
-    if file.name == CONFIG and quantisation(config) is None and (settings := _quantised_beside(file.parent)):
+    if file.name == CONFIG and (settings := quantised_beside(config, file.parent)) is not None:
         config |= {"quantization_config": settings}
         text = json.dumps(config, indent=2) + "\n"
     if file.name != CONFIG and "model_type" not in config:
@@ -89,12 +89,21 @@ _BESIDE = {
 what config.json calls their fields."""
 
 
-def _quantised_beside(folder: Path) -> dict[str, Any] | None:
-    """Return what config.json would say in its quantization_config, None where no file beside it tells of any."""
+def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Return the quantization_config that a config.json lacks, from the quantising program's own file beside it.
+
+    None where config.json has one, or no such file is there. Raises ConfigError where the file cannot be read.
+    """
+    if quantisation(config) is not None:
+        return None
     for name, (method, names) in _BESIDE.items():
-        if (folder / name).is_file():
-            said, _ = read_config_file(folder / name)
-            return {"quant_method": method, **{names.get(key, key): value for key, value in said.items()}}
+        try:
+            settings, _ = read_config_file(folder / name)
+        except ConfigError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
+        return {"quant_method": method, **{names.get(key, key): value for key, value in settings.items()}}
     return None
 
 

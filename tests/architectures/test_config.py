@@ -282,7 +282,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
     [
         ("gpt2", {"n_head": 5}, "multiple of n_head"),
         ("llama", {"num_key_value_heads": 4}, "cannot be shared out"),
-        ("llama", {"head_dim": 7}, "even number"),
+        ("llama", {"head_dim": 7}, "7 dimensions of each head turn: transformers fails"),
         ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
         ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),

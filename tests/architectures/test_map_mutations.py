@@ -279,10 +279,10 @@ def in_use(family: str) -> list[Leaf]:
         for name in leaf.shared
     }
     names = {
-        name.format(layer=layer, expert=expert): name
+        name.format(layer=layer, expert=expert, head=head): name
         for leaf in ARCHITECTURES[family].leaves
         for name in leaf.names
-        for layer, expert in itertools.product(range(11), range(16))
+        for layer, expert, head in itertools.product(range(11), range(16), range(8 if "{head}" in name else 1))
     }
     templates = {(layout, names[name]) for layout, name in bound}
     return [leaf for leaf in ARCHITECTURES[family].leaves if (leaf.layout, leaf.names[0]) in templates]

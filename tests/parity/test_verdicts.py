@@ -62,11 +62,10 @@ def changes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     own, architecture = spec_of(config), architecture_of(config)
     reader = architecture.reader(inner(config))
     architecture.read(reader)
-    names = [name for name in sorted(reader.used) if "." not in name and name not in ("model_type", "text_config")]
+    names = [name for name in sorted(reader.used) if name not in ("model_type", "text_config")]
     for name in sorted(names, key=lambda name: "eps" not in name):
         for value in VALUES:
-            changed = json.loads(json.dumps(config))
-            inner(changed)[name] = value
+            changed = with_field(config, name, value)
             try:
                 other = spec_of(changed)
             except ConfigError:
@@ -76,11 +75,22 @@ def changes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 break
 
 
+def with_field(config: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A copy of a config.json with another value of a field, which may be of an object within it: `a.b`."""
+    changed: dict[str, Any] = json.loads(json.dumps(config))
+    *path, last = name.split(".")
+    within = inner(changed)
+    for part in path:
+        if not isinstance(within.get(part), dict):
+            within[part] = {}
+        within = within[part]
+    within[last] = value
+    return changed
+
+
 def set_in_config(folder: Path, name: str, value: Any) -> None:
     file = folder / "config.json"
-    config = json.loads(file.read_text())
-    inner(config)[name] = value
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(with_field(json.loads(file.read_text()), name, value)))
 
 
 def change_a_tensor(folder: Path, which: int) -> None:

@@ -213,7 +213,7 @@ def test_a_verdict_that_did_not_pass_for_another_reason_says_so() -> None:
 def test_without_places_there_is_no_figure_and_no_script() -> None:
     page = render(verification_page(verification(divergence=None)))
     parsed = Parsed(page)
-    assert "not laid side by side" in parsed.text
+    assert "components were not compared" in parsed.text
     assert parsed.scripts == [] and "script-src 'none'" in page
     assert len(page) < 50_000
 
@@ -272,7 +272,9 @@ def test_a_port_has_a_page_too() -> None:
     assert "your module: none has an output of its size" in cells[6, "out"][1]
     assert "not found among the mistakes tried" in text
     told = dataclasses.replace(
-        result, causes=(Made("RoPE on queries alone", False, 0.25),), notes=(f"not probed: {ATTACK}",)
+        result,
+        causes=(Made("RoPE on queries alone", False, 0.25, part="this place"),),
+        notes=(f"not probed: {ATTACK}",),
     )
     text = Parsed(render(port_page(told))).text
     assert "RoPE on queries alone: it explains this place, and logits still differ by 2.5e-01" in text
