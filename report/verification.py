@@ -43,6 +43,15 @@ _PACKAGES = ("transformers", "torch")
 _RELATIVE = "Relative: the largest difference over the reference's largest value there, in float64 on the whole probe."
 
 
+def _packages() -> list[tuple[str, str]]:
+    """Return the packages of `_PACKAGES`, each with its version."""
+    return [(name, version(name)) for name in _PACKAGES]
+
+
+def _versions() -> list[str]:
+    return [f"versions  {', '.join(' '.join(package) for package in _packages())}"]
+
+
 def _some(names: Sequence[str]) -> str:
     """Tensors by name, at most so many, those of all layers together."""
     names = list(dict.fromkeys(re.sub(r"\bblocks\.\d+\.", "blocks.*.", name) for name in names))
@@ -54,7 +63,8 @@ def _some(names: Sequence[str]) -> str:
 
 def verification_report(result: Verification) -> RenderableType:
     """A row a prompt, then the two verdicts."""
-    lines = [part for line in verdict_lines(result) for part in whole_words(line, 80, 0, 10) or [line]]
+    lines = [*verdict_lines(result), *_versions()]
+    lines = [part for line in lines for part in whole_words(line, 80, 0, 10) or [line]]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     divergence = result.divergence
     if divergence is not None and divergence.first is not None:
@@ -165,7 +175,7 @@ def port_report(result: PortVerification) -> RenderableType:
     for cause in port_causes(result):
         first, *rest = indented(cause)
         lines += [f"cause     {first.strip()}", *rest]
-    lines += [f"note: {note}" for note in result.notes]
+    lines += [*(f"note: {note}" for note in result.notes), *_versions()]
     parts: list[RenderableType] = [_prompt_table(result.prompts), Text(), *map(Text, lines)]
     if result.matches:
         start = max(next((i for i, m in enumerate(result.matches) if m.place.parts), 0) - 4, 0)
@@ -228,7 +238,7 @@ def _page(
 ) -> Page:
     """What the pages of checkpoints and ports share."""
     worst = max((each.maximum for each in result.prompts), key=lambda value: math.inf if math.isnan(value) else value)
-    packages = [(name, version(name)) for name in _PACKAGES]
+    packages = _packages()
     machine = (("Python", platform.python_version()), ("machine", platform.machine()))
     probe = Table("Logits by input", _PROBE, tuple(map(_prompt_cells, result.prompts)))
     words = "Largest and mean absolute difference of logits, KL divergence in nats per token, same likeliest token."

@@ -7,6 +7,8 @@ A mark in front of a fenced block says what it is:
     <!-- runs -->                           commands that succeed, without what they print; "runs 3" likewise
     <!-- file: my_port.py -->               a file that the commands after it find
     <!-- python -->                         code that runs, and whose asserts hold
+    <!-- setup -->                          lines that install gptkit or run a target of make, which no test repeats;
+                                            `unknown_setup` says which of them name nothing that there is
 
 Figures that another processor rounds otherwise are not compared (`comparable`). What a command prints anew:
 `python tests/shown.py README.md docs/tutorial.md …` writes it into the pages.
@@ -18,6 +20,7 @@ import re
 import shlex
 import sys
 import tempfile
+import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
@@ -26,14 +29,16 @@ from pathlib import Path
 from unittest import mock
 
 MARK = re.compile(
-    r"^<!-- (?P<kind>output|runs|file|python)(?: (?P<code>\d+))?(?:: (?P<what>[^\n]*))? -->\n"
+    r"^<!-- (?P<kind>output|runs|file|python|setup)(?: (?P<code>\d+))?(?:: (?P<what>[^\n]*))? -->\n"
     r"(?P<fence>```+)(?P<info>[^\n`]*)\n(?P<body>.*?)(?P=fence)$",
     re.M | re.S,
 )
+ROOT = Path(__file__).parents[1]
 MORE = "…"
 """The last line of an output of which only the beginning is shown."""
 
-DECIMAL, NUMBER = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+", r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
+DECIMAL = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+(?:\.\d+)*(?:\+\w+)?"  # of versions too
+NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
 MEASURED = {"eval": DECIMAL, "swap": DECIMAL, "verify": DECIMAL, "diff": NUMBER, "train": NUMBER}
 """Of these commands what is measured: whatever has a decimal point; of `diff` ranks too, of `train` everything."""
 
@@ -66,7 +71,7 @@ def shown(text: str) -> list[Shown]:
     found = [
         Shown(m["kind"], m["what"] or "", int(m["code"] or 0), m["body"], m.span("body")) for m in MARK.finditer(text)
     ]
-    marks = len(re.findall(r"^<!-- (?:output|runs|file|python)\b", text, re.M))
+    marks = len(re.findall(r"^<!-- (?:output|runs|file|python|setup)\b", text, re.M))
     assert len(found) == marks, f"{marks} marks, {len(found)} of them before a block"
     for each in found:
         if each.kind == "output":
@@ -103,6 +108,22 @@ def comparable(text: str, command: str) -> list[str]:
     return [" ".join(line.split()) for line in lines]  # a figure more or less moves the column behind it
 
 
+def unknown_setup(text: str) -> list[str]:
+    """The lines that are neither a target of the Makefile nor pip's installation of this project with known extras."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    unknown = []
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["make"] and len(words) == 2 and words[1] in targets:
+            continue
+        installed = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", words[-1]) if words else None
+        known = installed and set((installed[1] or "").split(",")) <= {"", *extras}
+        if words and not (words[:-1] == ["pip", "install", "-c", "constraints.txt"] and known):
+            unknown.append(line)
+    return unknown
+
+
 def agrees(printed: str, block: Shown) -> bool:
     """Whether a block shows what its command printed, or how that begins."""
     command = block.what.removeprefix("gptkit ")
@@ -122,7 +143,9 @@ def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
     """
     names: dict[str, object] = {"__name__": "page"}
     for each in page:
-        if each.kind == "file":
+        if each.kind == "setup":
+            assert not (wrong := unknown_setup(each.body)), wrong
+        elif each.kind == "file":
             Path(each.what).write_text(each.body)
         elif each.kind == "python":
             printed = io.StringIO()

@@ -1,27 +1,36 @@
-"""What the README shows is what the commands print."""
+"""Every block of the README runs as written, in its order, from an empty folder, and prints what is shown."""
 
+import re
 from pathlib import Path
 
-import pytest
-from helpers.covering import exhaustive
-from shown import agrees, run, shown
+from shown import agrees, run, shown, unknown_setup
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCKS = [each for each in shown(README.read_text()) if each.kind == "output"]
+BLOCKS = shown(README.read_text())
 
 
-def test_the_readme_shows_outputs():
-    assert len(BLOCKS) == README.read_text().count("<!-- output") >= 2
+def test_every_block_is_marked() -> None:
+    """A block without a mark would not run."""
+    assert README.read_text().count("\n```") == 2 * len(BLOCKS)
+    assert {block.kind for block in BLOCKS} >= {"setup", "output", "runs", "python"}
 
 
-def cost(block):
-    """A fit on a text takes seconds, and is left to `make test-all`."""
-    return pytest.param(block, id=block.what, marks=exhaustive if "--attention" in block.what else ())
-
-
-@pytest.mark.parametrize("block", [cost(each) for each in BLOCKS])
-def test_output_is_the_real_one(block, tmp_path, monkeypatch):
+def test_every_block_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """From an empty folder, one after the other, as a reader would copy them."""
     monkeypatch.chdir(tmp_path)
-    ((_, _, code, printed),) = run([block])
-    assert code == block.code, printed
-    assert agrees(printed, block), printed
+    for block, command, code, printed in run(BLOCKS):
+        assert code == block.code, f"gptkit {command} exits with {code}\n{printed}"
+        if block.kind == "output":
+            assert agrees(printed, block), f"gptkit {command} prints\n{printed}\nmake shown writes it into the page"
+
+
+def test_a_command_that_is_left_out_of_a_block_is_noticed() -> None:
+    """Every line of a block of commands is a command of gptkit, so that none is passed over."""
+    for block in BLOCKS:
+        if block.kind == "runs":
+            assert len(block.commands) == len(re.findall(r"\S.*", block.body)), block.body
+
+
+def test_setup_that_names_nothing_is_reported() -> None:
+    lines = ["make tset", "pip install gptkit", 'pip install -c constraints.txt ".[htlm]"', "curl x | sh"]
+    assert unknown_setup("\n".join([*lines, "make test  # all", 'pip install -c constraints.txt ".[html]"'])) == lines
