@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call
-from helpers.covering import exhaustive, few
+from helpers.covering import few
 
 from gptkit.errors import InvalidInput, UsageError
 from gptkit.parity.port import load_port, verify_port
+from gptkit.parity.port_causes import PADDING
 from gptkit.report.verification import port_causes
 
 PORT = '''
@@ -77,7 +78,7 @@ class Port(nn.Module):
         self.norm = Norm()
         self.out = nn.Linear(D, C["vocab_size"], bias=False)
 
-    def forward(self, ids):
+    def forward(self, {takes}):
         x = self.tok(ids)
         for layer in self.layers:
             x = layer(x)
@@ -101,6 +102,17 @@ def build():
             layer.w3.weight.copy_(w[p + "mlp.{up}_proj.weight"])
             layer.w2.weight.copy_(w[p + "mlp.down_proj.weight"])
     return port
+
+
+class Bare(nn.Module):
+    """A port whose own modules are hidden in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [build()]
+
+    def forward(self, ids):
+        return self.hidden[0].to(torch.get_default_dtype())(ids)
 
 
 def nothing():
@@ -130,6 +142,7 @@ RIGHT = {
     "first": COS_SIN[0],
     "second": COS_SIN[1],
     "roped": "self.rope(q), self.rope(k)",
+    "takes": "ids",
     "tables": "x.dtype",
     "spread": "t.repeat_interleave(H // KV, dim=1)",
 }
@@ -203,14 +216,58 @@ def test_a_wrong_port_is_told_where(port, mistake):
     assert result.causes[0].left <= result.allowed
 
 
-@exhaustive
-def test_of_two_mistakes_the_first_is_told_by_what_it_computes_there(port):
-    changes = WRONG["queries"][0] | WRONG["activation"][0]
-    result = verify_port("sample:llama", port("port_with_two", **changes))
-    told = {made.mistake: made for made in result.causes}
-    assert set(told) == {"RoPE on queries alone"}
-    assert not told["RoPE on queries alone"].explains
-    assert result.allowed < told["RoPE on queries alone"].left < result.functions * 2
+UNMASKED = {"takes": "ids, attention_mask=None"}
+"""A port that takes a mask and does not use it."""
+
+
+def test_padding_that_is_ignored_is_a_cause(port):
+    result = verify_port("sample:llama", port("port_without_mask", **UNMASKED))
+    assert result.verdict == "different"
+    assert [(made.mistake, made.explains, made.also) for made in result.causes] == [(PADDING, True, "")]
+    assert result.first is None
+    (line,) = port_causes(result)
+    assert line == f"{PADDING}: the reference with this mistake computes what yours does"
+
+
+@few(1)
+@pytest.mark.parametrize("mistake", ["rope", "eps", "queries", "activation"])
+def test_ignored_padding_hides_no_other_mistake(port, mistake):
+    changes, place, cause = WRONG[mistake]
+    result = verify_port("sample:llama", port(f"unmasked_{mistake}", **changes, **UNMASKED))
+    assert result.first is not None
+    assert result.first.place.label.startswith(place)
+    assert [(made.mistake, made.explains, made.also) for made in result.causes] == [(cause, True, PADDING)]
+
+
+@few(1)
+@pytest.mark.parametrize(
+    "mistakes", [("queries", "activation"), ("eps", "gate"), ("rope", "eps"), ("tiled", "activation"), ("sign", "base")]
+)
+@pytest.mark.parametrize("masked", [{}, UNMASKED], ids=["no mask", "mask ignored"])
+def test_two_mistakes_are_found_together(port, mistakes, masked):
+    both = {key: value for mistake in mistakes for key, value in WRONG[mistake][0].items()}
+    result = verify_port("sample:llama", port("port_with_" + "_and_".join(mistakes), **both, **masked))
+    (made,) = result.causes
+    assert made.explains
+    assert made.left <= max(result.allowed, 1e-5 * result.functions)
+    named = {made.mistake, *made.also.split(", ")} - {PADDING}
+    assert named == {WRONG[mistake][2] for mistake in mistakes}
+    assert (PADDING in made.also) == bool(masked)
+
+
+def test_a_port_without_modules_has_nothing_to_compare(port, tmp_path):
+    """No component is called wrong and no cause is made up: the notes say that there is nothing to look at."""
+    bare = port("bare_port", **WRONG["rope"][0]).replace("build", "Bare")
+    result = verify_port("sample:llama", bare)
+    assert result.verdict == "different"
+    assert (result.matches, result.first) == ((), None)
+    assert any("nothing to compare component by component" in note for note in result.notes)
+    assert [(made.mistake, made.explains) for made in result.causes] == [(WRONG["rope"][2], True)]
+    page = tmp_path / "page.html"
+    run = call("verify", "sample:llama", "--against", bare, "--html", str(page))
+    assert run.exit_code == 3, run.output
+    assert "place" not in {line.split()[0] for line in run.stdout.splitlines() if line}
+    assert "The components were not compared" in page.read_text()
 
 
 @pytest.mark.exhaustive
