@@ -1,15 +1,19 @@
 """How many parameters a tree has, by component and layer. Reads shapes alone: no weights, no torch."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..components import Block, ModelSpec, Parameter
 from ..components import operations as ops
 from ..display import Record, Shown
+
+if TYPE_CHECKING:
+    from ..architectures import Architecture
 
 _VOCABULARY_SIDE = ("embedding", "positions", "head")
 """Components that grow with the vocabulary or the context, not with what is computed between them."""
@@ -114,6 +118,23 @@ def count(spec: ModelSpec, size: Callable[[Parameter], int] | None = None) -> Pa
         outside=dict(outside),
         tied=spec.tied,
         active=by_component.total() - idle,
+    )
+
+
+def buffers(spec: ModelSpec, architecture: "Architecture | None") -> int:
+    """Return how many of a tree's numbers transformers stores as buffers, which it does not count as parameters.
+
+    0 where no architecture is given, since only a family's tensors say what transformers' modules are.
+    """
+    names = {name for leaf in (architecture.leaves if architecture else ()) if leaf.buffer for name in leaf.names}
+    if not names:
+        return 0
+    blocks = Counter(spec.blocks)  # those alike are counted once
+    repeats = [*blocks.values()]
+    return sum(
+        parameter.count * (1 if parameter.layer is None else repeats[parameter.layer])
+        for parameter in msgspec.structs.replace(spec, blocks=tuple(blocks)).parameters()
+        if re.sub(r"^blocks\.\d+\.", "blocks.{layer}.", parameter.name) in names
     )
 
 

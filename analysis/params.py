@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..architectures import ARCHITECTURES
 from ..architectures.config import read_config_file
 from ..components import ModelSpec, Parameter
 from ..converter.outline import Outline, outline
@@ -23,7 +24,7 @@ from ..errors import GptkitError, UnknownFamily
 from .costs import usual_context
 from .figures import Asked, Figures, common_context, figures_of, fits
 from .named import Named, by_class, by_names
-from .parameters import ParameterCount, count
+from .parameters import ParameterCount, buffers, count
 from .sizes import check_sizes
 
 if TYPE_CHECKING:
@@ -112,6 +113,14 @@ class ModelCount(Shown):
         """Raises UsageError: the family is unknown, and `named` has what there is to count."""
         return count(self.spec)
 
+    @cached_property
+    def buffers(self) -> int:
+        """How many of these numbers transformers stores as buffers and does not count as parameters.
+
+        For example the biases of the choice of experts of DeepSeek-V3. 0 for a tree of no family.
+        """
+        return 0 if self.tree is None else buffers(self.tree, ARCHITECTURES.get(self.family))
+
     def __repr__(self) -> str:
         return f"<{self.name}: {repr(self.count if self.named is None else self.named.count)[1:]}"
 
@@ -120,17 +129,17 @@ class ModelCount(Shown):
 
         Always: model, family ("" for none), total, active (what one token meets of a mixture), embedding_positions_head
         (the three components together, a tied head once), non_embedding (all others), tied, layers, components,
-        by_layer, revision, notes. With `tensors`, each by its shared name: name, component, layer (null outside),
-        shape, parameters. Where it was asked for: stored (dtypes and bytes in the files); swap (of, steps, guarantee,
-        notes); weights (dtype, bytes by component and in total); kv_cache, a list as `CacheSize`; flops: next_token by
-        component, prefill and training_step as `Flops` and `TrainingFlops`; memory: inference and training as `Memory`
-        and `TrainingMemory`, and formats, bytes of the weights by format; explained as `Explained`, gpu as `Fits`,
-        parallel as `Split`. In place of what a table of positions is too short for stands {"context": …, "impossible":
-        why}.
+        by_layer, buffers (those of the total that transformers does not count), revision, notes. With `tensors`, each
+        by its shared name: name, component, layer (null outside), shape, parameters. Where it was asked for: stored
+        (dtypes and bytes in the files); swap (of, steps, guarantee, notes); weights (dtype, bytes by component and in
+        total); kv_cache, a list as `CacheSize`; flops: next_token by component, prefill and training_step as `Flops`
+        and `TrainingFlops`; memory: inference and training as `Memory` and `TrainingMemory`, and formats, bytes of the
+        weights by format; explained as `Explained`, gpu as `Fits`, parallel as `Split`. In place of what a table of
+        positions is too short for stands {"context": …, "impossible": why}.
         """
         counted = self.count if self.named is None else self.named
         data = {"model": self.name, "family": self.family, **counted.as_json()}
-        data |= {"revision": self.revision, "notes": list(self.notes)}
+        data |= {"buffers": self.buffers, "revision": self.revision, "notes": list(self.notes)}
         if tensors:
             names = {**dict.fromkeys(("name", "component", "layer", "shape")), "parameters": "count"}
             data["tensors"] = [

@@ -33,9 +33,9 @@ class Leaf:
     runs it, and `{use}` how many layers before that run any.
 
     `when` narrows it to the blocks it is for, where a family names one thing differently in its variants; `beside` and
-    `unless` do so by a shared tensor that the tree must have, or must not have. `buffer`: transformers does not count
-    it among the parameters. `value`: which of the values that transformers' module returns is what the component
-    computes.
+    `unless` do so by a shared tensor that the tree must have, or must not have. `buffer`: transformers' module stores
+    it as a buffer, which it does not count among the parameters. `value`: which of the values that transformers' module
+    returns is what the component computes.
     """
 
     checkpoint: str

@@ -132,6 +132,8 @@ def _one(page: Layout, model: ModelCount, dtype: str | None) -> RenderResult:
         row("", ("", "", sheets.binary(weights.total), ""), "bold")
     without, active = (None, None) if weights is None else (weights.non_embedding, weights.active)
     row("no embedding", figures("without embedding, positions and head", count.non_embedding, without), "dim", True)
+    if model.buffers:
+        row("buffers", figures("stored too; transformers does not count them", model.buffers, None), "dim")
     if count.active != count.total:
         row("active", figures("used per token", count.active, active), "dim")
     runs = layer_ranges(count.by_layer)

@@ -62,7 +62,10 @@ _AFMOE = _DECODER.architecture(
     "afmoe",
     "AfmoeForCausalLM",
     mixed_leaves(
-        _MODULES, leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_PLACES, **ENDS}), choice=T + "mlp.expert_bias"
+        _MODULES,
+        leaves_of({**EMBEDDING, **ATTENTION, **FEED_FORWARD, **_PLACES, **ENDS}),
+        choice=T + "mlp.expert_bias",
+        buffer=False,
     ),
     released="2025-12",
     config_aliases={"num_experts": ("num_local_experts",)},

@@ -71,7 +71,10 @@ _ERNIE4_5_MOE = _DECODER.architecture(
     "Ernie4_5_MoeForCausalLM",
     by_name(
         mixed_leaves(
-            {**ROUTED, **shared("shared_experts")}, choice=_CORRECTION, layout=Layout("one experts", "(one experts)")
+            {**ROUTED, **shared("shared_experts")},
+            choice=_CORRECTION,
+            layout=Layout("one experts", "(one experts)"),
+            buffer=False,
         ),
         _HELD,
     ),

@@ -79,7 +79,7 @@ _LFM2_MOE = _DECODER.architecture(
             *lfm2.MIXERS,
             *leaves_of(lfm2.FEED_FORWARD),
             *leaves_of(_ROUTED),
-            Leaf(T + "feed_forward.expert_bias", B + "feed_forward.choice.bias"),
+            Leaf(T + "feed_forward.expert_bias", B + "feed_forward.choice.bias", buffer=True),
             *lfm2.NORMS,
             *lfm2.ENDS,
         ),

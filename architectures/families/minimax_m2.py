@@ -40,7 +40,9 @@ _NORMS = {name: ours for name, ours in ATTENTION.items() if "_norm" in name}
 _MINIMAX_M2 = _DECODER.architecture(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
-    by_name((*mixtral.LEAVES, *leaves_of(_NORMS), Leaf(_CORRECTION, B + "feed_forward.choice.bias")), _HELD),
+    by_name(
+        (*mixtral.LEAVES, *leaves_of(_NORMS), Leaf(_CORRECTION, B + "feed_forward.choice.bias", buffer=True)), _HELD
+    ),
     released="2025-10",
     token_ids={"bos_token_id": 200034, "eos_token_id": 200020},
     config_aliases={"num_local_experts": ("num_experts",)},

@@ -203,7 +203,7 @@ _NEMOTRON_H = Architecture(
                 *leaves_of({f"{_M}shared_experts.{name}": f"{B}feed_forward.shared.{name}" for name in _UP_DOWN}),
                 *leaves_of({f"{_M}{name}_latent_proj": f"{B}feed_forward.latent.{ours}" for name, ours in _LATENT}),
                 *leaves_of({_M + "gate": B + "feed_forward.router"}),
-                Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias"),
+                Leaf(_M + "gate.e_score_correction_bias", B + "feed_forward.choice.bias", buffer=True),
                 *leaves_of({"backbone.norm_f": "final_norm"}),
             ),
             _STACKED,

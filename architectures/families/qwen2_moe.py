@@ -46,12 +46,14 @@ def mixed_leaves(
     *,
     choice: str = "",
     layout: Layout = IDENTITY,
+    buffer: bool = True,
 ) -> tuple[Leaf, ...]:
     """The leaves of a family that has those of dense layers, and such modules in the others; `choice` is the name of
-    what the choice of experts is biased with, and `layout` how it lies. Where transformers' modules have other names
-    than the files, `stacked` has them, since they decide the order.
+    what the choice of experts is biased with, `layout` how it lies, and `buffer` whether transformers' module has it as
+    a buffer. Where transformers' modules have other names than the files, `stacked` has them, since they decide the
+    order.
     """
-    biased = (Leaf(choice, B + "feed_forward.choice.bias", layout),) if choice else ()
+    biased = (Leaf(choice, B + "feed_forward.choice.bias", layout, buffer=buffer),) if choice else ()
     return by_name((*leaves, *leaves_of(modules), *biased), stacked)
 
 
