@@ -186,9 +186,10 @@ def aspect_ratio(budget: int) -> float:
 
 def usual_vocabulary(budget: int) -> int:
     """Return how many tokens a model of a size has where nobody says: 32,000 as LLaMA, and below 10M parameters a power
-    of two, so that the table of tokens leaves most parameters to the layers; 256 at least, which are bytes.
+    of two, so that the table of tokens leaves most parameters to the layers. 320 is the least: a multiple of 64 with
+    room for the 256 bytes and the end of a text.
     """
-    return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 256)
+    return 32_000 if budget >= SMALL else max(2 ** int(math.log2(budget / 1_024)), 320)
 
 
 def _widths(budget: int) -> Iterator[int]:

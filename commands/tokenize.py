@@ -14,7 +14,9 @@ def tokenize(
     ),
     *,
     tokenizer: str | None = option(
-        "MODEL", "Take this model's tokenizer, or a tokenizer.json; without one, a byte-level BPE is trained."
+        "MODEL",
+        "Take this model's tokenizer, a tokenizer.json, or bytes (a token for each byte). Without it, a byte-level "
+        "BPE is trained.",
     ),
     vocabulary: int | None = option("N", "How many tokens one that is trained has at most; by default 4,096."),
     force: bool = FORCE,

@@ -70,7 +70,9 @@ def train(
     clip: float = option("NORM", "Cut each gradient to this norm; 0 leaves it.", _HOW, default=1.0, min=0),
     accumulate: int = option("N", "Compute each step in N parts, for less memory.", _HOW, default=1, min=1),
     held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
-    tokenizer: str | None = option("MODEL", "Take this tokenizer for texts; by default the model's own.", _HOW),
+    tokenizer: str | None = option(
+        "MODEL", "Take this tokenizer for texts, or bytes (a token for each byte); by default the model's own.", _HOW
+    ),
     no_document_mask: bool = flag("--no-document-mask", "Let tokens look at other documents too.", _HOW),
     random: bool = flag("--random", "Draw random weights for a checkpoint's tree too.", _HOW),
     seed: int = option("N", "The seed of random weights and of the order of windows.", _HOW, default=0, min=0),

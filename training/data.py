@@ -49,7 +49,9 @@ TOKENS, DOCUMENTS, DESCRIPTION = "tokens.bin", "documents.bin", "tokens.json"
 _VOCABULARY = 4096
 """Tokens of a tokenizer that is trained where nobody says how many."""
 _END = "<|endoftext|>"  # what ends a document for a tokenizer that is trained here; its first token
-_SMALLEST = 257  # every byte, and `_END`
+SMALLEST = 257  # every byte, and `_END`
+BYTES = "bytes"
+"""Names the tokenizer that has no more than those."""
 _PIECE = 2**20  # bytes of text that are tokenised at once
 _SEAMS = tuple(re.compile(rf"(?<=[^\W_])(?={end})") for end in ("\n", " "))
 _LETTER = "a"
@@ -288,20 +290,24 @@ def _train(texts: Iterable[str], vocabulary: int) -> bytes:
 def _tokenizer_files(
     texts: Sequence[Text], named: str | Path | None, vocabulary: int | None, offline: bool
 ) -> dict[str, bytes]:
-    """The files of a tokenizer that is named, or of one that is trained on the texts."""
-    if named is None:
-        wanted = _VOCABULARY if vocabulary is None else vocabulary
-        if wanted < _SMALLEST:
-            hint = f"{_SMALLEST} at least: one for each byte and one that ends a text."
+    """The files of a tokenizer that is named, or of one that is trained on the texts.
+
+    `BYTES` names one whose tokens are the 256 bytes and the end of a text.
+    """
+    if vocabulary is not None and named is not None:
+        raise UsageError("a vocabulary is for a tokenizer that is trained", "Leave out --vocabulary, or --tokenizer.")
+    if named is None or named == BYTES:
+        wanted = SMALLEST if named == BYTES else _VOCABULARY if vocabulary is None else vocabulary
+        if wanted < SMALLEST:
+            hint = f"{SMALLEST} at least: one for each byte and one that ends a text."
             raise UsageError(f"a vocabulary of {wanted} is too small for a byte-level tokenizer", hint)
+        read = () if named == BYTES else (piece for text in texts for piece, _ in text.pieces())
         settings = {"bos_token": _END, "eos_token": _END, "clean_up_tokenization_spaces": False}
         return {
-            "tokenizer.json": _train((piece for text in texts for piece, _ in text.pieces()), wanted),
+            "tokenizer.json": _train(read, wanted),
             "tokenizer_config.json": json_bytes({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}),
             "generation_config.json": json_bytes({"bos_token_id": 0, "eos_token_id": 0}),
         }
-    if vocabulary is not None:
-        raise UsageError("a vocabulary is for a tokenizer that is trained", "Leave out --vocabulary, or --tokenizer.")
     path = Path(named)
     if path.is_file() and path.suffix == ".json":
         try:
@@ -345,8 +351,8 @@ def tokenize(
     Args:
         files: one or several, each a document in UTF-8, but of a .jsonl each line is one: an object with its `text`.
         out: the folder to make.
-        tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; where there is none, a byte-level BPE is
-            trained on the texts.
+        tokenizer: a model, whose tokenizer is taken, or a tokenizer.json; "bytes" is a tokenizer of 257 tokens, the
+            bytes and the end of a text. Without one, a byte-level BPE is trained on the texts.
         vocabulary: how many tokens one that is trained has at the most; by default 4,096.
         force: replace a folder that gptkit wrote.
         offline: use local files and the hub's cache only.

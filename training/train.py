@@ -32,6 +32,7 @@ from ..modules.generate import generate as generate_tokens
 from ..modules.load import as_array, build, load
 from ..modules.save import save
 from .data import (
+    SMALLEST,
     Progress,
     Stretch,
     TokenFile,
@@ -233,10 +234,10 @@ def train(
             if not scratch:  # what such weights have learnt of ids is of their own tokenizer's
                 require_tokenizer(found, model, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > tree.spec.vocab_size:
-            raise UsageError(
-                f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {tree.spec.vocab_size:,}",
-                f"gptkit tokenize FILE OUT --vocabulary {tree.spec.vocab_size} trains one that fits.",
-            )
+            size = tree.spec.vocab_size
+            message = f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {size:,}"
+            hint = f"gptkit tokenize FILE OUT --vocabulary {size} trains one that fits."
+            raise UsageError(message, hint if size >= SMALLEST else f"The smallest tokenizer has {SMALLEST} tokens.")
         require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, windows, documents_apart)
         family, _ = expressed(tree.spec)

@@ -425,7 +425,7 @@ def test_it_imports_neither_torch_nor_numpy() -> None:
 
 def test_the_command_has_the_function_s_vocabulary() -> None:
     assert recommend("quality", "7B").spec.vocab_size == VOCABULARY == recommend("quality", "10M").spec.vocab_size
-    assert recommend("quality", "260k").spec.vocab_size == usual_vocabulary(260_000) == 256
+    assert recommend("quality", "260k").spec.vocab_size == usual_vocabulary(260_000) == 320
     assert recommend("quality", "260k", vocab=512).spec.vocab_size == 512
 
 

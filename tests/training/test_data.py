@@ -32,6 +32,21 @@ def test_a_text_comes_back_and_ends(tmp_path: Path) -> None:
     assert found.as_json()["sources"][0]["bytes"] == PLAY.stat().st_size
 
 
+def test_bytes_are_a_tokenizer(tmp_path: Path) -> None:
+    """One token for each byte and one for the end, whatever the text."""
+    text = tmp_path / "text"
+    text.write_text("À la carte: naïve 東京 🙂\n\n  x")
+    found = tokenize([text], tmp_path / "out", tokenizer="bytes")
+    assert (found.vocabulary, found.tokens) == (257, len(text.read_bytes()) + 1)
+    ids = found.read(0, found.tokens)
+    assert found.load_tokenizer().decode(ids[:-1].tolist()) == text.read_text()
+    other = tokenize([PLAY], tmp_path / "play", tokenizer="bytes")
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert all((found.folder / name).read_bytes() == (other.folder / name).read_bytes() for name in names)
+    with pytest.raises(UsageError, match="a vocabulary is for a tokenizer that is trained"):
+        tokenize([text], tmp_path / "third", tokenizer="bytes", vocabulary=300)
+
+
 def test_documents_are_lines_and_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(words("one", "", "two three") + "\n")
     (tmp_path / "b.txt").write_text("four")
