@@ -197,10 +197,12 @@ _OF_KINDS = ("window", "chunked", "position", "temperature", "q_norm", "k_norm",
 
 
 def _other_kinds(back: bool) -> Apply:
-    """What layers see, and how positions enter, is as in the layer before, in the first one as in the last."""
+    """What layers with attention see, and how positions enter, is as in the one before, in the first as in the last."""
 
     def apply(spec: ModelSpec, weights: Weights) -> Mutant | None:
-        mixers: list[Any] = [block.mixer("attention") for block in spec.blocks]
+        attending = {layer: block.mixer("attention") for layer, block in enumerate(spec.blocks)}
+        attending = {layer: mixer for layer, mixer in attending.items() if mixer is not None}
+        mixers: list[Any] = [*attending.values()]
         if not all(hasattr(each, "window") and hasattr(each, "position") for each in mixers):
             return None
         if len({type(each) for each in mixers}) != 1:
@@ -212,8 +214,9 @@ def _other_kinds(back: bool) -> Apply:
             new = [replace(own, **each) for own, each in zip(mixers, fields, strict=True)]
             if any(own.weights() != each.weights() for own, each in zip(mixers, new, strict=True)):
                 return None
-            blocks = tuple(block.replaced(attention=each) for block, each in zip(spec.blocks, new, strict=True))
-            return replace(spec, blocks=blocks), dict(weights)
+            made = dict(zip(attending, new, strict=True))
+            blocks = (each.replaced(attention=made[i]) if i in made else each for i, each in enumerate(spec.blocks))
+            return replace(spec, blocks=tuple(blocks)), dict(weights)
         except ConfigError:  # heads of the one kind are not as wide as the other's positions
             return None
 

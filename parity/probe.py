@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import msgspec
@@ -234,12 +234,16 @@ def limited_to(a: ModelSpec, b: ModelSpec, probed: int, up_to: int | None) -> tu
 
 
 def _counterparts(a: ModelSpec, b: ModelSpec) -> list[tuple[Any, Any]]:
-    """The first mixer of one tree and of the other in the same layer; where there are not as many layers, every kind
-    that one alone has with every kind of the other.
+    """Return pairs of what knows positions or windows: of one tree and of the other at the same place of a layer.
+
+    Where there are not as many layers, every kind that one alone has with every kind of the other.
     """
-    first, second = ([block.sublayers[0].mixer for block in tree.blocks] for tree in (a, b))
-    if len(first) == len(second):
-        return list(dict.fromkeys(zip(first, second, strict=True)))
+    if len(a.blocks) == len(b.blocks):
+        alike = (zip_longest(*(block.sublayers for block in pair)) for pair in zip(a.blocks, b.blocks, strict=True))
+        mixers = (tuple(each and each.mixer for each in pair) for layer in alike for pair in layer)
+        return list(dict.fromkeys((x, y) for x, y in mixers if hasattr(x, "position") or hasattr(y, "position")))
+    every = ([part.mixer for block in tree.blocks for part in block.sublayers] for tree in (a, b))
+    first, second = ([mixer for mixer in mixers if hasattr(mixer, "position")] for mixers in every)
     if set(first) == set(second):
         return []
     kinds = [dict.fromkeys(each) for each in (first, second)]

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 import torch
 from helpers.covering import examples
-from helpers.families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, VARIANTS, Variant, spec_of
+from helpers.families import BLOOM, CONFIGS, GPT2, LLAMA, MISTRAL, REPRESENTATIVES, VARIANTS, Variant, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptkit.components import LearnedPositions, ModelSpec
-from gptkit.errors import UsageError
-from gptkit.parity.probe import AFFORDABLE, KEPT, Batch, limits, longest, probe, text_batch
+from gptkit.errors import ConfigError, UsageError
+from gptkit.parity.probe import AFFORDABLE, KEPT, Batch, limited_to, limits, longest, probe, text_batch
 
 replace = msgspec.structs.replace
 
@@ -174,3 +174,22 @@ def test_prompts_that_cannot_be_compared(ids: list[int], config: dict[str, Any],
 def test_a_prompt() -> None:
     batch = text_batch("KING", [5, 9], spec_of(CONFIGS["llama"]))
     assert (batch.name, batch.input_ids.tolist(), batch.attention_mask) == ("KING", [[5, 9]], None)
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_a_window_in_any_layer_limits_what_a_verdict_speaks_of(family: str) -> None:
+    """Whichever layers have attention, and whatever comes first in them."""
+    spec = spec_of(REPRESENTATIVES[family].config)
+    attending = [i for i, block in enumerate(spec.blocks) if getattr(block.mixer("attention"), "window", "") is None]
+    if not attending:
+        pytest.skip("no layer has attention without a window")
+    last = spec.blocks[attending[-1]]
+    mixer = last.mixer("attention")
+    try:
+        windowed = last.replaced(attention=replace(mixer, window=64))
+    except ConfigError:
+        pytest.skip("attention of this kind takes no window")
+    blocks = (*spec.blocks[: attending[-1]], windowed, *spec.blocks[attending[-1] + 1 :])
+    reach, words = limited_to(spec, replace(spec, blocks=blocks), 32, None)
+    assert reach == 64
+    assert "windows of none and 64 tokens" in words[0]
