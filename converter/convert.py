@@ -21,6 +21,7 @@ from ..errors import UsageError, shown
 from ..version import __version__
 from . import fp8
 from .checkpoint import Checkpoint, identity_leaves, open_checkpoint, stated_dtype
+from .companions import companions_in
 from .distributed import team, together
 from .dtypes import HF_NAMES, parse_dtype, to_float64, widest
 from .formats import Request, format_named
@@ -29,7 +30,6 @@ from .names import CONFIG, LOCAL_CONFIG, json_bytes
 from .resolve import Reference, identify
 from .targets import FORMATS, Target
 from .targets import target as parsed
-from .tokenizer import token_files
 from .transfer import Transferred, jobs_of, memory_of
 from .tree import Origin, described_tree
 from .weights import Stored, own_leaves
@@ -85,7 +85,7 @@ def plan_output(
     for "hf" of a tree that never had a family.
     """
     to, more = parsed(to), [leaf for leaves in (carried or {}).values() for leaf in leaves]
-    beside = token_files(folder) if folder is not None else []
+    beside = companions_in(folder) if folder is not None else []
     if to.kind == "local":
         data = described_tree(spec, origin, HF_NAMES[compute_dtype])
         small = {**(texts or {}), LOCAL_CONFIG: json_bytes(data)}
@@ -182,7 +182,7 @@ def plan_conversion(
     if to.kind in FORMATS:
         fmt = format_named(to.kind)
         assert fmt.plan is not None
-        beside = () if folder is None else tuple(token_files(folder))
+        beside = () if folder is None else tuple(companions_in(folder))
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     if dtype is not None and dtype.lower() == "q8_0":
         raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")

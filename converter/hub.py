@@ -27,8 +27,8 @@ from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_download
 
 from ..architectures.config import MAX_CONFIG_BYTES
 from ..errors import CheckpointError, GptkitError, InvalidInput, Offline
+from .companions import MOST_BYTES, UNLISTED, travelling
 from .names import CONFIG, INDEX, PICKLE_INDEX, PICKLE_SINGLE, SINGLE, is_plain
-from .tokenizer import TOKEN_FILES, travels
 from .tokenizer_process import MAX_BYTES
 
 _library: Any = utils  # its documented names, which its stubs leave out
@@ -73,7 +73,7 @@ class _Answer(msgspec.Struct):
 @dataclass(slots=True)
 class Repository:
     """A repository at a commit, as it was asked for (revision None: the default branch). online: whether files may be
-    fetched. files: at its top level, None where the hub lists none; offline, the cache's.
+    fetched. files: at its top level, None where the hub lists none; offline, the cache's. nested: those of folders.
     """
 
     repo: str
@@ -83,6 +83,7 @@ class Repository:
     files: Mapping[str, _File] | None = None
     notes: list[str] = field(default_factory=list)
     why_offline: str = "the network is off limits"
+    nested: Mapping[str, _File] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
@@ -115,8 +116,9 @@ class Repository:
             raise Offline(f"{self} is not in the local cache, and {why}", WAY_ON)
         # The cache names a snapshot's folder by its commit.
         commit, files = config.parent.name, {path.name: _File() for path in config.parent.iterdir()}
+        nested = {path.relative_to(config.parent).as_posix(): _File() for path in config.parent.glob("*/*")}
         notes = [f"{why}: {self} is read from the cache, at commit {commit}"] if self.online else self.notes
-        return Repository(self.repo, self.revision, commit, False, files, [*notes], why)
+        return Repository(self.repo, self.revision, commit, False, files, [*notes], why, nested)
 
     def list_files(self) -> None:
         """Ask once for the names of all files; where the hub does not tell, `has` asks for each by itself."""
@@ -124,8 +126,10 @@ class Repository:
             return
         try:
             # Names are somebody else's text, and become file names: only plain ones count.
-            files = {x.rfilename: x for x in self.siblings() if is_plain(x.rfilename)}
+            every = {x.rfilename: x for x in self.siblings()}
+            files = {name: file for name, file in every.items() if is_plain(name)}
             self.files = files if CONFIG in files else None
+            self.nested = {name: file for name, file in every.items() if "/" in name and _is_nested(name)}
         except Offline:
             raise
         except Exception as error:  # a mirror may answer anything at an address that it does not have
@@ -165,9 +169,12 @@ class Repository:
         path, size = self._cached(name, revision), self.size(name)
         return None if path is None or (size is not None and path.stat().st_size != size) else path
 
+    def _file(self, name: str) -> _File:
+        return (self.files or {}).get(name) or self.nested.get(name) or _File()
+
     def size(self, name: str) -> int | None:
         """The bytes of a file, as far as the listing says."""
-        size = (self.files or {}).get(name, _File()).size
+        size = self._file(name).size
         return size if size is not None and size >= 0 else None
 
     def fetch(self, name: str) -> Path | None:
@@ -186,7 +193,7 @@ class Repository:
                 if isinstance(error, errors.LocalEntryNotFoundError):  # "no connection", in spite of its name
                     raise
                 return None
-        self.require_commit(name, path.parent.name)
+        self.require_commit(name, path.parents[name.count("/")].name)
         return path
 
     def require_commit(self, name: str, commit: str) -> None:
@@ -239,7 +246,7 @@ class Repository:
         blobs = None if config is None else config.parent.parent.parent / "blobs"
         needed = 0
         for name in names:
-            size, file = self.size(name), self.files.get(name, _File())
+            size, file = self.size(name), self._file(name)
             # A commit that changed another file: the bytes are there, under the blob's name.
             blob = str(file.blobId if file.lfs is None else file.lfs.get("sha256"))
             shared = blobs is not None and _BLOB.fullmatch(blob) is not None and (blobs / blob).exists()
@@ -350,6 +357,11 @@ def stated_length(response: Any) -> int | None:
     return int(length) if length.isdecimal() else None
 
 
+def _is_nested(name: str) -> bool:
+    """Whether this names a file in folders, each of which is a plain name."""
+    return all(map(is_plain, name.split("/")))
+
+
 def gather(
     repository: Repository, check: Callable[[Path], object], *, weights: bool, companions: bool, allow_pickle: bool
 ) -> Path:
@@ -359,8 +371,10 @@ def gather(
     if weights or companions:
         repository.list_files()
     # Where nothing is listed, they are asked for one by one.
-    known = [name for name in TOKEN_FILES if "*" not in name] if repository.files is None else sorted(repository.files)
-    small = [*filter(travels, known)] if companions else []
+    small: list[str] = []
+    if companions:
+        listed = None if repository.files is None else travelling([*repository.files, *repository.nested])
+        small = [*UNLISTED] if listed is None else [n for n in listed if (repository.size(n) or 0) <= MOST_BYTES]
     if {SINGLE, INDEX} <= (repository.files or {}).keys() and (weights or companions):
         small.append(INDEX)  # which some producers write beside one file, and which is to come back
     large = repository.weight_names(allow_pickle) if weights else []

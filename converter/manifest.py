@@ -111,7 +111,9 @@ def check_manifest(folder: Path) -> list[str]:
     listed = cast("dict[str, object]", record["files"])
     found = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
     problems = [problem for each in found for problem in each]
-    return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in listed]
+    kept = record.get("kept")  # the user's files, which came along when the folder was replaced
+    expected = {*listed, *(kept if isinstance(kept, list) else ())}
+    return problems + [f"{name} is not in the manifest" for name in sorted(walk(folder)) if name not in expected]
 
 
 def _check_file(folder: Path, name: str, entry: object) -> list[str]:

@@ -3,13 +3,15 @@
 Everything is written into a sibling `.<name>.partial-<pid>-<random>` and fsynced, the manifest last; one rename then
 makes it the target, which until then stays as it was. Who holds the target's lock knows that every partial folder of it
 is an orphan: one of the same work is taken over, with what its journal says is finished and still has its sha256; any
-other is swept. A target that is one file (a GGUF) is made in such a folder too, without a manifest.
+other is swept. Of a folder that is replaced, files that are not part of its checkpoint are kept: they are linked into
+the new one before it is published. A target that is one file (a GGUF) is made in such a folder too, without a manifest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import hashlib
 import json
 import logging
@@ -26,7 +28,8 @@ from typing import TypeGuard
 import msgspec
 
 from ..errors import GptkitError, UsageError
-from .files import at_once, failed, fsync, locked, open_own, seal, sha256_file, write_all, write_bytes
+from .companions import free_name, is_checkpoints
+from .files import at_once, copy_file, failed, fsync, locked, open_own, seal, sha256_file, write_all, write_bytes
 from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
 
 _log = logging.getLogger(__name__)
@@ -121,12 +124,14 @@ class Staging:
         spares hashing those again. Raises GptkitError, UsageError: the target is then as it was, or new and complete.
         """
         path = self.path
-        if clash := {"schema_version", "files"} & manifest.keys():
+        if clash := {"schema_version", "files", "kept"} & manifest.keys():
             raise ValueError(f"the manifest's own keys cannot be passed in: {sorted(clash)}")
         try:
             listed = _list_files(path, {**self.finished, **self._known, **(files or {})})
             if self.single is None:
+                kept = self._keep(path)
                 record = {"schema_version": SCHEMA_VERSION, **manifest, "files": listed}
+                record |= {"kept": kept} if kept else {}
                 text = (json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
                 write_bytes(path / MANIFEST, text)
                 if seal(path / MANIFEST) != len(text):
@@ -144,6 +149,25 @@ class Staging:
                 _remove(old)
         except OSError as error:
             raise failed("publish", self.target, error) from error
+
+    def _keep(self, path: Path) -> list[str]:
+        """Put what is the user's in the folder that is replaced into the new one; return its names there.
+
+        Files are linked, so that nothing is copied and what a program still writes is not lost. A file whose name the
+        new checkpoint has is kept as NAME.old. Raises OSError.
+        """
+        kept, renamed = [], []
+        for name in users_files(self.target) if self.target.is_dir() and not self.target.is_symlink() else ():
+            source, new = self.target / name, _free(path, name)
+            if new != name:
+                if _same_bytes(source, path / name):
+                    continue
+                renamed.append(f"{name} as {new}")
+            _link(source, path / new)
+            kept.append(new)
+        if renamed:
+            _log.warning("%s: kept %s", self.target, ", ".join(renamed))
+        return kept
 
     def _rename(self, path: Path) -> Path | None:
         """Make `path`, or the one file in it, the target; returns the folder that is to be removed now, or None."""
@@ -222,6 +246,8 @@ class Staging:
                 why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
             raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
+        if single is None:
+            users_files(target)
 
     def _open(self) -> None:
         """Make the folder, or take over the one of this key; sweep the others. Raises OSError."""
@@ -275,6 +301,71 @@ class Staging:
             else:
                 _remove(path)
         self._stack.close()
+
+
+def users_files(folder: Path) -> list[str]:
+    """Return what is not the checkpoint's in a folder, by names relative to it: files, links and empty folders.
+
+    A file is the checkpoint's if loaders look for it (`is_checkpoints`), or if the manifest lists it and it still has
+    those bytes. Raises UsageError for a pipe, a socket or a device, which cannot be kept; OSError.
+    """
+    listed = manifest_of(folder).get("files")
+    listed = listed if isinstance(listed, dict) else {}
+    found = []
+    for at, folders, names in os.walk(folder):
+        here = Path(at)
+        links = [name for name in folders if (here / name).is_symlink()]
+        for path in (here / name for name in (*names, *links)):
+            name = path.relative_to(folder).as_posix()
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+                message = f"{path} is neither a file nor a folder, and would be lost"
+                raise UsageError(message, "Move it elsewhere first.")
+            if not is_checkpoints(name) and not _is_listed(path, listed.get(name)):
+                found.append(name)
+        if not folders and not names and here != folder:
+            found.append(here.relative_to(folder).as_posix())
+    return sorted(found)
+
+
+def _is_listed(path: Path, entry: object) -> bool:
+    """Whether a file is as the manifest's entry says."""
+    known = read_entry(entry)
+    if known is None or not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    record, nbytes = known
+    return path.stat().st_size == nbytes and sha256_file(path) == record.sha256
+
+
+def _free(folder: Path, name: str) -> str:
+    """The name under which something can be put into a folder: with `.old` behind the part that is taken."""
+    parts = name.split("/")
+    for at in range(1, len(parts) + 1):
+        part = folder.joinpath(*parts[:at])
+        if os.path.lexists(part) and (at == len(parts) or part.is_symlink() or not part.is_dir()):
+            taken = {entry.name for entry in part.parent.iterdir()}
+            parts[at - 1] = free_name(parts[at - 1], taken)
+            break
+    return "/".join(parts)
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and not one.is_symlink() and filecmp.cmp(one, other, shallow=False)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make a file, a link or an empty folder appear under another name too. Raises OSError, GptkitError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
+    elif source.is_dir():
+        target.mkdir()
+    else:
+        try:
+            target.hardlink_to(source)
+        except OSError:  # a file system without links, or a file of somebody else's
+            copy_file(source, target)
+            shutil.copystat(source, target)
 
 
 def require_place(target: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ..version import __version__
+from .companions import companions_in
 from .distributed import team
 from .names import CONFIG, json_bytes
 from .scan import Scan
-from .tokenizer import token_files
 from .tree import Origin
 from .weights import TensorFiles, own_leaves
 from .write import DEFAULT_SHARD_BYTES, plan
@@ -43,7 +43,7 @@ def rewrite(
     texts |= {} if config is None else {CONFIG: json_bytes(config)}
     homes = {new: weights.place(old)[0] for new, old in found.items()}
     dtypes = {new: weights.info[old][0] for new, old in found.items()}
-    planned = plan(leaves, dtypes, texts, token_files(files.folder), DEFAULT_SHARD_BYTES, homes)
+    planned = plan(leaves, dtypes, texts, companions_in(files.folder), DEFAULT_SHARD_BYTES, homes)
     staging = team().staging(Path(out), force)
     about = [(str(path), path.stat()) for path in source.files]
     staging.key = planned.digest(*((path, each.st_size, each.st_mtime_ns, each.st_ino) for path, each in about))

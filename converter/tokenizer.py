@@ -11,31 +11,16 @@ All of this runs in a process of its own (`tokenizer_process`).
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..architectures.config import parse_config_text, read_config_file
 from ..errors import InvalidInput, UsageError, shown
+from .companions import is_tokenizers
 from .confinement import Confined, libraries
 from .tokenizer_process import MAX_BYTES
 
-TOKEN_FILES = (
-    # the tokenizer: its one-file form with its settings, then the older forms (tokenizer.model.v3, …)
-    "tokenizer.json", "tokenizer.model", "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "spiece.model", "tekken.json", "*.tiktoken",
-    # ids that stand for something other than text; how the model is talked to
-    "token_mappings.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    # what the weights may be used for stays true of the converted ones; a README.md describes the original alone
-    "LICENSE", "LICENSE*", "NOTICE*",
-)  # fmt: skip
-"""Names of the files that travel with a checkpoint, as shell patterns.
-
-The plain names are all that can be asked of a hub that does not list a repository's files.
-"""
-
-_NEVER = ("*.py", "*.pkl", "*.pickle")  # code does not travel, whatever its name
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -232,19 +217,12 @@ def start_id(folder: Path, config: Mapping[str, Any] | None, texts: Mapping[str,
 
 
 def token_files(folder: Path) -> list[Path]:
-    """The files that travel with a checkpoint beside config.json and weights, in the order of their names."""
+    """The files of `companions.TOKEN_FILES` in a folder, in the order of their names. Raises InvalidInput."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
         raise InvalidInput(f"cannot read {folder}: {error.strerror}") from error
-    return [path for path in entries if travels(path.name) and path.is_file()]
-
-
-def travels(name: str) -> bool:
-    """Whether a file of that name is one of `TOKEN_FILES`."""
-    return any(fnmatchcase(name, pattern) for pattern in TOKEN_FILES) and not any(
-        fnmatchcase(name, pattern) for pattern in _NEVER
-    )
+    return [path for path in entries if is_tokenizers(path.name) and path.is_file()]
 
 
 def _read_json(path: Path, texts: Mapping[str, bytes] | None = None) -> dict[str, Any]:

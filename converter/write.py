@@ -22,6 +22,7 @@ from ..architectures import BoundLeaf
 from ..errors import CheckpointError
 from ..version import __version__
 from .block_file import Block, BlockFile
+from .companions import Companion
 from .dtypes import cast, widest
 from .files import copy_file, write_bytes
 from .manifest import FileRecord
@@ -91,12 +92,12 @@ class Plan:
 
     shards: tuple[Shard, ...]
     texts: Mapping[str, bytes]
-    companions: tuple[Path, ...]
+    companions: tuple[Companion, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk, all but the manifest's."""
-        files = sum(path.stat().st_size for path in self.companions)
+        files = sum(each.path.stat().st_size for each in self.companions)
         return sum(s.size for s in self.shards) + sum(len(t) for t in self.texts.values()) + files
 
     def digest(self, *about: object) -> str:
@@ -131,7 +132,7 @@ def plan(
     leaves: Sequence[BoundLeaf],
     dtypes: Mapping[str, str],
     texts: Mapping[str, bytes],
-    companions: Sequence[Path],
+    companions: Sequence[Companion],
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     homes: Mapping[str, Path] | None = None,
     otherwise: Mapping[str, Sequence[Entry]] = MappingProxyType({}),
@@ -224,9 +225,12 @@ def prepare(plan: Plan, staging: Staging) -> None:
     left = sum(shard.size for shard in plan.shards if shard.name not in staging.finished)
     staging.require_space(left + plan.nbytes - sum(shard.size for shard in plan.shards))
     for name, text in plan.texts.items():
+        (staging.path / name).parent.mkdir(exist_ok=True)
         write_bytes(staging.path / name, text)
-    for path in plan.companions:
-        copy_file(path, staging.path / path.name)
+    for companion in plan.companions:
+        target = staging.path / companion.name
+        target.parent.mkdir(exist_ok=True)
+        copy_file(companion.path, target)
 
 
 def writer(shard: Shard, staging: Staging) -> BlockFile:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..converter.checkpoint import Checkpoint, identity_leaves
+from ..converter.companions import companions_in
 from ..converter.convert import adapted, plan_conversion
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.outline import Outline
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, Target, target
-from ..converter.tokenizer import token_files
 from ..converter.transfer import transfer
 from ..converter.tree import Origin
 from ..converter.weights import Stored, Weights
@@ -158,4 +158,4 @@ def _tokenizer(folder: Path | None) -> dict[str, bytes]:
     if not folder.is_dir():  # since the model was loaded; its weights are worth more than that
         warnings.warn(f"{folder} is gone: the model is saved without its tokenizer", stacklevel=4)
         return {}
-    return {path.name: path.read_bytes() for path in token_files(folder)}
+    return {each.name: each.read_bytes() for each in companions_in(folder)}

@@ -14,6 +14,7 @@ from ..converter.resolve import Reference
 from ..converter.rewrite import rewrite
 from ..converter.scan import scan
 from ..errors import InvalidInput, UsageError, shown
+from .audits.companions import compare_companions
 from .audits.config import check_config
 from .audits.files import check_files
 from .audits.function import compare_function
@@ -138,6 +139,7 @@ RULES: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     check_reader,
     check_values,
     compare_with_source,
+    compare_companions,
     compare_function,
     ask_program,
 )

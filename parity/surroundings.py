@@ -11,8 +11,8 @@ import msgspec
 from ..components import ModelSpec, differences, without_rounding
 from ..components.ranges import number_ranges
 from ..converter.checkpoint import Checkpoint, TensorFiles
+from ..converter.companions import companions_in, is_licence
 from ..converter.dtypes import to_float64
-from ..converter.tokenizer import token_files
 from ..converter.vocabulary import Vocabulary
 from ..errors import InvalidInput
 
@@ -118,7 +118,7 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
                 found.append(FileChange(name, "b" if name not in ours else "a"))
             continue
         x, y = ours[name], theirs[name]
-        told = None if x == y else _told(name, x, y)
+        told = what_differs(name, x, y)
         if told or (told is not None and stored):
             found.append(FileChange(name, None, told))
     return found
@@ -126,22 +126,24 @@ def changed_files(a: TensorFiles, b: TensorFiles) -> list[FileChange]:
 
 def _texts(checkpoint: TensorFiles) -> Mapping[str, bytes]:
     """The small files of a checkpoint by name: in a GGUF, inside; else beside the weights. No licences."""
-    paths = [path for path in token_files(checkpoint.folder) if not path.name.upper().startswith(("LICENSE", "NOTICE"))]
+    paths = {each.name: each.path for each in companions_in(checkpoint.folder) if not is_licence(each.name)}
     stored = checkpoint.format in ("hf", "local")
-    found = {path.name: _bytes(path) for path in paths} if stored else dict(checkpoint.texts)
+    found = {name: bytes_of(path) for name, path in paths.items()} if stored else dict(checkpoint.texts)
     config = checkpoint.origin.config_text
     return found if config is None else {**found, "config.json": config.encode()}
 
 
-def _bytes(path: Path) -> bytes:
+def bytes_of(path: Path) -> bytes:
     """A file's bytes, or of a very long one its size and beginning."""
     size = path.stat().st_size
     with path.open("rb") as file:
         return file.read() if size <= MOST_BYTES else file.read(MOST_BYTES) + str(size).encode()
 
 
-def _told(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
+def what_differs(name: str, x: bytes, y: bytes) -> tuple[str, ...] | None:
     """What differs in a file's two texts; None where only the writing does."""
+    if x == y:
+        return None
     try:
         one, other = json.loads(x), json.loads(y)
     except (ValueError, RecursionError):

@@ -132,7 +132,7 @@ def conversion_lines(conversion: Conversion) -> list[str]:
     if transferred is None:
         sizes = [(shard.name, shard.size, f", {len(shard.outputs)} tensors") for shard in plan.shards]
         sizes += [(name, len(text), "") for name, text in plan.texts.items()]
-        sizes += [(path.name, path.stat().st_size, "") for path in plan.companions]
+        sizes += [(each.name, each.path.stat().st_size, "") for each in plan.companions]
         lines += [f"  {name}  {human_bytes(nbytes)}{more}" for name, nbytes, more in sizes]
         alone = [shard.name for shard in plan.shards] == [conversion.target.name]
         lines.append(f"  disk: {human_bytes(plan.nbytes)}{'' if alone else ', and a manifest'}")

@@ -12,6 +12,7 @@ from ..analysis.parameters import count
 from ..architectures import Architecture
 from ..components import ModelSpec
 from ..converter.checkpoint import Checkpoint, open_checkpoint
+from ..converter.companions import companions_in
 from ..converter.convert import companions, plan_output
 from ..converter.dtypes import HF_NAMES, parse_dtype, widest
 from ..converter.files import sha256_file
@@ -19,7 +20,6 @@ from ..converter.names import CONFIG, LOCAL_CONFIG
 from ..converter.publish import Staging
 from ..converter.targets import FOLDERS, target
 from ..converter.threads import as_before, suit
-from ..converter.tokenizer import token_files
 from ..converter.write import Plan, execute
 from ..display import Shown
 from ..errors import UsageError
@@ -229,7 +229,7 @@ def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]],
     folder = companions(source)
     if not done.texts:
         return plan_output(done.spec, origin, to, dtypes, compute, folder, texts=source.texts)
-    files = [] if folder is None else token_files(folder)
+    files = [] if folder is None else companions_in(folder)
     texts = {path.name: path.read_bytes() for path in files} | dict(source.texts)
     texts.update({name: text for name, text in done.texts.items() if text is not None})
     kept = {name: text for name, text in texts.items() if done.texts.get(name, b"") is not None}

@@ -39,6 +39,7 @@ from .state import METRICS, put, remove_empty
 from .train import CONTEXT, folder_of, longest, require_trainable, size_of, split, tokens_of, train, tree_of
 
 _RESULT = "ablation.json"
+_OWN = ("data", "held-out", "trees", "changed", "runs")  # what an ablation writes beside its table
 _BEGUN = ".ablation-begun"  # within OUT, what is prepared beside an ablation that it may take the place of
 _CHANGED = {
     "tree": "the variant's tree is another now",
@@ -246,9 +247,8 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
 def _take_over(target: Path, begun: Path) -> None:
     """Put what was begun in the place of what was there. The table goes first, by which the folder is known."""
     (begun / _RESULT).replace(target / _RESULT)
-    for each in target.iterdir():
-        if each.name not in (_RESULT, begun.name):
-            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+    for name in _OWN:  # and no more: somebody's notes may be there
+        shutil.rmtree(target / name, ignore_errors=True)
     for each in begun.iterdir():
         each.rename(target / each.name)
     begun.rmdir()
@@ -256,9 +256,9 @@ def _take_over(target: Path, begun: Path) -> None:
 
 def _leave(target: Path) -> None:
     """Remove what was begun, and an ablation of which no run began."""
-    runs, mine = target / "runs", ["data", "held-out", "trees", "changed", "runs"]
+    runs = target / "runs"
     empty = not runs.is_dir() or not any(runs.iterdir())
-    for name in (_BEGUN, *(mine if empty else ())):
+    for name in (_BEGUN, *(_OWN if empty else ())):
         shutil.rmtree(target / name, ignore_errors=True)
     if empty:
         (target / _RESULT).unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...architectures import Architecture, BoundLeaf
 from ...components import ModelSpec
+from ..companions import Companion
 from ..targets import FORMATS
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Request:
 
     source: Checkpoint
     asked: str | None
-    companions: tuple[Path, ...]
+    companions: tuple[Companion, ...]
     max_shard_bytes: int
 
 

@@ -69,6 +69,8 @@ _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
+_MOST_TEMPLATES = 100
+"""Chat templates of one model."""
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
 _THREE_DIGITS = (_byte_level(True), DIGITS, _split("[0-9][0-9][0-9]"))
 
@@ -274,13 +276,19 @@ class Texts(UserDict[str, bytes]):
     def _settings(self) -> dict[str, Any]:
         """tokenizer_config.json: special tokens by their text, and the chat template as it stands."""
         ids = {name: self._id(ID_KEYS[name]) for name in ("bos", "eos", "unk", "pad", "sep", "mask")}
-        template = self._header.metadata.get("tokenizer.chat_template")
+        key = "tokenizer.chat_template"
+        template: Any = self._header.metadata.get(key)
+        names = self._header.values(f"{key}s", _MOST_TEMPLATES) or []
+        named = {name: self._header.metadata.get(f"{key}.{name}") for name in names}
+        if named:  # as transformers reads several
+            named = {"default": template, **named}
+            template = [{"name": name, "template": text} for name, text in named.items() if isinstance(text, str)]
         return {
             "clean_up_tokenization_spaces": False,
             "model_max_length": self._context,
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{f"{name}_token": self._tokens[index] for name, index in ids.items() if index is not None},
-            **({"chat_template": template} if isinstance(template, str) else {}),
+            **({"chat_template": template} if isinstance(template, str | list) else {}),
         }
 
     # --- reading the metadata ---

@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from ...architectures.config import parse_config_text
@@ -406,6 +406,14 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> d
             template = parse_config_text(files["chat_template.json"], "chat_template.json").get("chat_template")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"chat_template.jinja is not UTF-8: {error}") from error
+    more = {name: text for name, text in files.items() if "/" in name}
+    if more:  # one file a template, as transformers saves several
+        default = [{"name": "default", "template": template}] if isinstance(template, str) else template or []
+        try:
+            others = [{"name": PurePosixPath(name).stem, "template": text.decode()} for name, text in more.items()]
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"a chat template among {', '.join(more)} is not UTF-8: {error}") from error
+        template = [*default, *others]
     key = "tokenizer.chat_template"
     if isinstance(template, str):
         return {key: template}

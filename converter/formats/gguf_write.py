@@ -229,12 +229,13 @@ def _name(reference: str) -> str:
 
 def _token_files(request: Request) -> dict[str, bytes]:
     """The files that say how text is tokenized, by name; those that the source held inside are the model's for sure."""
-    wanted = re.compile(r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)")
+    plain = r"(tokenizer|tokenizer_config|special_tokens_map|chat_template|spiece)\.(json|model|jinja)"
+    wanted = re.compile(rf"{plain}|additional_chat_templates/[^/]+\.jinja")
     files = {path.name: path.read_bytes() for path in request.companions if wanted.fullmatch(path.name)}
     files |= {name: text for name, text in request.source.texts.items() if wanted.fullmatch(name)}
     if not any(name in files for name in ("tokenizer.json", "tokenizer.model", "spiece.model")) and request.companions:
         # vocab.json and merges.txt say nothing of how text is split: transformers knows it for each class.
-        tokenizer = load_tokenizer(request.companions[0].parent)
+        tokenizer = load_tokenizer(request.companions[0].path.parent)
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer.to_json().encode()
     return files

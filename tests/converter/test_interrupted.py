@@ -225,7 +225,8 @@ class Trace:
 
     def wrap(self, call: Callable[..., Any], what: str, sink: int | None) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            there = what == "open" and isinstance(arguments[0], int | str | Path) and os.path.lexists(arguments[0])
+            opened = arguments[0] if what == "open" else None
+            there = isinstance(opened, int) or (isinstance(opened, str | Path) and os.path.lexists(opened))
             result = call(*arguments, **named)
             if sink is not None:
                 path = str(Path(f"/proc/self/fd/{arguments[sink]}").readlink())

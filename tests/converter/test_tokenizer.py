@@ -373,11 +373,8 @@ def test_the_librarys_own_stream_has_no_end() -> None:
 # --- files that travel
 
 
-def test_files_that_travel(tmp_path: Path) -> None:
+def test_the_files_of_a_tokenizer(tmp_path: Path) -> None:
     travel = [
-        "LICENSE",
-        "LICENSE.txt",
-        "NOTICE",
         "added_tokens.json",
         "chat_template.jinja",
         "chat_template.json",
@@ -395,6 +392,7 @@ def test_files_that_travel(tmp_path: Path) -> None:
         "vocab.json",
     ]
     stay = [
+        "LICENSE",
         "README.md",
         "config.json",
         "model.safetensors",
@@ -408,7 +406,7 @@ def test_files_that_travel(tmp_path: Path) -> None:
     assert token_files(tmp_path) == [tmp_path / name for name in travel]
 
 
-def test_files_that_travel_from_a_cache_of_links(tmp_path: Path) -> None:
+def test_the_files_of_a_tokenizer_in_a_cache_of_links(tmp_path: Path) -> None:
     # the hub's cache keeps a snapshot as links to blobs
     (tmp_path / "blob").touch()
     snapshot = tmp_path / "snapshot"

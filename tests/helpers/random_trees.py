@@ -194,7 +194,8 @@ def dead_heads(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
 def dead_dims(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
     """The slowest rotary pairs of queries are zero, and so are the values' elements at their places."""
     for layer, block in enumerate(spec.blocks):
-        head_dim, rotary = getattr(block.attention, "head_dim", 0), getattr(block.attention, "position", None)
+        attention = block.mixer("attention")
+        head_dim, rotary = getattr(attention, "head_dim", 0), getattr(attention, "position", None)
         for part in ("q_proj", "q_norm", "v_proj") if head_dim else ():
             for name, array in weights.items():
                 if name.startswith(f"blocks.{layer}.attention.{part}."):

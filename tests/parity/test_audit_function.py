@@ -131,7 +131,8 @@ def other_value(value: Any) -> Any:
         return value * 2 + 1 if isinstance(value, int) else value * 1.5 + 0.25
     if isinstance(value, list):
         return value[:-1] if value and not isinstance(value[0], str) else value[::-1]
-    return {"silu": "gelu", "gelu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu", "relu": "gelu"}.get(value)
+    names = {"silu": "gelu", "gelu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu", "relu": "gelu"}
+    return names.get(value) if isinstance(value, str) else None
 
 
 @few(4)

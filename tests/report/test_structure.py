@@ -63,7 +63,9 @@ class Following:
 
     def logits(self, ids: Tensor) -> Tensor:
         if self.graph.encoder is not None:
-            encoder = Following(self.graph.encoder, self.decoder.encoder, table=self.decoder.embedding.weight)
+            own = "embedding.weight" in dict(self.decoder.encoder.named_parameters())
+            table = None if own else self.decoder.embedding.weight
+            encoder = Following(self.graph.encoder, self.decoder.encoder, table=table)
             self.source = encoder.logits(ids)
             ids = ids.flip(-1)
         self.ids, self.total = ids, self.past + ids.shape[1]

@@ -82,7 +82,14 @@ def test_healing_takes_documents_as_one_text(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text(PLAY.read_text()[number * 4000 :][:4000])
     texts = [tmp_path / "0.txt", tmp_path / "1.txt"]
-    budget: dict[str, Any] = {"tokens": 4 * 256, "context": 64, "batch": 256, "held_out": 0.1, "beside": False}
+    budget: dict[str, Any] = {
+        "tokens": 4 * 256,
+        "context": 64,
+        "batch": 256,
+        "held_out": 0.1,
+        "beside": False,
+        "local": 0.25,
+    }
     done = heal(tmp_path / "out", "sample:llama", texts, tmp_path / "healed", **budget)
     assert done.healed.kl < done.start.kl and done.local == (3,)
 

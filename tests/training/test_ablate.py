@@ -279,7 +279,9 @@ def test_an_ablation_is_lost_only_for_one_that_can_run(tmp_path: Path) -> None:
     new = ran(tmp_path, plan(tmp_path, one, seeds="1", tokens="512"), "new")
     table = ran(tmp_path, plan(tmp_path, one, seeds="1", tokens="512"), force=True)
     assert [row.loss for row in table.rows] == [row.loss for row in new.rows]
-    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["ablation.json", "data", "runs", "trees"]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+        *("ablation.json", "data", "note", "runs", "trees")
+    ]
     assert len(list((tmp_path / "out/runs").iterdir())) == 2
 
 

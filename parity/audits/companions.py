@@ -1,0 +1,36 @@
+"""The rule about the small files that travel with the weights: the tokenizer, chat templates, licences and so on."""
+
+from collections.abc import Iterator
+
+from ...converter.companions import companions_in, is_licence
+from ...converter.scan import Scan
+from ...errors import InvalidInput
+from ..surroundings import bytes_of, what_differs
+from .subject import Finding, Subject
+
+
+def compare_companions(subject: Subject) -> Iterator[Finding]:
+    """Report the files that travelled with the source's weights and are missing here, or say something else here."""
+    if subject.source is None or "gguf" in (subject.files.format, subject.source.format):
+        return
+    ours, theirs = _companions(subject.files), _companions(subject.source)
+    missing = [name for name in theirs if name not in ours]
+    for names, severity in (
+        ([name for name in missing if not is_licence(name)], "warning"),
+        ([name for name in missing if is_licence(name)], "note"),
+    ):
+        if names:
+            message = f"{', '.join(names)}: in the source's folder, and not in this one"
+            yield Finding("lost-file", severity, message, (), "Copy them from the source.")  # type: ignore[arg-type]
+    for name in theirs:
+        told = what_differs(name, theirs[name], ours[name]) if name in ours else None
+        if told is not None:
+            message = f"{name} differs from the source's{': ' if told else ''}{'; '.join(told[:3])}"
+            yield Finding("changed-file", "note", message)
+
+
+def _companions(files: Scan) -> dict[str, bytes]:
+    try:
+        return {each.name: bytes_of(each.path) for each in companions_in(files.folder)}
+    except InvalidInput:
+        return {}
