@@ -73,7 +73,10 @@ ARIA_TEXT = _DECODER.architecture(
     dropped=LLAMA_DROPPED,
     stacked=_HELD,
     irrelevant=dict.fromkeys(
-        ("vision_config", "projector_patch_to_query_dict", "image_token_id", "image_token_index"),
+        (
+            *("vision_config", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict"),
+            *("patch_size", "image_token_id", "image_token_index"),
+        ),
         "about images, which the language model does not read",
     ),
     refused={"mlp_bias": ((False,), "biases of experts that all tokens go through alone have no place here")},

@@ -726,6 +726,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
+    "gemma4_unified_text-layers": {
+        **GEMMA4_UNIFIED,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 3} for layer in (1, 2)},
+    },
     "gemma4_unified_text-composite": {
         "model_type": "gemma4_unified",
         "text_config": {

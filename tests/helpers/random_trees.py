@@ -334,6 +334,8 @@ def least_done(spec: ModelSpec) -> int:
         return 6
     if spec.encoder is not None:
         return 10
+    if any(getattr(block.mixer("feed_forward"), "dense", None) is not None for block in spec.blocks):
+        return 10  # a feed-forward beside experts is one that few swaps know
     return 31 if all(block.mixer("attention") is not None for block in spec.blocks) else 25
 
 
