@@ -391,8 +391,12 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
         begins, built = architecture.modules
         return begins + name.removeprefix(built) if built and name.startswith(built) else name
 
+    def stored(name: str) -> bool:
+        return in_files(name) in leaves or in_files(name) in stacked
+
+    # Tables that the class computes itself, such as Marian's sines.
     fixed: dict[str, Tensor] = {
-        name: each.detach().clone() for name, each in model.named_parameters() if not each.is_meta
+        name: each.detach().clone() for name, each in model.named_parameters() if not each.is_meta and not stored(name)
     }
 
     def read(name: str) -> Tensor:
@@ -417,7 +421,7 @@ def stream_reference(checkpoint: Checkpoint, dtype: torch.dtype, attention: str)
 
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if in_files(name) in leaves or in_files(name) in stacked:  # of the others none is stored
+            if stored(name):
                 buffer.copy_(read(name))
     return Stream(model.eval(), read, dtype, checkpoint.release)
 

@@ -104,6 +104,8 @@ def test_the_tiny_config_of_transformers_own_tests(family: str) -> None:
     for attention in ARCHITECTURES[family].reference(spec):
         for dtype in (torch.float32, torch.bfloat16):
             reference = randomised_reference(config, dtype, attention)
+            if spec.embedding.blank is not None:  # as from_pretrained leaves that row
+                reference.get_input_embeddings().weight.data[spec.embedding.blank] = 0
             decoder = decoder_from(reference, config, attention)
             with torch.inference_mode():
                 for batch in (Batch("whole", ids), Batch("padded", ids, mask)):

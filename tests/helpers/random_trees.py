@@ -224,7 +224,8 @@ def alike_norms(spec: ModelSpec, weights: Arrays, choose: Choose) -> None:
     """The feed-forward's norm is the attention's."""
     for name, array in weights.items():
         other = name.replace("feed_forward_norm", "attention_norm")
-        if ".feed_forward_norm." in name and weights[other].shape == array.shape:
+        there = ".feed_forward_norm." in name and other in weights
+        if there and weights[other].shape == array.shape:
             array[...] = weights[other]
 
 

@@ -38,10 +38,11 @@ def test_the_same_mistakes_can_be_made_in_the_small_copy(name):
     copy = miniature(spec, 200)
     assert mistakes(copy) == mistakes(spec)
     assert limits(copy) == limits(spec)
-    assert sum(each.count for each in copy.parameters()) < 20e6  # heads of 256 make the widest
-    slots = {tuple(each.mixer.slot for each in block.sublayers) for block in spec.blocks}
-    # A shared block is stored in one layer and run in another; two layers of one kind stand beside one of each other.
-    assert len(copy.blocks) <= (6 if spec.shares else max(3, len(slots) + 1))
+    # Four heads of 256 that write a stream as wide make the widest layers, and Gemma 3n has six kinds of these.
+    assert sum(each.count for each in copy.parameters()) < 45e6
+    # Two layers of one kind stand beside one of each other; a shared block is stored in one layer and run in another.
+    assert len(copy.blocks) <= 7
+    assert len(copy.blocks) <= max(len(spec.blocks), 3)
 
 
 @few(1)

@@ -152,9 +152,11 @@ def test_many_chains_of_exact_swaps_are_exact_and_undone(data: st.DataObject) ->
 
 # --- the strategy reaches what there is -------------------------------------------------------------------------------
 
+_LISTS = ("LAYERS", "drop:LAYERS")
 _PRUNED = "exact where what goes is silent, as the other form: tests/surgery/test_pruned.py"
 ELSEWHERE = {
     ("merge_lora", "DIR"): "needs an adapter, and equals base and adapter: tests/surgery/test_lora.py",
+    **{("layers", form): "as keep:LAYERS, which is drawn: tests/surgery/test_layers.py" for form in _LISTS},
     ("heads", "N:active"): _PRUNED,
     ("intermediate", "N:active"): _PRUNED,
 }

@@ -173,14 +173,21 @@ def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> N
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
 def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None:
     found = hold(STORIES)
-    fitted = {"--heads 4", "--attention mqa", "--attention gqa:2", "--attention mla:16", "--mlp plain"}
+    fitted = {
+        "--heads 4",
+        "--attention mqa",
+        "--attention gqa:2",
+        "--attention mla:16",
+        "--mlp plain",
+        "--attention linear",
+    }
     assert {entry.asked for entry in found.of("needs a text")} == fitted | {
         *("--layers auto:4", "--intermediate 129", "--intermediate 129:active", "--heads 4:active")
     }
     assert all(entry.costs is not None for entry in found.entries if entry.verdict != "refused")
     told = {each["value"]: each for each in found.as_json()["swaps"]}
     assert told["mqa"]["verdict"] == "needs a text" and told["mqa"]["costs"]["parameters"] < 260_032
-    assert "Possible, needs a text to be fitted on (--calibrate FILE) (9)" in shown(listing_report(found))
+    assert "Possible, needs a text to be fitted on (--calibrate FILE) (10)" in shown(listing_report(found))
 
 
 @pytest.mark.exhaustive
