@@ -375,3 +375,15 @@ def test_a_page_opens_with_a_sentence(page):
     if not first.startswith("```{include}"):
         assert re.match(r"[A-Za-z`*\[][^|]*\w", first), first
         assert not first.startswith(("```", "$$", "- ", "1. ")) and re.search(r"[.:?]\)?($|\s)", first), first
+
+
+TASKS = [page for page in PAGES if page.parent == DOCS / "howto" and page.stem not in ("index", "add-a-family")]
+
+
+@pytest.mark.parametrize("page", TASKS, ids=named)
+def test_a_how_to_page_says_who_needs_it_what_to_run_and_what_can_go_wrong(page):
+    text = page.read_text()
+    assert re.match(r"# .+\n\nThis page is for you if ", text)
+    beginning = text.partition("\n## ")[0]
+    assert any("gptkit" in block for block in FENCED.findall(beginning)), "no command before the first section"
+    assert re.findall(r"^## (.*)$", FENCED.sub("", text), re.M)[-1:] == ["What can go wrong"]
