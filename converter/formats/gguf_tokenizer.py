@@ -69,6 +69,10 @@ _GPT4O = _split_first(
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORTENED}?|{_LEAD}{_UPPER}+{_LOWER}*{_SHORTENED}?|\p{{N}}{{1,3}}{_SLASHED}"
 )
 _QWEN35 = _split_first(rf"{_SHORTENED}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}")
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
+).replace('\\"', '"')
 _MOST_TEMPLATES = 100
 """Chat templates of one model."""
 _DIGITS = (_ONE_DIGIT, _byte_level(True))
@@ -91,6 +95,7 @@ PRE_TOKENIZERS: dict[str, tuple[Step, ...]] = {
         _ONE_DIGIT,
         _byte_level(False),
     ),
+    "deepseek-v3": (*map(_split, (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED)), _byte_level(False)),
 }
 """llama.cpp's name -> the steps of tokenizer.json, as the checkpoints have them that the name was made for."""
 

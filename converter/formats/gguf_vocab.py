@@ -10,7 +10,7 @@ import base64
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -34,10 +34,12 @@ from .gguf_tokenizer import (
     check_lengths,
     splits,
 )
+from .llama_cpp_tokenizer import differing, sentencepiece
 
 Value = str | bool | int | float | bytes | list[str] | list[int] | list[float] | list[bool]
 """A metadata value: int is stored as uint32, float as float32, a list of int as int32, bytes as uint8."""
 
+_NO_FALLBACK = "llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there"
 _ADDED_SCORE = -1000.0  # llama.cpp's converter gives it to tokens that were added later, and nothing merges into
 
 
@@ -105,6 +107,17 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
     return found
 
 
+def _compare(found: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
+    """Note on how many hard texts llama.cpp gives other ids than the original, whose way of encoding this is."""
+    texts, tried = differing(found.metadata, encode)
+    if texts:
+        example = shown(min(texts, key=len), 40)
+        found.notes.append(
+            f"of {tried} texts that are hard to tokenize, llama.cpp gives other token ids than the original for"
+            f" {len(texts)}, for example {example}"
+        )
+
+
 def _none(note: str) -> _Metadata:
     """What llama.cpp accepts for a model that comes without a tokenizer."""
     return _Metadata({PREFIX + "model": "none"}, [note])
@@ -145,7 +158,9 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
             return _none(f"llama.cpp has no tokenizer like this {kind} model: the file is written without one")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"tokenizer.json is not a tokenizer: {type(error).__name__}: {error!s:.80}") from error
-    _post_processing(found, data)
+    tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
+    _post_processing(found, tokenizer)
+    _compare(found, lambda text: tokenizer.encode(text, special=False))
     for setting in ("lstrip", "rstrip", "single_word"):
         names = [each["content"] for each in added if each.get(setting)]
         if names:
@@ -221,7 +236,7 @@ def _unigram(found: _Metadata, model: Step, added: Sequence[Step]) -> None:
     if model.get("unk_id") is not None:
         found.types[model["unk_id"]] = UNKNOWN
     if model.get("byte_fallback"):
-        found.notes.append("llama.cpp's unigram tokenizer has no byte fallback: unknown characters become <unk> there")
+        found.notes.append(_NO_FALLBACK)
     found.list_tokens("t5")
 
 
@@ -242,9 +257,8 @@ def _space_prefix(found: _Metadata, steps: list[Step], normalizers: list[Step]) 
         )
 
 
-def _post_processing(found: _Metadata, data: Step) -> None:
+def _post_processing(found: _Metadata, tokenizer: Tokenizer) -> None:
     """Which special tokens are put around a text, asked of the tokenizer itself."""
-    tokenizer = Tokenizer(Path("tokenizer.json"), json.dumps(data).encode())
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)
     for name, where, ids in (("bos", "before", whole[:at]), ("eos", "behind", whole[at + len(plain) :])):
@@ -280,6 +294,7 @@ def _words(steps: Sequence[Step]) -> Iterator[str]:
             regex = pattern["Regex"] if "Regex" in pattern else repr(pattern)
             # Matches kept and the rest dropped is the same as matches set apart: these patterns leave no rest.
             plain = (step.get("behavior"), bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
+            regex = regex.replace("\r", r"\r").replace("\n", r"\n")  # as themselves or as escapes
             yield regex if plain else f"{step.get('behavior')} {step.get('invert')} {regex}"
         else:
             yield f"{kind} {step.get('behavior')}"
@@ -335,6 +350,17 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
         stated = settings.get(f"add_{end}_token")
         found.say(**{f"add_{end}_token": stated if isinstance(stated, bool) else end == "bos"})
     found.say(**{f"{ID_KEYS[name]}_token_id": index for name, index in ids.items() if index < rows})
+    by_bytes = BYTE in found.types.values()
+    if kind == "t5" and by_bytes:
+        found.notes.append(_NO_FALLBACK)
+    if kind == "llama" and not by_bytes:
+        found.notes.append(f"{name} has no tokens for bytes, and llama.cpp fails at characters that have no token")
+    if kind == "llama" and charsmap:
+        found.notes.append(
+            f"{name} normalizes text, and llama.cpp's SentencePiece BPE does not: what is not normalized tokenizes"
+            " otherwise"
+        )
+    _compare(found, sentencepiece(found.metadata, charsmap, merged, by_bytes))
     return found
 
 

@@ -1,0 +1,413 @@
+"""How llama.cpp tokenizes a text by the metadata of a GGUF file, so that what differs from the original can be counted.
+
+A text is cut at special tokens first. "gpt2" then splits by the regular expressions that belong to the name in
+`tokenizer.ggml.pre` and merges bytes; "llama" merges characters by the score of the result; "t5" normalizes and takes
+the most likely pieces. Nothing here runs when a GGUF is read. Source: llama.cpp, src/llama-vocab.cpp
+(llm_tokenizer_bpe, llm_tokenizer_spm, llm_tokenizer_ugm) and src/unicode.cpp (unicode_regex_split).
+"""
+
+import math
+import re
+import struct
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from .gguf_tokenizer import CONTROL, NORMAL, PREFIX, SPACE, UNUSED, USER_DEFINED, WORDS_FIRST
+
+# --- how "gpt2" splits text -------------------------------------------------------------------------------------------
+
+# llama.cpp matches most expressions on a copy of the text in which each character beyond ASCII is one of these by its
+# category, so that no expression tells upper case from lower case there, nor one script from another.
+_CATEGORIES = {"N": "\xd1", "L": "\xd2", "P": "\xd3", "M": "\xd4", "S": "\xd5"}
+_OTHER, _BLANK = "\xd0", "\x0b"
+_N, _L, _M = "\xd10-9", "\xd2A-Za-z", "\xd4"
+_P, _S = r"\xd3!-#%-*,-/:-;?-@\[-\]_\{\}", r"\xd5$+<=>^`|"
+
+_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORTENED = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?[{_L}]+| ?[{_N}]+| ?[^\s{_L}{_N}]+|\s+(?!\S)|\s+"
+_LEAD = rf"[^\r\n{_L}{_N}]?"
+_UPPER, _LOWER = rf"(?:(?=[{_L}])[^a-z])", rf"(?:(?=[{_L}])[^A-Z])"
+
+
+def _words(numbers: str) -> str:
+    return rf"{_SHORTENED}|{_LEAD}[{_L}]+|{numbers}| ?[^\s{_L}{_N}]+[\r\n]*|{_LINES}"
+
+
+def _cased(end: str, numbers: str) -> str:
+    cases = rf"{_LEAD}{_UPPER}*{_LOWER}+{end}|{_LEAD}{_UPPER}+{_LOWER}*{end}"
+    return rf"{cases}|{numbers}| ?[^\s{_L}{_N}]+[\r\n/]*|{_LINES}"
+
+
+_ONE, _THREE = f"[{_N}]", f"[{_N}]{{1,3}}"
+_PUNCTUATED = (
+    rf"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{{|}}~][A-Za-z]+|[^\r\n{_L}{_P}{_S}]?[{_L}{_M}]+| ?[{_P}{_S}]+[\r\n]*|{_LINES}"
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_MARKED = rf"{_SHORTENED}|{_LEAD}[{_L}{_M}]+|{_ONE}| ?[^\s{_L}{_M}{_N}]+[\r\n]*|{_LINES}"
+SPLITS: Mapping[str, tuple[str, ...]] = {
+    "default": (rf"[{_P}$+<=>^~|]+", _GPT2, rf"[{_N}]+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx"), (_words(_THREE),)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_words(_ONE),)),
+    "qwen35": (_MARKED,),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (_ONE, _GPT2)),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), (_BLOOM,)),
+    "falcon": (rf"[{_P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "tekken": (_cased("", _ONE),),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_cased(f"{_SHORTENED}?", _THREE),)),
+    "deepseek-coder": (r"[\r\n]", rf"\s?[{_L}]+", rf"\s?[{_P}]+", "[一-龥ࠀ-一가-퟿]+", _ONE),
+    "deepseek-v3": (_THREE, "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATED),
+}
+"""The expressions of each name in `tokenizer.ggml.pre`, carried out one after the other on what the last one left."""
+
+
+def _collapsed(text: str) -> str:
+    """A text as the expressions see it."""
+    return "".join(
+        letter
+        if ord(letter) < 128
+        else _BLANK
+        if letter.isspace()
+        else _CATEGORIES.get(unicodedata.category(letter)[0], _OTHER)
+        for letter in text
+    )
+
+
+def split(text: str, name: str) -> list[str]:
+    """Return the parts in which llama.cpp merges bytes, one after the other."""
+    seen, cuts = _collapsed(text), [0, len(text)]
+    blanks = "".join(_BLANK if ord(letter) > 127 and letter.isspace() else letter for letter in text)
+    for expression in SPLITS[name]:
+        whole = not expression.isascii() and not any(each in expression for each in _CATEGORIES.values())
+        pattern = re.compile(expression, 0 if whole else re.ASCII)
+        found = {0, len(text)}
+        for start, end in pairwise(cuts):
+            part = (blanks if whole else seen)[start:end]
+            found |= {start, end, *(start + at for match in pattern.finditer(part) for at in match.span())}
+        cuts = sorted(found)
+    return [text[start:end] for start, end in pairwise(cuts)]
+
+
+def _visible_bytes() -> dict[int, str]:
+    """GPT-2's printable character for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + at) for at, byte in enumerate(rest)}
+
+
+_BYTES = _visible_bytes()
+
+
+class LlamaCpp:
+    """The tokenizer that llama.cpp makes of the metadata of a GGUF file, without the tokens around a text."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self._tokens: list[str] = self._get("tokens", [])
+        self._types: list[int] = self._get("token_type", [])
+        self._ids = {text: index for index, text in enumerate(self._tokens)}
+        self._scores: list[float] = self._get("scores", [])
+        self._unknown: int = self._get("unknown_token_id", 0)
+
+    def _get(self, key: str, otherwise: Any) -> Any:
+        return self._metadata.get(PREFIX + key, otherwise)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without those that are put before and after it."""
+        how: Callable[[str, bool], Iterable[int]] = {
+            "gpt2": self._merged,
+            "llama": self._scored,
+            "t5": self._likeliest,
+        }[self._get("model", "")]
+        found: list[int] = []
+        after_special = True
+        for part in self._cut(text):
+            if isinstance(part, int):
+                found.append(part)
+            elif part:
+                found += how(part, after_special)
+            after_special = isinstance(part, int)
+        return found
+
+    def _cut(self, text: str) -> list[str | int]:
+        """The text between special tokens, and these, the longest first."""
+        parts: list[str | int] = [text]
+        for token in self._special:
+            if token in text:
+                parts = [
+                    each for part in parts for each in ([part] if isinstance(part, int) else self._around(part, token))
+                ]
+        return parts
+
+    def _around(self, text: str, token: str) -> Iterator[str | int]:
+        first, *others = text.split(token)
+        yield first
+        for other in others:
+            yield self._ids[token]
+            yield other
+
+    @cached_property
+    def _special(self) -> list[str]:
+        kinds = zip(self._tokens, self._types, strict=True)
+        return sorted((text for text, kind in kinds if kind in (CONTROL, USER_DEFINED) and text), key=len, reverse=True)
+
+    # --- "gpt2" ---
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[str, str], int]:
+        return {
+            (left, right): rank
+            for rank, (left, _, right) in enumerate(m.partition(" ") for m in self._get("merges", []))
+        }
+
+    def _merged(self, text: str, _: bool) -> Iterator[int]:
+        name = self._get("pre", "default")
+        for word in split(text, name):
+            symbols = [_BYTES[byte] for byte in word.encode()]
+            whole = "".join(symbols)
+            if name in WORDS_FIRST and whole in self._ids:
+                yield self._ids[whole]
+                continue
+            merge(symbols, lambda left, right: self._ranks.get((left, right)))
+            for symbol in symbols:
+                # Bytes that have no token are left out.
+                yield from (
+                    [self._ids[symbol]] if symbol in self._ids else (self._ids[c] for c in symbol if c in self._ids)
+                )
+
+    # --- "llama" ---
+
+    def _scored(self, text: str, after_special: bool) -> Iterator[int]:
+        prefix = " " if self._get("add_space_prefix", True) and after_special else ""
+        return self.joined((prefix + text).replace(" ", SPACE))
+
+    def joined(self, text: str) -> Iterator[int]:
+        """Yield the ids of a text whose spaces are marked, by merging characters."""
+        symbols = [*text]
+
+        def rank(left: str, right: str) -> float | None:
+            index = self._ids.get(left + right)
+            return None if index is None else -self._scores[index]
+
+        merge(symbols, rank)
+        for symbol in symbols:
+            yield from [self._ids[symbol]] if symbol in self._ids else self.of_bytes(symbol)
+
+    def of_bytes(self, text: str) -> Iterator[int]:
+        """Yield the ids of a text's bytes, that of the unknown token for bytes that have none."""
+        for byte in text.encode():
+            yield self._ids.get(f"<0x{byte:02X}>", self._unknown)
+
+    # --- "t5" ---
+
+    def _likeliest(self, text: str, _: bool) -> Iterator[int]:
+        last = None
+        for _piece, index in self.pieces(self.normalized(text)):
+            if index != self._unknown or last != self._unknown:  # unknown characters in a row are one token
+                yield index
+            last = index
+
+    def pieces(self, given: str) -> list[tuple[str, int]]:
+        """Return the most likely pieces of a normalized text, each with its id."""
+        best: list[tuple[float, int, int]] = [(0.0, 0, self._unknown)] + [(-math.inf, 0, self._unknown)] * len(given)
+        for start in range(len(given)):
+            single = False
+            for end in range(start + 1, min(start + self._longest, len(given)) + 1):
+                index = self._pieces.get(given[start:end])
+                if index is None:
+                    continue
+                single |= end == start + 1
+                score = best[start][0] + (0.0 if self._types[index] == USER_DEFINED else self._scores[index])
+                if score > best[end][0]:
+                    best[end] = (score, start, index)
+            if not single and best[start][0] + self._of_unknown > best[start + 1][0]:
+                best[start + 1] = (best[start][0] + self._of_unknown, start, self._unknown)
+        found, end = [], len(given)
+        while end:
+            _, start, index = best[end]
+            found.append((given[start:end], index))
+            end = start
+        return found[::-1]
+
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        kinds = (NORMAL, USER_DEFINED, UNUSED)
+        return {text: index for text, index in self._ids.items() if self._types[index] in kinds}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._pieces), default=1)
+
+    @cached_property
+    def _of_unknown(self) -> float:
+        normal = (score for score, kind in zip(self._scores, self._types, strict=True) if kind == NORMAL)
+        return min(normal, default=0.0) - 10.0
+
+    def normalized(self, text: str) -> str:
+        """The text as "t5" sees it: by the map of characters, with spaces marked, added and merged."""
+        merged, found, within = self._get("remove_extra_whitespaces", False), "", False
+        prefixed = not self._get("add_space_prefix", True)
+        for letter in mapped(text, self._get("precompiled_charsmap", b"")):
+            if letter != " ":
+                if not within and (merged or not prefixed):
+                    found, prefixed = found + SPACE, True
+                found, within = found + letter, True
+            else:
+                found, within = found + ("" if merged else SPACE), False
+        return found
+
+
+def mapped(text: str, blob: bytes) -> str:
+    """Return a text by SentencePiece's map: the longest prefix that it knows becomes what it says, and so on."""
+    if not blob:
+        return text
+    size = struct.unpack_from("<I", blob)[0]
+    nodes, values = struct.unpack_from(f"<{size // 4}I", blob, 4), blob[4 + size :]
+    data, at, found = text.encode(), 0, bytearray()
+    while at < len(data):
+        node = _base(nodes[0])
+        length, place = 0, 0
+        for end in range(at, len(data)):
+            node ^= data[end]
+            if node >= len(nodes) or nodes[node] & 0x800000FF != data[end]:
+                break
+            leaf = nodes[node] >> 8 & 1
+            node ^= _base(nodes[node])
+            if leaf:
+                length, place = end - at + 1, nodes[node] & 0x7FFFFFFF
+        if length:
+            found += values[place : values.index(b"\0", place)]
+        else:
+            length = next(n for n in range(1, 5) if at + n == len(data) or data[at + n] & 0xC0 != 0x80)
+            found += data[at : at + length]
+        at += length
+    return found.decode("utf-8", "replace")
+
+
+def sentencepiece(
+    metadata: Mapping[str, Any], charsmap: bytes, merged: bool, by_bytes: bool
+) -> Callable[[str], list[int]]:
+    """Return SentencePiece's own way from a text to ids for a model of which this metadata was made.
+
+    charsmap: the normalizer's map of characters; merged: whether it merges spaces; by_bytes: whether characters without
+    a piece become bytes. Source: sentencepiece, src/normalizer.cc, src/bpe_model.cc and src/unigram_model.cc.
+    """
+    model, unknown = LlamaCpp(metadata), metadata.get(PREFIX + "unknown_token_id", 0)
+    prefix = SPACE if metadata.get(PREFIX + "add_space_prefix", True) else ""
+
+    def encode(text: str) -> list[int]:
+        given = mapped(text, charsmap)
+        given = " ".join(filter(None, given.split(" "))) if merged else given
+        given = prefix + given.replace(" ", SPACE) if given else ""
+        if metadata[PREFIX + "model"] == "llama":
+            found = [*model.joined(given)]
+        else:
+            parts = (model.of_bytes(piece) if index == unknown else [index] for piece, index in model.pieces(given))
+            found = [index for ids in parts for index in ids]
+        if by_bytes:
+            return found
+        # Unknown characters in a row are one token.
+        return [index for last, index in pairwise([-1, *found]) if not last == index == unknown]
+
+    return encode
+
+
+def _base(node: int) -> int:
+    return (node >> 10) << ((node & 0x200) >> 6)
+
+
+def merge(symbols: list[str], rank: Callable[[str, str], float | None]) -> None:
+    """Join neighbours in place, those of the lowest rank first and of equals the leftmost, while any have a rank."""
+    while True:
+        ranks = [(r, at) for at, pair in enumerate(pairwise(symbols)) if (r := rank(*pair)) is not None]
+        if not ranks:
+            return
+        _, at = min(ranks)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+
+
+# --- hard texts -------------------------------------------------------------------------------------------------------
+
+_SAMPLES = (
+    *(
+        "Hello, world!",
+        "I'm, you're, they'LL, don't, WE'VE, it's",
+        "The quick brown fox",
+        "camelCase HTMLParser iPhone",
+    ),
+    *("1", "12", "123", "1234567", "3.14159", "1,000,000.00", "0x1F", "2026-11-26", "①②③", "١٢٣٤", "Ⅳ ½ ²"),
+    *("naïve café", "nai\u0308ve cafe\u0301", "Ångström A\u030angstro\u0308m", "ÀÉÎÕÜ", "straße STRASSE", "ﬁne ﬂow ﬃ"),
+    *("Привет, мир", "ПРИВЕТ", "Γειά σου Κόσμε", "שָׁלוֹם", "السَّلَامُ عَلَيْكُمْ", "नमस्ते दुनिया", "বাংলা ভাষা", "ภาษาไทย", "தமிழ்"),
+    *(
+        "東京は日本の首都です",
+        "你好，世界！",
+        "안녕하세요 세계",
+        "カタカナ ｶﾀｶﾅ",
+        "Ｆｕｌｌ　ｗｉｄｔｈ",
+        "한글 ㅎㅏㄴ",
+        "𠮷野家",
+    ),
+    *("🙂", "👩‍👩‍👧‍👦", "🇩🇪🇫🇷", "👍🏽", "☺️ ✓ →", "€100 £5 ¥7", "a∧b ∀x∃y", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢"),
+    *(
+        "two  spaces",
+        "three   spaces",
+        "tab\tand\ttabs\t\t",
+        "line\nbreak",
+        "lines\n\n\nbreak",
+        "crlf\r\n\r\n",
+        "  indented",
+    ),
+    *(
+        "trailing ",
+        "trailing   ",
+        "\n",
+        "\n\n",
+        " \n ",
+        "a \n b",
+        "\u00a0nbsp\u00a0",
+        "\u3000ideographic",
+        "a\u200bb\u200d",
+    ),
+    *(
+        "def f(x):\n    return x ** 2  # ok",
+        "if (a && b) { c = d[0]; }",
+        "https://example.org/a?b=c&d=e#f",
+        "a/b/c.txt",
+    ),
+    *(
+        '<div class="x">&amp;</div>',
+        '{"key": [1, 2.5, null]}',
+        "$x^2 + y_1$",
+        "***bold*** __x__",
+        "!!! ??? ...",
+        "…—–‘’“”«»",
+    ),
+    *(
+        "e\u0301\u0302\u0303",
+        "\u0301",
+        "x\u0301y",
+        "ǅ ǈ ǋ",
+        "ʰʲ",
+        "ª º",
+        "İi ıI",
+        "ÿ Ÿ",
+        "\u00adsoft",
+        "A\u0327b\u0327",
+    ),
+)
+
+
+def hard_texts() -> list[str]:
+    """Return a few hundred texts on which tokenizers differ: scripts, marks, digits, spaces, code and pairs of them."""
+    pairs = (f"{left}{between}{right}" for between in ("", " ", "\n") for left, right in pairwise(_SAMPLES))
+    return list(dict.fromkeys([*_SAMPLES, *(f" {text}" for text in _SAMPLES), *pairs]))
+
+
+def differing(metadata: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> tuple[list[str], int]:
+    """Return the hard texts to which llama.cpp gives other ids than `encode` does, and how many were tried."""
+    theirs, texts = LlamaCpp(metadata), hard_texts()
+    return [text for text in texts if theirs.encode(text) != list(encode(text))], len(texts)
