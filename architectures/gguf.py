@@ -9,7 +9,9 @@ that stand for numbers of the tree (`rope_freqs.weight`) are `extras`.
 from dataclasses import dataclass, field
 from typing import cast
 
-from ..components import ModelSpec
+import msgspec
+
+from ..components import Component, ModelSpec, YarnScaling
 from ..errors import UnknownFamily, shown
 from .base import BoundLeaf
 from .gguf_architecture import GgufArchitecture
@@ -51,15 +53,37 @@ class _Expressed:
     metadata: dict[str, Value]
     leaves: list[BoundLeaf]
     extras: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+_ROUNDED = (
+    "llama.cpp rounds the ends of YaRN's ramp to whole pairs, which truncate: false forbids: logits differ slightly"
+)
 
 
 def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
-    """A tree as llama.cpp reads it, `family`'s architecture tried before the others. Raises CannotExpress: none of
-    llama.cpp's architectures here computes this tree; says what is in the way.
+    """Return a tree as llama.cpp reads it, `family`'s architecture tried before the others.
+
+    YaRN is written although llama.cpp always truncates its ramp (ggml_rope_yarn_corr_dims), with a note: gpt-oss is
+    released untruncated, and every GGUF of it is of this kind.
+
+    Raises CannotExpress: none of llama.cpp's architectures here computes this tree; the message says what is in the
+    way, and names the family first where no architecture is written for it.
     """
+    before, spec = spec, spec.mapped(_truncated)
     kinds = sorted(GGUF.values(), key=lambda kind: family not in kind.written)
     found, refused = first_of(kinds, spec, clear=("rounding",))
     if found is None:
-        raise (refused[0] if family in kinds[0].written else min(refused, key=lambda each: each.weight)).refusal()
+        if family in kinds[0].written:
+            raise refused[0].refusal()
+        error = min(refused, key=lambda each: each.weight).refusal()
+        whose = "this tree, which never had a family" if family is None else family
+        error.message = f"gptkit writes no GGUF files of {whose}. The nearest architecture differs: {error.message}"
+        raise error
     kind = cast("GgufArchitecture", found.target)
-    return _Expressed(kind, kind.metadata(spec), kind.bind(spec), kind.extras(spec))
+    notes = () if spec == before else (_ROUNDED,)
+    return _Expressed(kind, kind.metadata(spec), kind.bind(spec), kind.extras(spec), notes)
+
+
+def _truncated(node: Component, _: str) -> Component:
+    return msgspec.structs.replace(node, truncate=True) if isinstance(node, YarnScaling) else node

@@ -235,15 +235,30 @@ class GgufArchitecture:
         return back
 
     def spec_of(self, facts: Facts) -> tuple[ModelSpec, dict[str, Any]]:
-        """The tree of a file of this family, and the config.json it was made from. Raises ConfigError."""
+        """The tree of a file of this family, and its config.json, in which no field of the tree is missing. Raises
+        ConfigError.
+        """
         family = self.architecture
         config = {"model_type": family.name, "architectures": [family.hf_class], **self.read(facts)}
         try:
             spec = family.spec(config)
-            return _one_eps(spec) if self.latent else spec, config
+            return _one_eps(spec) if self.latent else spec, _completed(config, family.write(spec))
         except ConfigError as error:
             # The message speaks of a config.json, which lies nowhere.
             raise ConfigError(f"its metadata, written as {error.message}", error.hint) from error
+
+
+def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with what it lacks of these fields, and what the objects in it lack.
+
+    transformers builds some families from no less (DBRX's `attn_config.rope_theta`).
+    """
+    both = {
+        name: {**value, **config[name]}
+        for name, value in fields.items()
+        if isinstance(value, Mapping) and isinstance(config.get(name), Mapping)
+    }
+    return {**fields, **config, **both}
 
 
 def _get(config: Mapping[str, Any], name: str) -> Any:

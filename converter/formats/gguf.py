@@ -194,6 +194,8 @@ class _Model:
             raise type(error)(f"{path}: {error.message}", error.hint) from error
         for name, ids in special_ids(header).items():
             config[f"{name}_token_id"] = ids[0] if len(ids) == 1 else ids
+        for name in self.kind.architecture.token_ids:
+            config.setdefault(name, None)  # or transformers' class would take its own default for a token of this model
         self.origin = Origin(family=self.kind.reads, config_text=json.dumps(config, indent=2) + "\n")
 
     def _is_dropped(self, name: str, facts: Facts) -> bool:

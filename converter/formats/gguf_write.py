@@ -46,7 +46,7 @@ def plan(request: Request) -> Plan:
     dtypes = request.source.shared_dtypes()
     tensors = [(leaf, _type_of(leaf, dtypes, asked)) for leaf in tree.leaves]
     stored = _most(tensors)
-    notes = []
+    notes = [*tree.notes]
     narrow = sum(asked == "Q8_0" and kind == "F16" for _, kind in tensors)
     if narrow:
         notes.append(f"{narrow} tensors whose rows are no multiple of {_BLOCK} values are stored as F16, not Q8_0")

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from helpers.covering import covered, few, functions
-from helpers.families import VARIANTS, YARN_ROPE, Variant, save_hf, spec_of
+from helpers.families import VARIANTS, YARN_ROPE, Variant, auto_class, save_hf, spec_of
 
 import gptkit
 from gptkit.architectures.gguf import expressed, gguf_architecture
@@ -35,6 +35,7 @@ from gptkit.converter.formats.gguf_write import ALIGNMENT, q8_0
 from gptkit.converter.publish import begin_journal
 from gptkit.converter.tokenizer import load_tokenizer
 from gptkit.errors import CannotExpress, CheckpointError, GptkitError, InvalidInput, UsageError
+from gptkit.parity.verify import verify
 from gptkit.report.checkpoints import conversion_lines
 
 gguf = pytest.importorskip("gguf")
@@ -51,7 +52,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},
     "qwen3_moe": {"norm_topk_prob": True},
     "starcoder2": {"sliding_window": None},
-    "stablelm-parallel": {"tie_word_embeddings": False},
     "gpt_oss": {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 8}},
     "minicpm3": {"dim_model_base": 256, "rms_norm_eps": 1e-6},
     "minicpm3-longrope": {"dim_model_base": 256, "rms_norm_eps": 1e-6},
@@ -105,7 +105,9 @@ REFUSED = {
     **dict.fromkeys(SCALED.split(), "scale"),
     **dict.fromkeys(WINDOWED.split(), "window"),
     **dict.fromkeys(("qwen2_moe-s", "qwen3_moe-s", "exaone_moe-n"), "GatedFeedForward"),
-    **dict.fromkeys(("minimax_m2-w", "stablelm-parallel"), "tied"),
+    **dict.fromkeys(("minimax_m2-w",), "tied"),
+    "stablelm-parallel": "q_norm",
+    "gpt_neox-odd": "spread",
     **dict.fromkeys(("falcon-rw", "falcon-alibi-parallel", "falcon-RefinedWebModel-rw"), "ALiBi"),
     **dict.fromkeys(("minicpm3", "minicpm3-longrope", "glm4_moe_lite"), "eps"),
     **dict.fromkeys(("granite_swa-bases", "granitemoe_swa-bases", "mellum-windowed"), "base"),
@@ -129,7 +131,6 @@ REFUSED = {
     "nemotron-biased": "width",
     "qwen3_moe": "normalise",
     "olmoe": "kv_heads",
-    "gpt_oss": "truncate",
     "phi": "q_norm",
     "glm4_moe_lite-types": "pairs",
 }
@@ -633,10 +634,12 @@ def test_merges_that_llama_cpp_makes_and_the_tokenizer_does_not_are_told() -> No
     found = vocabulary({"tokenizer.json": json.dumps(data).encode()}, 7)
     assert found.metadata["tokenizer.ggml.add_space_prefix"] is True
     assert found.metadata["tokenizer.ggml.scores"] == [0.0, 0.0, 0.0, 0.0, -0.0, -1.0, 0.0]
-    (note,) = found.notes
+    note, differing = found.notes
     assert "2 of the tokens" in note  # ▁a, and ▁ab from ▁a and b
+    assert "llama.cpp gives other token ids than the original" in differing
     data["model"] |= {"merges": [*merges, ["▁", "a"], ["▁a", "b"]]}  # type: ignore[operator]
-    assert not vocabulary({"tokenizer.json": json.dumps(data).encode()}, 7).notes
+    notes = vocabulary({"tokenizer.json": json.dumps(data).encode()}, 7).notes
+    assert not any("of the tokens" in note for note in notes)
 
 
 def test_a_unigram_tokenizer() -> None:
@@ -942,3 +945,29 @@ def test_of_a_quantised_gguf_the_numbers_come_back(tmp_path: Path) -> None:
     convert(tmp_path / "b.gguf", tmp_path / "again")
     convert(tmp_path / "again", tmp_path / "c.gguf", "gguf")
     assert tensors_of(tmp_path / "c.gguf") == back
+
+
+# --- what a file gives back is whole ---
+
+
+@few(6)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in REFUSED])
+def test_transformers_builds_what_comes_back(tmp_path: Path, name: str) -> None:
+    """The config.json that a file gives has all that transformers' class asks for."""
+    try:
+        convert(saved(name, tmp_path), tmp_path / "model.gguf", "gguf")
+    except CannotExpress:
+        pytest.skip("not written")
+    convert(tmp_path / "model.gguf", tmp_path / "back", "hf")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    with torch.device("meta"):
+        model = auto_class(config).from_config(transformers.AutoConfig.from_pretrained(tmp_path / "back"))
+    assert model.num_parameters() > 0
+    assert verify(tmp_path / "model.gguf", mutations=False).verdict in ("identical", "equal")
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "t5"])
+def test_a_family_that_is_not_written_is_named_first(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CannotExpress) as refused:
+        convert(saved(name, tmp_path), tmp_path / "model.gguf", "gguf")
+    assert refused.value.message.startswith(f"gptkit writes no GGUF files of {name}. ")
