@@ -109,7 +109,10 @@ def vocabulary(files: Mapping[str, bytes], rows: int, config: Mapping[str, Any] 
 
 def _compare(found: _Metadata, encode: Callable[[str], Sequence[int]]) -> None:
     """Note on how many hard texts llama.cpp gives other ids than the original, whose way of encoding this is."""
-    texts, tried = differing(found.metadata, encode)
+    try:
+        texts, tried = differing(found.metadata, encode)
+    except (IndexError, KeyError, ValueError, struct.error) as error:
+        raise InvalidInput(f"the tokenizer's map of characters is damaged: {error!s:.80}") from error
     if texts:
         example = shown(min(texts, key=len), 40)
         found.notes.append(
