@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import examples, exhaustive
+from helpers.covering import examples
 from helpers.families import CONFIGS, spec_of
 from helpers.random_trees import Chain, alike, drawn_chain, write
 from helpers.trees import TREES
@@ -163,7 +163,7 @@ ELSEWHERE = {
 """Swaps that are exact, and never drawn."""
 
 
-@exhaustive
+@pytest.mark.slow
 def test_every_exact_swap_is_drawn_on_some_tree(tmp_path: Path) -> None:
     """What has been drawn least often comes next, so that few trees are enough."""
     wanted = {(swap.option, swap.form) for swap in all_swaps() if swap.guarantee == "exact"} - set(ELSEWHERE)
