@@ -7,7 +7,7 @@ clear the way.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from ..converter.checkpoint import Checkpoint
 from ..converter.convert import families_of, main_dtype
 from ..converter.dtypes import widest
 from ..converter.targets import FOLDERS, Target, target
-from ..errors import UsageError
+from ..errors import MissingComponent, UsageError
 from .base import Filled, Guarantee, Model, Promise, Stored, Swapped, SwappedModel, Tensor, weakest
-from .fits.calibration import Calibration, Text, read_text
+from .choice import Tried, choose, may_choose, told
+from .fits.calibration import TOKENS, Calibration, NoText, Text, read_text
 from .options import spelled
 from .recipe import called, plain, told_as
 from .registry import Step, apply, options
@@ -32,12 +33,14 @@ from .remedies import in_the_way
 class Chain:
     """Steps carried out one after the other, nothing of it computed yet.
 
-    models has the tree before the first step, after the first, and so on.
+    models has the tree before the first step, after the first, and so on. steps are the forms that were taken. tried
+    has for each step the forms that were compared, the one that was taken first; none where there was no choice.
     """
 
     steps: tuple[Step, ...]
     swapped: tuple[Swapped, ...]
     models: tuple[Model, ...]
+    tried: tuple[tuple[Tried, ...], ...] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -99,15 +102,17 @@ def chain(
     allow_pickle: bool = False,
     names: Sequence[str] = (),
     leaves: bool = False,
+    settled: int | None = None,
 ) -> Chain:
-    """Carry out steps on an opened checkpoint, without computing a tensor.
+    """Carry out steps on an opened checkpoint, without computing a tensor, unless forms of a step are to be compared.
 
     `stored` is the dtype of computed tensors; None is float64 where exactness is to be proved from the file, and the
     checkpoint's own where the result is there to be used: where it is approximate, `leaves` as Hugging Face files, or
     has an adapter merged. `text` gives what calibrated swaps are fitted on, in the checkpoint's own vocabulary, or says
     what to give. `names` is what errors call the steps, by default their number and option where there are several.
-    What leaves needs no step. Raises SwapRefused where a precondition of a step does not hold, and UsageError where
-    there is no such step, or none at all.
+    What leaves needs no step. `settled` is the number of steps, the first ones, that are carried out as they are, on
+    2,048 tokens where they do not say how many; of the others the best form is chosen. None: all of them. Raises
+    SwapRefused where a precondition of a step does not hold, and UsageError where there is no such step, or none.
     """
     if not steps and not leaves:
         raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
@@ -115,26 +120,44 @@ def chain(
     found, done = list[Swapped](), list[Step]()
     given: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}
     given["allow_pickle"] = allow_pickle
-    promise, used = Promise(), list[Text]()
+    read = cache(text if text is not None else partial(read_text, source, None))
+    given["has_text"] = partial(_is_there, read)
+    promise, tried = Promise(), list[tuple[Tried, ...]]()
 
-    def calibration() -> Calibration:
-        """The text in the vocabulary of a tree in the middle of a chain; `used` notes that a swap drew on it."""
-        used.append((text() if text is not None else read_text(source, None)).renamed(promise))
-        return Calibration(used[-1], models[-1].spec)
+    def make(step: Step) -> tuple[Swapped, bool]:
+        """What a step makes of the tree so far, and whether it drew on the text."""
+        used = list[Text]()
 
-    for number, asked in enumerate(steps):
-        used.clear()
-        with told_as(names[number] if number < len(names) else called(steps, number)):
-            step = plain(asked, models[-1].spec)
-            swapped = apply(models[-1], step, calibration=calibration, **given)
-        done.append(step)
+        def calibration() -> Calibration:
+            """The text in the vocabulary of a tree in the middle of a chain."""
+            used.append(read())
+            return Calibration(used[0].cut(step.tokens or TOKENS).renamed(promise), models[-1].spec)
+
+        swapped = apply(models[-1], step, calibration=calibration, **given)
         if used:
             drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
             swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
+        return swapped, bool(used)
+
+    for number, asked in enumerate(steps):
+        with told_as(names[number] if number < len(names) else called(steps, number)):
+            step = plain(asked, models[-1].spec)
+            free = settled is not None and number >= settled and may_choose(step) and _is_there(read)
+            if free:
+                forms = choose(models[-1], step, read().renamed(promise), make)
+                step, swapped, model = forms[0].step, forms[0].swapped, forms[0].model
+                swapped = replace(swapped, notes=(*swapped.notes, *told(forms, asked)))
+                tried.append(tuple(forms))
+            else:
+                swapped, drew = make(step)
+                step = step if drew else replace(step, tokens=None)
+                model = SwappedModel(models[-1], swapped)
+                tried.append(())
+        done.append(step)
         found.append(swapped)
         promise = promise.then(swapped.promise)
         given["texts"].update({name: text for name, text in swapped.texts.items() if text is not None})
-        models.append(SwappedModel(models[-1], swapped))
+        models.append(model)
     merged = any(each.against is not None for each in found)
     proved = weakest(each.guarantee for each in found) == "exact" and not leaves and not merged
     own = main_dtype(source.spec, source.shared_dtypes())
@@ -143,7 +166,16 @@ def chain(
     for model in models[1:]:
         assert isinstance(model, SwappedModel)
         model.stored = dtype
-    return Chain(tuple(done), tuple(found), tuple(models))
+    return Chain(tuple(done), tuple(found), tuple(models), tuple(tried))
+
+
+def _is_there(text: Callable[[], Text]) -> bool:
+    """Whether there is a text. What is wrong with one that was given is raised."""
+    try:
+        text()
+    except (NoText, MissingComponent):
+        return False
+    return True
 
 
 # --- into a family ----------------------------------------------------------------------------------------------------

@@ -113,27 +113,47 @@ def measure_text(
     """Return the fields of a `Measurement` that concern the text, computed in fp32; None where no token of it has a
     successor that is kept.
     """
-    scope = Scope(before.spec, after.spec, promise.tokens, promise.length)
-    compared = []
-    for windows in scope.groups(text):
-        batches = inputs(windows)
-        one, other = (
-            torch.cat([x[0] for x in states(tree, side, torch.float32, progress=progress)])
-            for tree, side in ((before, batches), (after, [scope.renamed(batch) for batch in batches]))
-        )
-        targets = scope.targets(windows)
-        compared.append(compare_heads(before, after, (one, other), tokens=scope.tokens, targets=targets))
-    if not compared:
-        return None
-    kl, agree, *lost = (
-        torch.cat([getattr(each, name) for each in compared]).double() for name in ("kl", "agree", "before", "after")
-    )
-    return {
-        "perplexity": (perplexity(lost[0]), perplexity(lost[1])),
-        "kl_text": kl.mean().item(),
-        "top1_text": agree.mean().item(),
-        "text_positions": len(kl),
-    }
+    return OnText(before, text).compare(after, promise, progress)
+
+
+class OnText:
+    """A tree on a text, with which others are compared one after the other; what the tree itself makes of the text is
+    computed once.
+    """
+
+    def __init__(self, before: Tree, text: Sequence[int]) -> None:
+        self.before, self.text = before, text
+        self._states: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+
+    def compare(
+        self, after: Tree, promise: Promise = _EVERYTHING, progress: Callable[[int], None] | None = None
+    ) -> dict[str, Any] | None:
+        """As `measure_text`."""
+        scope = Scope(self.before.spec, after.spec, promise.tokens, promise.length)
+        compared = []
+        for windows in scope.groups(self.text):
+            batches, key = inputs(windows), tuple(map(tuple, windows))
+            if key not in self._states:
+                self._states[key] = _flat(states(self.before, batches, torch.float32, progress=progress))
+            renamed = [scope.renamed(batch) for batch in batches]
+            both = self._states[key], _flat(states(after, renamed, torch.float32, progress=progress))
+            targets = scope.targets(windows)
+            compared.append(compare_heads(self.before, after, both, tokens=scope.tokens, targets=targets))
+        if not compared:
+            return None
+        names = ("kl", "agree", "before", "after")
+        kl, agree, *lost = (torch.cat([getattr(each, name) for each in compared]).double() for name in names)
+        return {
+            "perplexity": (perplexity(lost[0]), perplexity(lost[1])),
+            "kl_text": kl.mean().item(),
+            "top1_text": agree.mean().item(),
+            "text_positions": len(kl),
+        }
+
+
+def _flat(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """States of batches of one sequence each, (T, hidden) together."""
+    return torch.cat([each[0] for each in found])
 
 
 def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) -> tuple[list[Batch], tuple[str, ...]]:

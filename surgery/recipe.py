@@ -8,7 +8,7 @@
     [[step]]
     attention = "gqa:1/2"        # OPTION = VALUE; a flag is true
     comment = "half of them first"
-    blocks = "3-"                # also: approximate = true, settings = { … }
+    blocks = "3-"                # also: approximate = true, tokens = 8192, settings = { … }
 
     [[step]]
     attention = "mqa"
@@ -48,6 +48,7 @@ _STEP_KEYS: Mapping[str, tuple[type, object]] = {
     "blocks": (str, None),
     "approximate": (bool, False),
     "settings": (dict, {}),
+    "tokens": (int, None),
     "comment": (str, ""),
 }
 """What a step may say beside its option: the type, and what it is by default."""
@@ -117,7 +118,8 @@ def step_json(step: Step) -> dict[str, Any]:
     """A step as a recipe has it."""
     option = option_of(step.option)
     flag = option is not None and option.flag and not step.value
-    there = {"approximate": step.approximate, "settings": dict(step.settings), "comment": step.comment}
+    there = {"approximate": step.approximate, "settings": dict(step.settings), "tokens": step.tokens}
+    there["comment"] = step.comment
     blocks = {} if step.blocks is None else {"blocks": step.blocks}
     return {step.option: True if flag else step.value, **blocks, **{name: each for name, each in there.items() if each}}
 
@@ -240,8 +242,10 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
             words = " or ".join(_WORDS[each] for each in kinds)
             raise InvalidInput(f"{where}: the setting {part} is to be {words}, not {shown(setting, 40)}")
-    if option is HEAL and not {"blocks", "approximate"}.isdisjoint(table):
-        raise InvalidInput(f"{where}: heal has neither blocks nor approximate")
+    if option is HEAL and not {"blocks", "approximate", "tokens"}.isdisjoint(table):
+        raise InvalidInput(f"{where}: heal has neither blocks nor approximate nor tokens")
+    if type(given["tokens"]) is bool or (given["tokens"] or 1) < 1:
+        raise InvalidInput(f"{where}: tokens is to be a whole number from 1, not {shown(given['tokens'], 40)}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:

@@ -49,8 +49,8 @@ class Step:
 
     option and value: see the module's text; other words for a value become ours. blocks: the layers it is for, None
     for all. approximate: the plain replacement, for comparison, where a better form is known. settings: those of
-    this swap alone. written: the option as a person wrote it, where one that they wrote is several steps. comment: a
-    recipe's.
+    this swap alone. tokens: how many tokens of the text it is fitted on; None leaves that to be chosen. written: the
+    option as a person wrote it, where one that they wrote is several steps. comment: a recipe's.
     """
 
     option: str
@@ -58,6 +58,7 @@ class Step:
     blocks: str | None = None
     approximate: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
     written: str = field(default="", compare=False)
     comment: str = field(default="", compare=False)
 
@@ -73,7 +74,8 @@ class Step:
         """As a history has it."""
         blocks = {} if self.blocks is None else {"blocks": self.blocks}
         approximate = {"approximate": True} if self.approximate else {}
-        return {self.option: self.value, **self.settings, **blocks, **approximate}
+        tokens = {} if self.tokens is None else {"tokens": self.tokens}
+        return {self.option: self.value, **self.settings, **blocks, **approximate, **tokens}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Asked:
     """A step as a swap sees it: the value, its part behind the colon, the layers, and what it may draw on.
 
     weights: what it may ask of the weights. calibration gives token ids of a text when asked, or raises UsageError,
-    saying what to give. origin: where the tree came from. files: the folder of the model's companions (its tokenizer),
+    saying what to give; has_text says whether there is one, for swaps that need none. origin: where the tree came from.
+    files: the folder of the model's companions (its tokenizer),
     where they are its own. texts: companions that do not lie there. offline: whether adapters may be fetched.
     allow_pickle: whether adapters in pickles are read.
     """
@@ -93,6 +96,7 @@ class Asked:
     settings: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = field(default_factory=Assumed)
     calibration: Callable[[], Calibration] | None = None
+    has_text: Callable[[], bool] = lambda: False
     origin: Origin | None = None
     files: Path | None = None
     texts: Mapping[str, bytes] = field(default_factory=dict)
@@ -174,7 +178,10 @@ class Swap:
     whether it changes nothing but feed-forwards, the head, or how weights are stored, and so may meet layers that share
     keys or have inputs of their own. each_stack: whether the encoder and the decoder of a model may have it, each by
     itself. exact_where: the weights that it is exact on, where only some are so, in words
-    that end "exact only where …". clears: what it is a remedy of, where a family has something else.
+    that end "exact only where …". clears: what it is a remedy of, where a family has something else. cheaper: other
+    forms of a step that are taken instead where they are better on a text; by default, where it draws on one, the plain
+    replacement. chooses: whether it measures what it chooses
+    from by itself, so that it is not tried on several numbers of tokens.
     """
 
     option: str
@@ -192,6 +199,8 @@ class Swap:
     apart: bool = False
     each_stack: bool = False
     clears: tuple[Clears, ...] = ()
+    cheaper: Callable[[Step], Iterable[Step]] | None = None
+    chooses: bool = False
 
     def gives_for(self, value: str) -> str:
         """What it gives, with the numbers of a value in place of the words that stand for them."""
@@ -206,6 +215,22 @@ class Swap:
         parts = re.split(r"([A-Z]+)", self.form)
         pattern = "".join("(.+)" if part.isupper() else re.escape(part) for part in parts)
         return re.fullmatch(pattern, value, re.DOTALL)
+
+    def others(self, step: Step) -> list[Step]:
+        """Return the cheaper forms of a step."""
+        if step.approximate or (self.cheaper is None and not self.calibrated):
+            return []
+        return list((self.cheaper or plainly)(step))
+
+
+def plainly(step: Step) -> list[Step]:
+    """Return the plain replacement, as a cheaper form of a step."""
+    return [replace(step, approximate=True)]
+
+
+def active(step: Step) -> list[Step]:
+    """Return the plain replacement, and what keeps the most active parts as they are, as cheaper forms of a step."""
+    return [*plainly(step), replace(step, value=f"{step.value}:active")]
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------

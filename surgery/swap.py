@@ -1,5 +1,6 @@
 """swap: exchange components of a checkpoint, write the result, and measure its guarantee from the written files."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,10 +29,11 @@ from ..parity.probe import SMALL
 from ..version import __version__
 from .base import Guarantee, Model, Moved, Stored
 from .chain import Chain, chain, leaving
-from .fits.calibration import TOKENS, read_text
+from .choice import Tried
+from .fits.calibration import read_text
 from .guarantee import each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, read_recipe
+from .recipe import Recipe, plain, read_recipe, step_json
 from .registry import Step, steps_of
 
 
@@ -112,7 +114,8 @@ def swap(
             against transformers, from the files.
         calibrate: a text file that calibrated swaps are fitted on, and its last part measured on; by default the
             bundled play, for checkpoints that come from the samples alone.
-        calibrate_tokens: how many of its tokens they are fitted on; 2,048 by default.
+        calibrate_tokens: how many of its tokens they are fitted on; by default 2,048, 8,192 and so on up to 32,768 are
+            tried, as far as the text goes and as long as it pays. See `surgery.choice`.
         recipe: a file of steps, the name of one of ours, or a folder that a swap made; see `surgery.recipe`. What is
             asked for beside it comes after it. Its healing is left to `training.healed`, which gptkit.swap is.
         dtype: how the tensors that the swap computes are stored; those that only move keep their dtype, but in Hugging
@@ -144,13 +147,17 @@ def swap(
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:
         dtype, to = dtype or told.dtype, to or told.to
-        calibrate_tokens = calibrate_tokens or told.calibration.get("tokens")
         repeated = calibrate is None
         calibrate = told.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
         raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
     asked_to, form = to, target("hf:auto" if to == "auto" else to or "local", FOLDERS)
-    wanted = [*(told.steps if told else ()), *steps, *steps_of(asked, blocks, approximate)]
+    known = None if told is None else told.calibration.get("tokens")
+    given = [replace(step, tokens=step.tokens or calibrate_tokens or known) for step in told.steps] if told else []
+    more = (*steps, *steps_of(asked, blocks, approximate))
+    wanted = [*given, *(replace(step, tokens=step.tokens or calibrate_tokens) for step in more)]
+    written = told is not None and bool(told.sources)  # by gptkit, and so what was chosen then
+    settled = len(wanted) if dry_run else len(given) if written else 0
     stored = None if dtype is None else parse_dtype(dtype)
     if not dry_run:
         Staging(Path(out), force).check()  # what cannot be written is refused before anything is fetched or computed
@@ -158,7 +165,8 @@ def swap(
     suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
         raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
-    text = cache(lambda: read_text(source, calibrate, calibrate_tokens or TOKENS))
+    most = max((step.tokens for step in wanted if step.tokens is not None), default=None)
+    text = cache(lambda: read_text(source, calibrate, calibrate_tokens or known or most))
     labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()
     leaves = form.kind != "local"
     done = chain(
@@ -170,11 +178,13 @@ def swap(
         allow_pickle=allow_pickle,
         names=labels,
         leaves=leaves,
+        settled=settled,
     )
     if repeated and told is not None and told.calibration and done.calibration != told.calibration:
         raise told.another_text()
     base = told or Recipe("", "", (), "the call")
-    carried = replace(base, steps=tuple(wanted), to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
+    taken = tuple(map(_taken, wanted, done.steps, done.models))
+    carried = replace(base, steps=taken, to=asked_to, dtype=dtype, calibration=done.calibration, sources={})
     architecture, done = leaving(done, source, form) if leaves else (None, done)
     whole = stored if architecture is not None else None
     stored = stored or done.stored
@@ -209,6 +219,7 @@ def swap(
                     "measured": None if found is None else found.as_json(),
                     "measured_plainly": None if naive is None else naive.as_json(),
                     "measured_steps": [one.as_json() for one in each],
+                    "tried": [[_tried_json(one) for one in forms] for forms in done.tried],
                 },
             }
             staging.commit(manifest, files=files)
@@ -216,6 +227,12 @@ def swap(
     same = None if told is None or not told.sources or dry_run else told.sources == carried.sources
     results = HF_NAMES[stored], found, totals, plan, not dry_run, each, carried, same, naive, architecture
     return SwapResult(source, Path(out), done, *results)
+
+
+def _taken(asked: Step, done: Step, model: Model) -> Step:
+    """Return a step of a tree as a recipe is to have it: as asked for, but in the form that was chosen."""
+    value = asked.value if plain(asked, model.spec).value == done.value else done.value
+    return replace(asked, value=value, approximate=done.approximate, tokens=done.tokens)
 
 
 def _plan(source: Checkpoint, done: Chain, records: Sequence[Mapping[str, Any]], to: str, whole: str | None) -> Plan:
@@ -246,6 +263,11 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
         model.release()
 
 
+def _tried_json(tried: Tried) -> dict[str, Any]:
+    """A form that was tried, as the manifest has it."""
+    return {"step": step_json(tried.step), **({} if math.isnan(tried.kl) else {"kl": tried.kl})}
+
+
 @as_before()
 def assess(result: SwapResult, text: Sequence[int] | None, progress: Callable[[str], None] | None = None) -> Damage:
     """The damage of a published swap, from its files, on token ids of the old vocabulary or on none."""
@@ -269,7 +291,7 @@ def held_out(result: SwapResult, calibrate: str | Path | None, tokens: int | Non
     if file is None and not (source.origin.reference or "").startswith("sample:"):
         return None
     known = None if recipe is None else recipe.calibration.get("tokens")
-    return read_text(source, file, tokens or known or TOKENS).held_out
+    return read_text(source, file, tokens or known).held_out
 
 
 def _layers_of(done: Chain) -> list[tuple[int, int]]:

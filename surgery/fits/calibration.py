@@ -1,8 +1,8 @@
 """A text that swaps are fitted on: its token ids, and the activations that they give, a layer at a time.
 
 A calibrated swap sees what its own layers see: `Calibration.walk` runs the text through a tree, one layer's weights in
-memory, and hands out every layer with its input. The last part of the text is never fitted on; what a swap costs is
-measured there.
+memory, and hands out every layer with its input. A text has three parts. Swaps are fitted on the first, the second
+decides between fits (on how much of the first, or a cheaper form), and on the last it is measured what a swap costs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -28,8 +28,10 @@ from ...parity.passes import hooked
 from ..base import Exactly, Model, Promise
 
 _Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
-TOKENS = 2048  # tokens that are fitted on, unless told otherwise
-_HELD_OUT = 2048  # tokens at the end of the text that are never fitted on, at most; at least an eighth of what is
+TOKENS = 2048  # tokens that are fitted on at least, unless a number is given; a longer text allows MOST
+MOST = 32_768  # tokens that are fitted on at most, unless a number is given
+_HELD_OUT = 2048  # tokens at the end of the text that a swap is measured on, at most
+_CHOOSING = 2048  # tokens behind those that are fitted on that decide between fits, at most
 _WINDOW = 512  # tokens a row, where the model takes as many
 _READ_BYTES = 16 * 2**20  # more of a file is not read: it would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
@@ -38,27 +40,51 @@ PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a text. `fitted` is what swaps are calibrated on, `held_out` what they are measured on."""
+    """Token ids of a text: swaps are fitted on `fitted`, `choosing` decides between fits, and `held_out` measures the
+    one that was taken.
+    """
 
     fitted: tuple[int, ...]
     held_out: tuple[int, ...]
     name: str
     sha256: str
+    choosing: tuple[int, ...] = ()
 
     def renamed(self, promise: Promise) -> Text:
         """In the vocabulary after a swap that renumbers it; tokens that were dropped are left out."""
         if promise.tokens is None:
             return self
         table = dict(zip(*promise.tokens, strict=True))
-        fitted, held_out = (tuple(table[i] for i in ids if i in table) for ids in (self.fitted, self.held_out))
-        return Text(fitted, held_out, self.name, self.sha256)
+        parts = (tuple(table[i] for i in ids if i in table) for ids in (self.fitted, self.held_out, self.choosing))
+        fitted, held_out, choosing = parts
+        return replace(self, fitted=fitted, held_out=held_out, choosing=choosing)
+
+    def cut(self, tokens: int) -> Text:
+        """Return the same text with the first `tokens` to be fitted on."""
+        return replace(self, fitted=self.fitted[:tokens])
 
 
-def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOKENS) -> Text:
-    """The text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample. Raises
-    UsageError where there is no text and no sample, no tokenizer, or fewer tokens than are needed, and InvalidInput
-    where the file cannot be read as UTF-8 text; MissingComponent where no next token is predicted, which fits are
-    measured by.
+class NoText(UsageError):
+    """No text was given, and the checkpoint is not a sample, which has one of its own."""
+
+
+def read_text(
+    checkpoint: Checkpoint, file: str | Path | None, tokens: int | None = TOKENS, held_out: int = _HELD_OUT
+) -> Text:
+    """Read the text for a checkpoint: a file, or the bundled play where the checkpoint comes from a sample.
+
+    Args:
+        checkpoint: what has the tokenizer.
+        file: plain text in UTF-8.
+        tokens: the number of tokens to fit on. None: as many as leave enough for choosing and measuring, from `TOKENS`
+            to `MOST`.
+        held_out: the number of tokens to measure on, at most.
+
+    Raises:
+        NoText: there is no file, and the checkpoint does not come from a sample.
+        UsageError: there is no tokenizer, or the text is too short.
+        InvalidInput: the file cannot be read as UTF-8 text.
+        MissingComponent: the model predicts no next token, by which fits are measured.
     """
     checkpoint.spec.predicts("a fit on a text")
     checkpoint.spec.one_stack("a fit on a text")
@@ -66,7 +92,7 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
             hint = "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none."
-            raise UsageError("this swap is fitted on a text, and none was given", hint)
+            raise NoText("this swap is fitted on a text, and none was given", hint)
         path, name = PLAY, "the bundled play"
     else:
         path, name = Path(file), str(file)
@@ -84,6 +110,8 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
     if tokenizer is None:
         raise UsageError(f"{checkpoint.reference} has no tokenizer to read {name} with")
     ids = [token for token in tokenizer.encode(text) if token < checkpoint.spec.vocab_size]
+    if tokens is None:
+        tokens = min(max(len(ids) - _CHOOSING - _HELD_OUT, TOKENS), MOST)
     held = max(tokens // 8, 1)
     if len(ids) < tokens + held:
         enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
@@ -91,26 +119,36 @@ def read_text(checkpoint: Checkpoint, file: str | Path | None, tokens: int = TOK
             f"{name} is too short: {len(ids):,} tokens, {tokens:,} are to be fitted on and {held:,} to be measured on",
             "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )
-    held = min(_HELD_OUT, len(ids) - tokens)
+    deciding = min(_CHOOSING, (len(ids) - tokens) // 2)
+    held = min(held_out, len(ids) - tokens - deciding)
     digest = hashlib.sha256(data).hexdigest()
-    return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest)
+    choosing = tuple(ids[tokens : tokens + deciding])
+    return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest, choosing)
 
 
 class Calibration:
     """What a swap may draw on: token ids (rows, tokens) and the activations that they give in a tree."""
 
     def __init__(self, text: Text, spec: ModelSpec) -> None:
-        self.text = text
+        self.text, self.spec = text, spec
         table = None if spec.positions is None else spec.positions.length
         width = min(each for each in (_WINDOW, table, spec.context_length, len(text.fitted)) if each is not None)
         rows = len(text.fitted) // width
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
-    def walk(self, model: Model, layers: Collection[int] | None = None) -> Iterator[Layer]:
-        """The layers of a tree, or some of them, each with the activations that the text brings to it, in fp32.
+    def deciding(self, tokens: int) -> Calibration:
+        """Return up to so many tokens for a choice of what is not fitted: first the part that decides between fits."""
+        part = self.text.choosing + self.text.fitted
+        return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
-        The weights of one layer are in memory. Who gets a layer alters nothing of the walk: the next one gets the
-        output of this one as it is.
+    def walk(
+        self, model: Model, layers: Collection[int] | None = None, without: Collection[int] = ()
+    ) -> Iterator[Layer]:
+        """The layers of a tree, or some of them, each with the activations that the text brings to it, in fp32. The
+        stream goes past the layers in `without`.
+
+        The weights of one layer are in memory. The next layer gets the output of this one as its module is by then:
+        who changes its weights has the layers after it see what the change makes of the stream.
         """
         rows, steps = self.ids.shape
         front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
@@ -119,6 +157,8 @@ class Calibration:
         context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
         context.inputs, context.shared = inputs, dict.fromkeys(model.spec.shared)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
+            if index in without:
+                continue
             context.layer = index
             layer = Layer(index, block_of(model, index), context, x)
             if layers is None or index in layers:

@@ -13,11 +13,11 @@ from ...modules.layers import ACTIVATIONS
 from ..base import Model, Wide
 from ..layerwise import Dense
 from .calibration import Calibration, Layer
-from .regression import Moment, best_slope, ridge
+from .regression import best_slope, ridge_by_held_out
 
 _GATE, UP = "feed_forward.gate_proj", "feed_forward.up_proj"
 SAMPLES = 100_000  # pre-activations of a layer that its slope is fitted on
-_STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one
+_STRENGTH = 1e-3  # of the ridge that holds the refitted projection to a multiple of the old one, to start from
 
 
 def slopes(
@@ -58,7 +58,7 @@ def downs(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[
         gate = layer.module.feed_forward.activation(gate)
         power = gate.square().sum(dim=0).clamp_min(torch.finfo(gate.dtype).tiny)
         share = (gate.square() * up).sum(dim=0) / power
-        yield {name: ridge(down * share, Moment.of(gate, (gate * up) @ down.T), _STRENGTH).numpy()}
+        yield {name: ridge_by_held_out(down * share, gate, (gate * up) @ down.T, first=_STRENGTH).numpy()}
 
 
 def shares(model: Model, calibration: Calibration, layers: set[int]) -> Iterator[Mapping[str, Wide]]:

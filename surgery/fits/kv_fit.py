@@ -10,6 +10,8 @@ layer, for every group of old heads that becomes one:
    apart by,
 5. the feed-forward's down projection likewise, to the original's stream after the layer.
 
+The strength of each ridge is the one that is best on tokens left out of the regression.
+
 What stands between two matrices is then shared out anew (`regression.balanced`): what is computed stays, and what comes
 out can be trained.
 
@@ -39,7 +41,7 @@ from ...modules.layers import Linear, capped
 from ...modules.registry import module_of
 from ..base import Model, Wide
 from ..layerwise import unknown
-from .calibration import Calibration, block_of, run_block
+from .calibration import Calibration, Layer, block_of, run_block
 from .regression import (
     Groups,
     Moment,
@@ -55,7 +57,7 @@ from .regression import (
     mix_inputs,
     pool_mean,
     query_order,
-    ridge,
+    ridge_by_held_out,
     square_roots,
 )
 from .scores import refit_scores
@@ -63,7 +65,6 @@ from .scores import refit_scores
 ROUNDS, STEPS, STRENGTH = 2, 10, 1e-3
 """Of `refit_scores`: how often it linearises, conjugate gradients each time, and its ridge."""
 SCORED = 6144  # tokens that scores are refitted on, which takes nearly all the time; projections take all of a text
-_RIDGE = 1.0  # strength of the projections' ridges: as much weight on where they start as on the text
 _GROUPING_WORK = 10**11  # multiplications that finding similar heads may take; beyond it, neighbours are put together
 DOWN = "feed_forward.down_proj"
 
@@ -79,7 +80,7 @@ def fitted_layers(model: Model, changed: Mapping[int, Any], calibration: Calibra
         attention = changed[layer.index]
         record = model.spec.blocks[layer.index].replaced(attention=attention)
         with torch.no_grad():
-            fit = _LayerFit(old, record, layer.x, here, context)
+            fit = _LayerFit(old, record, layer, here)
             tensors = fit.fewer_heads(attention) if hasattr(attention, "kv_heads") else fit.latent(attention)
             new = block_with(old, record, tensors)
         found = {f"blocks.{layer.index}.attention.{name}": value for name, value in tensors.items()}
@@ -186,20 +187,22 @@ class _LayerFit:
     comes to it in the original (teacher) and in the new model (student), and their context.
     """
 
-    def __init__(self, block: BlockModule, record: Block, teacher: Tensor, student: Tensor, context: Context) -> None:
-        self.block, self.record, self.teacher, self.student, self.context = block, record, teacher, student, context
+    def __init__(self, block: BlockModule, record: Block, layer: Layer, student: Tensor) -> None:
+        self.block, self.record, self.student, self.context = block, record, student, layer.context
+        self.teacher, self.made = layer.x, layer.run("attention")[1]["attention"][1]
         self.heads = _Heads.of(block)
         self.attention, self.spec = self.heads.attention, self.heads.spec
         self.sublayer = sublayer_of(record, "attention")
         norm = nn.Identity() if self.sublayer.norm is None else block.attention_norm
-        self.before, after = norm(teacher), norm(student)
+        before, after = norm(self.teacher), norm(student)
         ones = [torch.ones_like(after[..., :1])] * self.spec.qkv_bias
         self.inputs = torch.cat((after, *ones), dim=-1)  # (B, T, e)
         self.covariance = Moment.of(self.inputs).covariance
-        # The original's scores q·k · scale without biases of positions, and its weights: (B, H, T, T) each.
+        # The original's scores q·k · scale without biases of positions, and its weights: (some of B, H, T, T) each.
+        self.some = slice(None, None, -(-after.shape[:2].numel() // SCORED))  # sequences from all of the text
         q, k = (
             torch.unflatten(each, -1, (-1, self.spec.head_dim)).transpose(1, 2)
-            for each in (self.attention.q_proj(self.before), self.attention.k_proj(self.before))
+            for each in (self.attention.q_proj(before[self.some]), self.attention.k_proj(before[self.some]))
         )  # (B, heads, T, d)
         self.scores, self.pattern = self._weights(q, k.repeat_interleave(self.spec.group, dim=1), None)
 
@@ -261,9 +264,8 @@ class _LayerFit:
             turns = module_of(rotary).frequencies(rotary, steps, inputs.dtype)
             angles = torch.arange(steps, dtype=inputs.dtype)[:, None] * turns  # (T, dim/2)
         queries, key = fit_keys(queries[:, rows], keys[:, rows], self.covariance, dim)
-        some = slice(None, None, -(-inputs.shape[:2].numel() // SCORED))  # sequences from all of the text
-        theirs = self.pattern[some, list(readers)], self.scores[some, list(readers)]
-        given = (queries.to(inputs), key.to(inputs), inputs[some], *theirs, scale, angles)
+        theirs = self.pattern[:, list(readers)], self.scores[:, list(readers)]
+        given = (queries.to(inputs), key.to(inputs), inputs[self.some], *theirs, scale, angles)
         found = refit_scores(*given, rounds=ROUNDS, steps=STEPS, strength=STRENGTH)
         (q, k), back = (found.queries, found.key), torch.argsort(rows)
         if dim < spec.head_dim:
@@ -274,11 +276,11 @@ class _LayerFit:
 
     def _refit_output(self, start: Tensor, mixed: Tensor) -> Tensor:
         """The output projection (hidden, H·d) from what is mixed now, (B, H, T, d), to the original stream."""
-        made: Tensor = self.attention(self.before, self.context)
         bias = 0 if self.attention.o_proj.bias is None else self.attention.o_proj.bias
         missing = (self.teacher - self.student) / self.sublayer.multiplier
-        wanted = made - bias + (missing if added(self.sublayer) else 0)
-        return refit(start, mixed.transpose(1, 2).flatten(2), wanted, self.teacher + self.sublayer.multiplier * made)
+        wanted = self.made - bias + (missing if added(self.sublayer) else 0)
+        stream = self.teacher + self.sublayer.multiplier * self.made
+        return refit(start, mixed.transpose(1, 2).flatten(2), wanted, stream)
 
     def _weights(self, q: Tensor, k: Tensor, readers: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Scores and softmax of q and k, (B, n, T, d) each, before norms and positions, of the heads `readers`."""
@@ -293,12 +295,12 @@ class _LayerFit:
         scores = q @ k.transpose(-1, -2) * (spec.scale * spec.key_multiplier)
         biased = scores  # and then capped, which the fit of scores themselves is not
         if _biased(spec):
-            bias = context.bias(position, spec.heads, spec.window)
+            bias = context.bias(position, spec.heads, spec.window)[: len(q)]  # all rows have the same positions
             bias = bias if readers is None else bias[:, list(readers)]
             biased = scores + (bias * spec.scale if position.scaled else bias)
         biased = capped(biased, spec.cap)
         mask = context.additive_mask(spec.window, spec.window, spec.chunked, spec.causal)
-        biased = biased if mask is None else biased + mask
+        biased = biased if mask is None else biased + mask[: len(q)]
         if attention.sinks is None:
             return scores, torch.softmax(biased, dim=-1)
         sinks = attention.sinks if readers is None else attention.sinks[list(readers)]
@@ -323,7 +325,7 @@ def refit(start: Tensor, inputs: Tensor, wanted: Tensor, stream: Tensor) -> Tens
     square of the original's stream, of which a few tokens have nearly all.
     """
     weight = stream.square().mean(dim=-1).clamp_min(1e-30).reciprocal()
-    return ridge(start, Moment.of(inputs, wanted, weight), _RIDGE)
+    return ridge_by_held_out(start, inputs, wanted, weight)
 
 
 def sublayer_of(block: Block, slot: str) -> SubLayer:
@@ -355,7 +357,7 @@ def refit_down(
     fitted = refit(linear.weight.detach().double(), inner, wanted, teacher_output)
     with torch.no_grad():
         linear.weight.copy_(fitted)
-    return run_block(block, student, context)[0], fitted
+        return output + factor * (linear(inner) - made), fitted
 
 
 def _turning(spec: Attention) -> int:

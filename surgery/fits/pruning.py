@@ -8,34 +8,54 @@ REAP's (Lasby et al. 2510.13999).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ...modules.feed_forward import MixtureOfExpertsModule
 from ..base import Index, Model, Wide, by_head, gather
-from ..layerwise import Grouped, Inner, by_weights, kept, largest, parts, remaining
+from ..layerwise import Choice, Grouped, Inner, by_weights, kept, largest, parts, remaining
 from .calibration import Calibration
 
-_RIDGE = 1e-6  # what is added to the diagonal of the activations' second moments, beside their mean
+_RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
+"""What may be added to the diagonal of the activations' second moments, beside their mean."""
 _ROUNDS = 8  # in so many steps units go; on the trained samples 8 cost a sixth to a quarter less than one
 
 
-def refit(old: Wide, moments: Wide, kept: Index) -> Wide:
+def refit(old: Wide, moments: Wide, kept: Index, ridge: float) -> Wide:
     """W' [out, kept] that gives from some inputs, as nearly as can be, what W [out, n] gives from all.
 
     moments [n, n] are the means of a·aᵀ over the text. Least squares with a ridge that draws to W itself.
     """
-    gram = with_ridge(moments, kept)
+    gram = with_ridge(moments, kept, ridge)
     target = old @ moments[:, kept] + old[:, kept] * (gram - moments[np.ix_(kept, kept)]).diagonal()
     return np.asarray(np.linalg.solve(gram, target.T).T, dtype=np.float64)
 
 
-def with_ridge(moments: Wide, kept: Index) -> Wide:
-    """The second moments of some inputs, with a little added to the diagonal."""
+def with_ridge(moments: Wide, kept: Index, ridge: float) -> Wide:
+    """The second moments of some inputs, with a part `ridge` of their mean added to the diagonal."""
     gram: Wide = moments[np.ix_(kept, kept)]
-    ridge = _RIDGE * max(float(np.trace(gram)) / len(kept), 1e-30)
-    return gram + ridge * np.eye(len(kept))
+    return gram + ridge * max(float(np.trace(gram)) / len(kept), 1e-30) * np.eye(len(kept))
+
+
+def ridge_for(old: Wide, rows: Wide, stay: Callable[[Wide, float], Index]) -> float:
+    """The ridge with which W refitted to fewer inputs is best on tokens that it was not fitted on.
+
+    rows [tokens, n] are what W [out, n] reads; three quarters of them are fitted on. `stay` says of their second
+    moments and a ridge which inputs are kept.
+    """
+    cut = len(rows) - len(rows) // 4
+    seen, unseen = rows[:cut], rows[cut:]
+    if not len(unseen):
+        return _RIDGES[0]
+    moments, wanted = seen.T @ seen / len(seen), unseen @ old.T
+
+    def error(ridge: float) -> float:
+        kept = stay(moments, ridge)
+        return float(((unseen[:, kept] @ refit(old, moments, kept, ridge).T - wanted) ** 2).sum())
+
+    return min(_RIDGES, key=error)
 
 
 def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wide, Wide]:
@@ -49,7 +69,7 @@ def _reads(model: Model, weight: str, bias: str, activations: Wide) -> tuple[Wid
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def least_needed(old: Wide, moments: Wide, units: int, size: int) -> Index:
+def least_needed(old: Wide, moments: Wide, units: int, size: int, ridge: float, rounds: int = _ROUNDS) -> Index:
     """Which `size` of the first `units` inputs of W [out, n] stay, the others being refitted each time some go.
 
     Without input j, the rest refitted, the output is off by ‖W_j‖² / (M⁻¹)_jj on average, M the inputs' second moments.
@@ -57,12 +77,24 @@ def least_needed(old: Wide, moments: Wide, units: int, size: int) -> Index:
     """
     rest = np.arange(units, old.shape[1])
     stay = np.arange(units)
-    for left in np.linspace(units, size, _ROUNDS + 1).round().astype(int)[1:]:
+    for left in np.linspace(units, size, rounds + 1).round().astype(int)[1:]:
         index = np.append(stay, rest)
-        weight = refit(old, moments, index)[:, : len(stay)]
-        cost = (weight**2).sum(axis=0) / np.linalg.inv(with_ridge(moments, index)).diagonal()[: len(stay)]
+        weight = refit(old, moments, index, ridge)[:, : len(stay)]
+        cost = (weight**2).sum(axis=0) / np.linalg.inv(with_ridge(moments, index, ridge)).diagonal()[: len(stay)]
         stay = stay[largest(cost, left)]
     return stay
+
+
+def _needed_units(old: Wide, rows: Wide, units: int, size: int) -> tuple[Index, Wide]:
+    """Return which `size` of the first `units` inputs stay, and W [out, n] refitted to them, on what it reads."""
+    rest = np.arange(units, old.shape[1])
+
+    def at_once(moments: Wide, ridge: float) -> Index:
+        return np.append(least_needed(old, moments, units, size, ridge, rounds=1), rest)
+
+    ridge, moments = ridge_for(old, rows, at_once), rows.T @ rows / len(rows)
+    index = least_needed(old, moments, units, size, ridge)
+    return index, refit(old, moments, np.append(index, rest), ridge)
 
 
 def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: int) -> Iterator[dict[str, Wide]]:
@@ -77,9 +109,7 @@ def units(model: Model, calibration: Calibration, inner: Sequence[Inner], size: 
             old, rows = _reads(model, each.down, bias, rows)
             rest = np.arange(each.units, old.shape[1])
             if len(rows):
-                moments = rows.T @ rows / len(rows)
-                index = least_needed(old, moments, each.units, size)
-                new = refit(old, moments, np.append(index, rest))
+                index, new = _needed_units(old, rows, each.units, size)
             else:
                 index = largest(by_weights(model, each), size)
                 new = old[:, np.append(index, rest)]
@@ -114,7 +144,7 @@ def _columns(heads: Sequence[int] | Index, size: int, old: Wide) -> Index:
     return np.append(own, np.arange(whole, old.shape[1])).astype(np.int64)
 
 
-def _by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Callable[[Index], float]]:
+def _by_need(old: Wide, moments: Wide, size: int, ridge: float) -> Callable[[list[int]], Callable[[Index], float]]:
     """By how much o_proj's output [hidden] is off, on average, without a unit, the rest fitted again.
 
     old [hidden, heads · size (and 1 for a bias)]; moments are the second moments of what it is multiplied with.
@@ -122,7 +152,7 @@ def _by_need(old: Wide, moments: Wide, size: int) -> Callable[[list[int]], Calla
 
     def costs(left: list[int]) -> Callable[[Index], float]:
         index = _columns(left, size, old)
-        weight, inverse = refit(old, moments, index), np.linalg.inv(with_ridge(moments, index))
+        weight, inverse = refit(old, moments, index, ridge), np.linalg.inv(with_ridge(moments, index, ridge))
 
         def cost(unit: Index) -> float:
             at = np.concatenate([np.arange(size) + left.index(head) * size for head in unit.tolist()])
@@ -143,6 +173,24 @@ def head_activity(model: Model, calibration: Calibration, layers: Mapping[int, i
     return found
 
 
+def _needed_heads(
+    old: Wide, rows: Wide, size: int, attention: Grouped, remaining: Callable[..., list[int]]
+) -> tuple[Choice, Wide]:
+    """Return which heads of `size` stay, and o_proj [hidden, n] refitted to them, on what it reads [tokens, n].
+
+    `remaining` says it by what each costs.
+    """
+    moments = rows.T @ rows / len(rows)
+
+    def chosen(ridge: float) -> Choice:
+        return kept(attention, remaining(_by_need(old, moments, size, ridge)))
+
+    first = _columns(chosen(_RIDGES[0]).heads, size, old)
+    ridge = ridge_for(old, rows, lambda *_: first)
+    choice = chosen(ridge)
+    return choice, refit(old, moments, _columns(choice.heads, size, old), ridge)
+
+
 def heads(
     model: Model, calibration: Calibration, fitting: Mapping[int, tuple[int, Sequence[Index]]], new: int
 ) -> Iterator[dict[str, Wide]]:
@@ -154,13 +202,13 @@ def heads(
         *before, output = parts(path, attention)
         bias = f"{path}.o_proj.bias" if attention.output_bias else ""
         old, seen = _reads(model, output.name, bias, rows.reshape(-1, rows.shape[-1]).double().numpy())
-        moments = seen.T @ seen / len(seen)
-        choice = kept(attention, remaining(attention, candidates, new, keys, _by_need(old, moments, output.size)))
+        choice, fresh = _needed_heads(
+            old, seen, output.size, attention, partial(remaining, attention, candidates, new, keys)
+        )
         arrays = {}
         for part in before:
             own = by_head(choice.keys if part.keys else choice.heads, np.arange(part.size), part.size)
             arrays[part.name] = gather(model.wide(part.name), own, part.axis)
-        fresh = refit(old, moments, _columns(choice.heads, output.size, old))
         arrays[output.name] = fresh[:, : new * output.size]
         yield arrays | ({bias: fresh[:, -1]} if bias else {})
 

@@ -13,6 +13,7 @@ GELU by two SiLU units of different slopes, q·silu(b₁x)/b₁ + (1-q)·silu(b�
 Only ReLU in place of a smooth activation is another matter: it needs training (ReLUfication, 2310.04564).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -25,7 +26,7 @@ from ..base import Computed, Guarantee, Model, Moved, Swapped, Tensor, weakest
 from ..fits.scratch import Scratch
 from ..layerwise import Dense, in_words, tensors_of, unnormed, with_blocks
 from ..options import FEED_FORWARD, Option
-from ..registry import Asked, Clears, Swap
+from ..registry import Asked, Clears, Step, Swap
 from .mlp import dense_of, paths, with_dense
 
 _Slope = Callable[[Model], float]  # a number that may be fitted to the model
@@ -220,6 +221,11 @@ def _worth(new: Activation, form: str, spec: ModelSpec) -> Iterable[str]:
     return (form,) if two and all(each in _FROM[new] and how(each, new) != "exact" for each in old) else ()
 
 
+def _known_slope(new: Activation, step: Step) -> list[Step]:
+    """Return the form with the slope that is known, which needs no text."""
+    return [dataclasses.replace(step, value=new)]
+
+
 def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: str) -> Swap:
     """One form of the option."""
     plain = form == new
@@ -237,6 +243,7 @@ def _entry(new: Activation, form: str, reshape: Callable[..., Swapped], needs: s
         examples=partial(_worth, new, form),
         by_layer=True,
         calibrated=form.endswith(":fit"),
+        cheaper=partial(_known_slope, new) if form.endswith(":fit") else None,
         clears=(Clears("*.activation", theirs=new),) if plain else (),
     )
 

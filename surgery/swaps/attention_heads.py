@@ -26,7 +26,7 @@ from ..base import Index, Model, Swapped, Tensor, Wide, by_head, taken
 from ..fits.scratch import Scratch
 from ..layerwise import Choice, Grouped, kept, key_heads, one_or_all, parts, remaining, slopes, unnormed, with_mixers
 from ..options import ATTENTION, Option, Parts
-from ..registry import Asked, Clears, Swap
+from ..registry import Asked, Clears, Swap, active
 
 
 def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
@@ -248,6 +248,7 @@ SWAPS = (
         " a text to fit by",
         source="zeros after Net2Net 1511.05641; fewer: Hassibi & Stork 1993 (Optimal Brain Surgeon)",
         reshape=_resize_heads,
+        cheaper=active,
         examples=_examples,
         clears=(Clears("*.heads", "heads={theirs}"),),
     ),

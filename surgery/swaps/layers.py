@@ -4,13 +4,15 @@
   that writes nothing into the stream is exact. A number alone is refused: it may be a layer or a number of layers.
 - "+N" adds copies whose last projections are zero, spread over the depth (LLaMA Pro 2401.02415, section 3.2): a copy
   adds nothing to the stream until it is trained. Exact where blocks add to the stream itself.
-- "auto:N" keeps the N layers of largest block influence, 1 - E[cos(x_in, x_out)] on a text (ShortGPT 2403.03853).
-  Plainly: the last layers but one go, which is what that paper compares with.
+- "auto:N" keeps the N layers that a greedy search by KL on a text finds: the layer without which the KL is least goes,
+  and again (`fits.dropping`). Those of the largest block influence (ShortGPT 2403.03853) stay instead where they have
+  less KL, or all but the last ones before the last, which is also what --approximate keeps, without a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from ..registry import Asked, Swap, layers_in
 
 if TYPE_CHECKING:
     from ..fits.calibration import Calibration
+    from ..fits.dropping import Dropping
 
 
 def _arranged(spec: ModelSpec, order: Sequence[int]) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -143,27 +146,40 @@ def _silenced(new: ModelSpec, layers: Sequence[int], order: Sequence[tuple[int, 
 # --- fewer of them ----------------------------------------------------------------------------------------------------
 
 
-def influences(model: Model, calibration: Calibration) -> list[float]:
-    """1 - E[cos(x_in, x_out)] of every layer, over the tokens of a text: 0 where a layer changes no direction."""
-    from ..fits.regression import block_influence
+def _dropping(calibration: Calibration, plain: tuple[int, ...], model: Model) -> Dropping:
+    """Which layers of a model stay, as many as plainly do."""
+    from ..fits.dropping import drop
 
-    return [block_influence(layer.x, layer.output).mean().item() for layer in calibration.walk(model)]
+    return drop(model, calibration, plain)
 
 
 def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The layers of least influence go."""
+    """The layers go that the model can best do without."""
     layers = len(spec.blocks)
     wanted = asked.number("layers to keep")
     if wanted > layers:
         more = wanted - layers
         raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
+    plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:
-        order = [*range(wanted - 1), layers - 1] if wanted > 1 else [0]
-        return _kept(spec, asked, order, {"by": "the last but one"})
-    calibration = asked.text("block influence is measured")
-    scores = asked.weights.run(lambda model: influences(model, calibration))
-    order = sorted(sorted(range(layers), key=lambda layer: (scores[layer], layer))[layers - wanted :])
-    return _kept(spec, asked, order, {"by": "block influence", "influence": [round(score, 6) for score in scores]})
+        return _kept(spec, asked, plain, {"by": "the last but one"})
+    calibration = asked.text("which layers a model can do without is measured")
+    found = asked.weights.run(partial(_dropping, calibration, plain))
+    record: dict[str, object] = {"by": found.by, "influence": [round(score, 6) for score in found.influence]}
+    swapped = _kept(spec, asked, found.kept, record)
+    return dataclasses.replace(swapped, notes=(*swapped.notes, *_told(layers, found)))
+
+
+def _told(layers: int, found: Dropping) -> Iterator[str]:
+    """Say which layers were left out for a try, and the KL without them."""
+    yield f"chosen by {found.by}, by KL on {found.tokens:,} tokens of the text; tried, best first, with these left out:"
+    by_size: dict[int, list[tuple[float, str]]] = {}
+    for kept, kl in found.tried.items():
+        gone = [layer for layer in range(layers) if layer not in kept]
+        by_size.setdefault(len(gone), []).append((kl, ranges(gone)))
+    for size, tried in sorted(by_size.items()):
+        if size:
+            yield "; ".join(f"{gone}: {kl:.4f}" for kl, gone in sorted(tried))
 
 
 def _examples(spec: ModelSpec) -> list[str]:
@@ -197,13 +213,15 @@ SWAPS = (
     ),
     _entry(
         form="auto:N",
-        gives="the N of largest block influence",
+        gives="the N that a greedy search by KL finds",
         guarantee="approximate",
         needs="a calibration text",
-        source="ShortGPT 2403.03853",
+        source="greedy search by KL; block influence: ShortGPT 2403.03853",
         reshape=_drop,
         examples=lambda spec: (f"auto:{len(spec.blocks) - 1}",) if len(spec.blocks) > 1 else (),
         calibrated=True,
+        cheaper=lambda _: (),
+        chooses=True,
     ),
     _entry(
         form="drop:LAYERS",

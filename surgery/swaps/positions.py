@@ -28,7 +28,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import tables, unknown, with_mixers
 from ..options import POSITIONS, Option, Parts
-from ..registry import Asked, Clears, Swap
+from ..registry import Asked, Clears, Swap, plainly
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 _BASE = 10_000.0  # RoPE's base (2104.09864)
@@ -227,7 +227,7 @@ def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-_entry = partial(Swap, "position", takes="positions")
+_entry = partial(Swap, "position", takes="positions", cheaper=plainly)
 _TRAINED = "to be trained, but where nothing told positions apart before either"
 _DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 _ROPE: dict[str, Any] = {

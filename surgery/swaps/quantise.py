@@ -1,4 +1,7 @@
-"""Linear weights of the blocks rounded to nearest in few bits, and stored as the numbers that they then stand for.
+"""Linear weights of the blocks rounded to few bits, and stored as the numbers that they then stand for.
+
+With a text, weights are rounded by GPTQ (`fits.rounding`); without one, or with --approximate, to nearest. The grids
+are the same.
 
 int8: symmetric, one scale an output row, the largest weight at 127 (torchao's Int8WeightOnly). intB:G: asymmetric, a
 scale and a zero point for every G inputs of a row, from their least to their largest (torchao's Int4WeightOnly). Norms,
@@ -11,33 +14,43 @@ from functools import partial
 
 import numpy as np
 
-from ...components import ModelSpec
+from ...components import Block, ModelSpec, Role
 from ...errors import SwapRefused
-from ..base import Computed, Swapped, Wide
+from ..base import Computed, Model, Swapped, Wide
+from ..fits.scratch import Scratch
+from ..grids import Grid
 from ..layerwise import linears
 from ..options import WEIGHTS, Option
 from ..registry import Asked, Swap
 
+_ROLES: tuple[Role, ...] = (
+    "reads",
+    "inner",
+    "writes",
+)  # of the weights that are rounded, in the order in which they run
 
-def by_row(weight: Wide, bits: int) -> Wide:
-    """[out, in], each row on its own symmetric grid of 2^bits - 1 values."""
+
+def by_row(weight: Wide, bits: int) -> Grid:
+    """Return the grid of a weight [out, in] whose rows are symmetric, of 2^bits - 1 values each."""
     top = 2 ** (bits - 1) - 1
     scale = np.abs(weight).max(axis=1, keepdims=True) / top
     scale[scale == 0] = 1.0
-    return np.asarray(np.clip(np.rint(weight / scale), -top, top) * scale)
+    return Grid(scale, np.zeros_like(scale), -top, top)
 
 
-def by_group(weight: Wide, bits: int, size: int) -> Wide:
-    """[out, in], every `size` inputs of a row on a grid of 2^bits values from their least to their largest."""
+def by_group(weight: Wide, bits: int, size: int) -> Grid:
+    """Return the grid of a weight [out, in] with 2^bits values for every `size` inputs of a row, from their least to
+    their largest.
+    """
     groups = weight.reshape(weight.shape[0], -1, size)
-    low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
+    low, high = groups.min(axis=2), groups.max(axis=2)
     scale = (high - low) / (2**bits - 1)
     scale[scale == 0] = 1.0
-    return np.asarray((np.rint((groups - low) / scale) * scale + low).reshape(weight.shape))
+    return Grid(scale, low, 0, 2**bits - 1)
 
 
 def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
-    """The weights of the linear maps in these layers, rounded to nearest; a router is none, nor a kernel."""
+    """The weights of the linear maps in these layers, rounded; a router is none, nor a kernel."""
     name, _, group = asked.value.partition(":")
     bits = Asked(name.removeprefix("int")).number("a number of bits", 2)
     if bits > 16:
@@ -45,13 +58,35 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     size = asked.number("inputs a group") if group else None
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     layers = asked.those(spec, lambda _: True)
-    found = [linears(spec.blocks[layer], f"blocks.{layer}", "reads", "inner", "writes") for layer in layers]
+    found = [linears(spec.blocks[layer], f"blocks.{layer}", *_ROLES) for layer in layers]
     names = [linear.weight for each in found for linear in each]
     if size is not None:
         _require_whole_groups(bits, size, {name: shapes[name][1] for name in names})
-    rounded = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
-    tensors = {name: Computed(lambda model, name=name: rounded(model.wide(name))) for name in names}  # type: ignore[misc]
-    return Swapped(spec, "approximate", tensors, {"bits": bits, "group": size, "tensors": len(tensors)})
+    grid = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
+    summary = {"bits": bits, "group": size, "tensors": len(names)}
+    if not asked.approximate and asked.calibration is not None and asked.has_text():
+        stages = {layer: _stages(spec.blocks[layer], layer) for layer in layers}
+        scratch = Scratch.by("rounding.rounded_layers", stages, grid, asked.calibration())
+        note = "weights are rounded on the text, by GPTQ"
+        return Swapped(spec, "approximate", scratch.waiting(names), {**summary, "by": "GPTQ"}, (note,))
+
+    def nearest(name: str, model: Model) -> Wide:
+        weight = model.wide(name)
+        return grid(weight).nearest(weight)
+
+    tensors = {name: Computed(partial(nearest, name)) for name in names}
+    note = "weights are rounded to nearest" + ("" if asked.approximate else "; --calibrate FILE rounds on a text")
+    return Swapped(spec, "approximate", tensors, {**summary, "by": "nearest"}, (note,))
+
+
+def _stages(block: Block, layer: int) -> list[list[str]]:
+    """The weights of a layer's linears by when they run: of each mixer those that read the stream, then what is
+    between, then those that write.
+    """
+    slots = [sublayer.mixer.slot for sublayer in block.sublayers]
+    by_role = [[(each.slot, each.weight) for each in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
+    found = [[name for own, name in every if own == slot] for slot in slots for every in by_role]
+    return [stage for stage in found if stage]
 
 
 def _require_whole_groups(bits: int, size: int, widths: Mapping[str, int]) -> None:
@@ -74,6 +109,7 @@ _entry = partial(
     takes="linear weights",
     guarantee="approximate",
     reshape=_quantise,
+    calibrated=True,
     by_layer=True,
     apart=True,
     each_stack=True,
@@ -85,7 +121,7 @@ OPTIONS = (
         "quantize",
         WEIGHTS,
         4,
-        "Round weights to so few bits; they are stored as before.",
+        "Round weights to this many bits, on a text where there is one; they are stored as before.",
         "int8 | int4:64",
         words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
     ),
@@ -93,16 +129,16 @@ OPTIONS = (
 SWAPS = (
     _entry(
         form="intBITS:GROUP",
-        gives="rounded to nearest, a scale and zero a group",
-        needs="inputs that the group size divides",
-        source="torchao Int4WeightOnly",
+        gives="rounded, a scale and zero a group",
+        needs="inputs that the group size divides; with a text, weights are rounded on it",
+        source="torchao Int4WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: (f"int4:{4 if spec.hidden_size % 16 else 16}",),
     ),
     _entry(
         form="intBITS",
-        gives="rounded to nearest, a scale a row",
-        needs="nothing",
-        source="torchao Int8WeightOnly",
+        gives="rounded, a scale a row",
+        needs="nothing; with a text, weights are rounded on it",
+        source="torchao Int8WeightOnly; GPTQ 2210.17323",
         examples=lambda spec: ("int8", "int4"),
     ),
 )

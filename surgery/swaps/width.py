@@ -24,7 +24,7 @@ from ..base import Guarantee, Index, Model, Swapped, Tensor, padded, taken
 from ..fits.scratch import Scratch
 from ..layerwise import Inner, by_weights, experts, largest, one_or_all, with_blocks
 from ..options import FEED_FORWARD, Option
-from ..registry import Asked, Clears, Swap
+from ..registry import Asked, Clears, Swap, active
 from .mlp import dense_of, with_dense
 
 
@@ -168,6 +168,7 @@ SWAPS = (
         needs="a larger width, or units that nothing comes out of; otherwise a text to choose and fit by",
         source="Net2Net 1511.05641; narrower: Hassibi & Stork 1993 (Optimal Brain Surgeon), ridge regression",
         reshape=_resize_feed_forward,
+        cheaper=active,
         examples=_examples,
         clears=(Clears("*.intermediate_size", "intermediate={theirs}"),),
     ),
