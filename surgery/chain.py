@@ -25,7 +25,7 @@ from .choice import Tried, choose, may_choose, told
 from .fits.calibration import TOKENS, Calibration, NoText, Text, read_text
 from .options import spelled
 from .recipe import called, plain, told_as
-from .registry import Step, apply, options
+from .registry import Step, apply, options, swap_for
 from .remedies import in_the_way
 
 
@@ -130,13 +130,15 @@ def chain(
 
         def calibration() -> Calibration:
             """The text in the vocabulary of a tree in the middle of a chain."""
-            used.append(read())
-            return Calibration(used[0].cut(step.tokens or TOKENS).renamed(promise), models[-1].spec)
+            fitted = None if swap_for(step.option, step.value).chooses else TOKENS
+            used.append(read().cut(step.tokens or fitted))
+            return Calibration(used[0].renamed(promise), models[-1].spec)
 
         swapped = apply(models[-1], step, calibration=calibration, **given)
         if used:
-            drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(used[0].fitted)}
-            swapped = replace(swapped, summary={**swapped.summary, "calibration": drawn})
+            drawn = {"text": used[0].name, "sha256": used[0].sha256, "tokens": len(read().fitted)}
+            more = {"calibration": drawn, "fitted_on": len(used[0].fitted)}
+            swapped = replace(swapped, summary={**swapped.summary, **more})
         return swapped, bool(used)
 
     for number, asked in enumerate(steps):
@@ -150,7 +152,8 @@ def chain(
                 tried.append(tuple(forms))
             else:
                 swapped, drew = make(step)
-                step = step if drew else replace(step, tokens=None)
+                fitted = drew and not swap_for(step.option, step.value).chooses
+                step = step if fitted else replace(step, tokens=None)
                 model = SwappedModel(models[-1], swapped)
                 tried.append(())
         done.append(step)

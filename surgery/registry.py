@@ -74,8 +74,7 @@ class Step:
         """As a history has it."""
         blocks = {} if self.blocks is None else {"blocks": self.blocks}
         approximate = {"approximate": True} if self.approximate else {}
-        tokens = {} if self.tokens is None else {"tokens": self.tokens}
-        return {self.option: self.value, **self.settings, **blocks, **approximate, **tokens}
+        return {self.option: self.value, **self.settings, **blocks, **approximate}
 
 
 @dataclass(frozen=True)

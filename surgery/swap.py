@@ -1,6 +1,5 @@
 """swap: exchange components of a checkpoint, write the result, and measure its guarantee from the written files."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,11 +28,10 @@ from ..parity.probe import SMALL
 from ..version import __version__
 from .base import Guarantee, Model, Moved, Stored
 from .chain import Chain, chain, leaving
-from .choice import Tried
 from .fits.calibration import read_text
 from .guarantee import each_alone, hold_to_transformers, measured_from_files, plain_form
 from .measure import Measurement
-from .recipe import Recipe, plain, read_recipe, step_json
+from .recipe import Recipe, plain, read_recipe
 from .registry import Step, steps_of
 
 
@@ -219,7 +217,6 @@ def swap(
                     "measured": None if found is None else found.as_json(),
                     "measured_plainly": None if naive is None else naive.as_json(),
                     "measured_steps": [one.as_json() for one in each],
-                    "tried": [[_tried_json(one) for one in forms] for forms in done.tried],
                 },
             }
             staging.commit(manifest, files=files)
@@ -261,11 +258,6 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray, str]]:
     for parameter in model.spec.parameters():
         yield parameter.name, *model.tensor(parameter.name)
         model.release()
-
-
-def _tried_json(tried: Tried) -> dict[str, Any]:
-    """A form that was tried, as the manifest has it."""
-    return {"step": step_json(tried.step), **({} if math.isnan(tried.kl) else {"kl": tried.kl})}
 
 
 @as_before()

@@ -59,8 +59,8 @@ class Text:
         fitted, held_out, choosing = parts
         return replace(self, fitted=fitted, held_out=held_out, choosing=choosing)
 
-    def cut(self, tokens: int) -> Text:
-        """Return the same text with the first `tokens` to be fitted on."""
+    def cut(self, tokens: int | None) -> Text:
+        """Return the same text with the first `tokens` to be fitted on, or all of them."""
         return replace(self, fitted=self.fitted[:tokens])
 
 
@@ -141,6 +141,16 @@ class Calibration:
         part = self.text.choosing + self.text.fitted
         return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
+    def start(self, model: Model) -> tuple[Tensor, Context]:
+        """Return what comes to the first layer of a tree, (rows, tokens, hidden), and the context of the pass."""
+        rows, steps = self.ids.shape
+        front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
+        with torch.no_grad():
+            x, inputs = front(self.ids, torch.arange(steps)[None])
+        context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
+        context.inputs, context.shared = inputs, dict.fromkeys(model.spec.shared)
+        return x, context
+
     def walk(
         self, model: Model, layers: Collection[int] | None = None, without: Collection[int] = ()
     ) -> Iterator[Layer]:
@@ -150,12 +160,7 @@ class Calibration:
         The weights of one layer are in memory. The next layer gets the output of this one as its module is by then:
         who changes its weights has the layers after it see what the change makes of the stream.
         """
-        rows, steps = self.ids.shape
-        front = filled(partial(Front, model.spec), partial(tensor_of, Exactly(model)), torch.float32)
-        with torch.no_grad():
-            x, inputs = front(self.ids, torch.arange(steps)[None])
-        context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
-        context.inputs, context.shared = inputs, dict.fromkeys(model.spec.shared)
+        x, context = self.start(model)
         for index in range(len(model.spec.blocks) if layers is None else max(layers) + 1):
             if index in without:
                 continue

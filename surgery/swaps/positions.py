@@ -9,7 +9,7 @@ From one to another is a start for training but where nothing was told apart bef
 - a learned table comes: it is zero. Neutral rotary positions turn nothing: a tree without positions in the form that
   llama-like families can hold.
 
-`--approximate` leaves the means out.
+With a text, the projections behind attention are fitted on it too. `--approximate` leaves that and the means out.
 """
 
 import math
@@ -28,7 +28,8 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Filled, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import tables, unknown, with_mixers
 from ..options import POSITIONS, Option, Parts
-from ..registry import Asked, Clears, Swap, plainly
+from ..refits import with_refits
+from ..registry import Asked, Clears, Swap
 from .rotation import NEUTRAL, is_neutral, mean_rotation, turned_queries
 
 _BASE = 10_000.0  # RoPE's base (2104.09864)
@@ -156,7 +157,8 @@ def _repositioned(
     another_base = spec.positions is None and kinds == {"rope"}
     guarantee: Any = "exact" if exact else "approximate" if another_base else "retrained"
     summary = {"from": kind(spec), "to": to, "layers": sorted(changed)}
-    return Swapped(after, guarantee, tensors, summary, tuple(notes), Promise(length=table.length if table else None))
+    promise = Promise(length=table.length if table else None)
+    return with_refits(Swapped(after, guarantee, tensors, summary, tuple(notes), promise), asked, sorted(positions))
 
 
 def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tuple[Any, dict[str, Tensor]]:
@@ -227,20 +229,21 @@ def _examples(spec: ModelSpec, form: str) -> tuple[str, ...]:
     return ("learned:64",) if spec.positions is None and spec.context_length is None else ()
 
 
-_entry = partial(Swap, "position", takes="positions", cheaper=plainly)
+_entry = partial(Swap, "position", takes="positions", calibrated=True)
 _TRAINED = "to be trained, but where nothing told positions apart before either"
+_TEXT = "; a text makes a better start"
 _DROPE = "DroPE 2512.12167; the mean rotation is derived for gptkit"
 _ROPE: dict[str, Any] = {
     "gives": "RoPE",
     "guarantee": "retrained",
-    "needs": "heads with an even number of elements",
+    "needs": "heads with an even number of elements; a text makes a better start",
     "source": "Su et al. 2104.09864",
     "reshape": _to_rope,
     "by_layer": True,
 }
 _LEARNED: dict[str, Any] = {
     "gives": "a table of positions, all zero",
-    "needs": _TRAINED,
+    "needs": _TRAINED + _TEXT,
     "source": "derived for gptkit",
     "reshape": _to_learned,
 }
@@ -343,7 +346,7 @@ SWAPS = (
         "alibi",
         gives="ALiBi",
         guarantee="retrained",
-        needs="nothing",
+        needs="nothing; a text makes a better start",
         source="Press et al. 2108.12409; the mean rotation is derived for gptkit",
         reshape=_to_alibi,
         clears=(Clears("*.position", theirs=ALiBi), Clears("positions")),
@@ -352,7 +355,7 @@ SWAPS = (
     _entry(
         "none",
         gives="no positions",
-        needs=f"{_TRAINED}: a table whose rows are alike, neutral RoPE",
+        needs=f"{_TRAINED}: a table whose rows are alike, neutral RoPE{_TEXT}",
         source=_DROPE,
         reshape=lambda spec, asked: _repositioned(spec, asked, dict.fromkeys(asked.chosen(spec)), "none"),
         clears=(Clears("*.position", theirs=None), Clears("positions", theirs=None)),

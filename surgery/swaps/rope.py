@@ -27,6 +27,7 @@ from ...errors import SwapRefused, UsageError
 from ..base import Computed, Guarantee, Index, Model, Moved, Promise, Swapped, Tensor, Wide
 from ..layerwise import Grouped, tensors_of, with_mixers
 from ..options import POSITIONS, Option, Parts
+from ..refits import with_refits
 from ..registry import Asked, Clears, Swap
 from .rotation import (
     Pairs,
@@ -81,7 +82,7 @@ def scaled(rotary: Rotary, name: str, factor: float, context: int) -> Rotary:
 
 
 def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
-    """Scaled rotary positions; with --approximate positions divided, or nothing but a longer context."""
+    """Scaled rotary positions; with --approximate positions divided, the plain form of every way to scale."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
@@ -93,8 +94,6 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
         _require_unscaled(layer, rotary, kind)
     name = "linear" if asked.approximate else kind
     after = {layer: scaled(rotary, name, factor, context) for layer, rotary in layers.items()}
-    if asked.approximate and kind == "linear":
-        name, after = "nothing", dict(layers)
     whole = layers.keys() == rotary_layers(spec, range(len(spec.blocks))).keys()
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
     notes: tuple[str, ...] = ()
@@ -249,7 +248,8 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     # Beyond its original context a base that grows does so by the dimension, which has changed.
     promise = Promise(length=min((each.original_context for each in grows), default=None) if exact else None)
     new = with_mixers(spec, after)
-    return Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
+    found = Swapped(new, "exact" if exact else "approximate", tensors, summary, promise=promise)
+    return with_refits(found, asked, list(layers))
 
 
 def _require_part(layer: int, rotary: Rotary, size: int) -> None:
@@ -421,10 +421,13 @@ SWAPS = (
         form="N",
         takes="RoPE",
         gives="RoPE on part of each head",
-        needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero",
+        needs="an even number less than what turns now; exact where the pairs that go do not turn or are zero;"
+        " with a text, the projections behind attention are fitted on it",
         source="derived for gptkit, after GPT-NeoX' partial rotary and DroPE 2512.12167",
         reshape=_rotary_dim,
         examples=_examples,
+        calibrated=True,
+        cheaper=lambda _: (),
         clears=(Clears("*.dim", "rotary_dim={theirs}"),),
     ),
     *(

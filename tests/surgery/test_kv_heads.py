@@ -20,6 +20,7 @@ from gptkit.errors import SwapRefused, UsageError
 from gptkit.surgery.base import Stored
 from gptkit.surgery.fits import kv_fit, regression
 from gptkit.surgery.fits.calibration import Calibration, Text
+from gptkit.surgery.measure import Measurement
 from gptkit.surgery.registry import Step, apply
 from gptkit.surgery.swaps import kv_heads as module
 
@@ -96,14 +97,14 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
 )
 @exhaustive
 def test_the_fit_is_many_times_nearer_than_the_mean(sample: str, value: str, times: float, tmp_path: Path) -> None:
-    fitted = gptkit.swap(f"sample:{sample}", tmp_path / "fitted", attention=value)
+    fitted = gptkit.swap(f"sample:{sample}", tmp_path / "fitted", attention=value, calibrate_tokens=2048)
     mean = gptkit.swap(f"sample:{sample}", tmp_path / "mean", attention=value, approximate=True)
     assert fitted.guarantee == mean.guarantee == "approximate"
     assert fitted.measured is not None and mean.measured is not None
     assert fitted.measured.kl_text is not None and mean.measured.kl_text is not None
     assert fitted.measured.kl_text * times < mean.measured.kl_text
     assert fitted.chain.calibration["tokens"] == 2048
-    again = gptkit.swap(f"sample:{sample}", tmp_path / "again", attention=value, measured=False)
+    again = gptkit.swap(f"sample:{sample}", tmp_path / "again", recipe=tmp_path / "fitted", measured=False)
     assert again.spec == fitted.spec
     same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("fitted", "again")]
     assert same[0] == same[1]
@@ -111,7 +112,7 @@ def test_the_fit_is_many_times_nearer_than_the_mean(sample: str, value: str, tim
 
 @pytest.mark.exhaustive
 def test_some_layers_alone(tmp_path: Path) -> None:
-    gptkit.swap("sample:gpt2", tmp_path / "out", attention="mqa", blocks="1,3", measured=False)
+    gptkit.swap("sample:gpt2", tmp_path / "out", attention="mqa", blocks="1,3", calibrate_tokens=2048, measured=False)
     assert kv_heads(tmp_path / "out") == [4, 1, 4, 1]
     before, after = gptkit.load("sample:gpt2"), gptkit.load(tmp_path / "out")
     for name, tensor in before.state_dict().items():
@@ -236,7 +237,11 @@ def test_a_wrong_movement_is_not_published(name: str, tmp_path: Path) -> None:
 @exhaustive
 def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fit gains comes of its parts: each left out shows in the KL that is reported."""
-    right = gptkit.swap("sample:llama", tmp_path / "right", attention="mqa").measured
+
+    def fit(out: Path) -> Measurement | None:
+        return gptkit.swap("sample:llama", out, attention="mqa", calibrate_tokens=2048).measured
+
+    right = fit(tmp_path / "right")
     assert right is not None and right.kl_text is not None
 
     def conjugate_forgotten(*args: Any) -> Any:
@@ -246,11 +251,11 @@ def test_a_wrong_fit_costs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name, wrong in {"fit_keys": conjugate_forgotten}.items():
         with monkeypatch.context() as patch:
             patch.setattr(kv_fit, name, wrong)
-            found = gptkit.swap("sample:llama", tmp_path / name, attention="mqa").measured
+            found = fit(tmp_path / name)
         assert found is not None and found.kl_text is not None and found.kl_text > right.kl_text
     with monkeypatch.context() as patch:
-        patch.setattr(kv_fit, "ridge", lambda start, moment, strength: start.flip(0))
-        found = gptkit.swap("sample:llama", tmp_path / "flipped", attention="mqa").measured
+        patch.setattr(kv_fit, "ridge_by_held_out", lambda start, *given: start.flip(0))
+        found = fit(tmp_path / "flipped")
     assert found is not None and found.kl_text is not None and found.kl_text > 3 * right.kl_text
     assert dataclasses.is_dataclass(right)
 

@@ -1,5 +1,8 @@
 """Layers picked, added and dropped."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,17 @@ from helpers.families import CONFIGS, save_hf, spec_of
 from helpers.inverses import inverse
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import log_softmax
 
 import gptkit
+from gptkit.converter.checkpoint import Checkpoint
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.surgery.base import Filled, Stored
-from gptkit.surgery.fits.calibration import Calibration, read_text
+from gptkit.modules.decoder import Decoder
+from gptkit.modules.load import filled, tensor_of
+from gptkit.surgery.base import Filled, Model, Stored
+from gptkit.surgery.chain import chain
+from gptkit.surgery.fits import dropping
+from gptkit.surgery.fits.calibration import Calibration, Text, read_text
 from gptkit.surgery.registry import Step, layers_in
 from gptkit.surgery.shapes import steps_from, swapped
 from gptkit.surgery.swaps import layers as module
@@ -120,21 +129,67 @@ def test_some_layers_of_a_list_as_a_person_writes_it() -> None:
     assert layers_in("0-2, 5,7-", 10) == (0, 1, 2, 5, 7, 8, 9)
 
 
-@pytest.mark.exhaustive
-def test_influence_and_what_it_drops(tmp_path: Path) -> None:
-    source = gptkit.open_checkpoint("sample:falcon")
-    scores = module.influences(Stored(source), Calibration(read_text(source, None), source.spec))
-    assert len(scores) == len(source.spec.blocks) and all(0 < score < 2 for score in scores)
-    # A layer that adds nothing changes no direction, and is the first to go.
-    added = gptkit.swap("sample:falcon", tmp_path / "more", layers="+1", measured=False)
-    back = f"auto:{len(source.spec.blocks)}"
-    dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=back, calibrate_tokens=128)
+# --- which layers a model can do without ------------------------------------------------------------------------------
+
+
+def whole_decoder(tree: Model) -> Decoder:
+    return filled(partial(Decoder, tree.spec), partial(tensor_of, tree), torch.float32)
+
+
+def measured(source: Checkpoint, text: Text, kept: Sequence[int]) -> float:
+    """KL in nats per token without some layers, by whole decoders on the rows of a calibration's text."""
+    ids = Calibration(text, source.spec).ids
+    listed = ",".join(map(str, kept))
+    trees = (chain(source, [Step("layers", f"keep:{listed}")]).models[-1], Stored(source))
+    with torch.no_grad():
+        after, before = (log_softmax(whole_decoder(tree)(ids).double(), -1) for tree in trees)
+    return float((before.exp() * (before - after)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("sample", "wanted"),
+    [("gpt2", 2), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in ("llama", "bloom", "falcon"))],
+)
+def test_auto_finds_what_greedy_search_by_brute_force_finds(sample: str, wanted: int) -> None:
+    source = gptkit.open_checkpoint(f"sample:{sample}")
+    text = replace(read_text(source, None, 256), choosing=())
+    layers, greedy = len(source.spec.blocks), tuple(range(len(source.spec.blocks)))
+    plain = (*range(wanted - 1), layers - 1)
+    brute: dict[tuple[int, ...], float] = {}
+    while len(greedy) > wanted:
+        smaller = [tuple(each for each in greedy if each != gone) for gone in greedy]
+        brute |= {kept: measured(source, text, kept) for kept in smaller}
+        greedy = min(smaller, key=lambda kept: brute[kept])
+    brute[plain] = measured(source, text, plain)
+    found = dropping.drop(Stored(source), Calibration(text, source.spec), plain)
+    assert found.tokens == 256
+    assert {kept: found.tried[kept] for kept in brute} == pytest.approx(brute, rel=1e-3, abs=1e-5)
+    assert found.tried[found.kept] == min(found.tried[kept] for kept in found.tried if len(kept) == wanted)
+    assert found.tried[found.kept] <= found.tried[greedy]
+    assert found.by != "greedy search" or found.kept == greedy
+
+
+def test_auto_drops_a_layer_that_adds_nothing_and_says_what_it_tried(tmp_path: Path) -> None:
+    layers = len(gptkit.open_checkpoint("sample:gpt2").spec.blocks)
+    gptkit.swap("sample:gpt2", tmp_path / "more", layers="+1", measured=False)
+    dropped = gptkit.swap(tmp_path / "more", tmp_path / "back", layers=f"auto:{layers}")
     assert dropped.guarantee == "exact"
-    assert added.chain.swapped[0].summary["added"] == [len(source.spec.blocks)]
-    fewer = gptkit.swap("sample:falcon", tmp_path / "fewer", layers=f"auto:{len(scores) - 1}", measured=False)
-    (gone,) = set(range(len(scores))) - set(fewer.chain.swapped[0].summary["kept"])
-    assert scores[gone] == min(scores)
-    assert fewer.chain.swapped[0].summary["calibration"]["tokens"] == 2048
+    notes = "\n".join(dropped.chain.notes)
+    assert "by KL on 8,192 tokens" in notes and all(f"{layer}: " in notes for layer in range(layers + 1))
+    save_hf(CONFIGS["gpt2"], tmp_path / "hf")
+    with pytest.raises(UsageError, match="fitted on a text") as caught:
+        gptkit.swap(tmp_path / "hf", tmp_path / "out", layers="auto:1")
+    assert "--approximate" in str(caught.value.hint)
+
+
+def test_in_a_deep_model_the_least_influential_layers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropping, "_CANDIDATES", 2)
+    source = gptkit.open_checkpoint("sample:falcon")
+    calibration = Calibration(read_text(source, None, 128), source.spec)
+    found = dropping.drop(Stored(source), calibration, (0, 1, 4))
+    least = sorted(range(5), key=lambda layer: found.influence[layer])[:2]
+    first = {layer for kept in found.tried if len(kept) == 4 for layer in range(5) if layer not in kept}
+    assert first == set(least)
 
 
 # --- a wrong formula does not get through -----------------------------------------------------------------------------

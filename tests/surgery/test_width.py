@@ -19,6 +19,8 @@ from gptkit.surgery.fits import pruning
 from gptkit.surgery.registry import Step
 from gptkit.surgery.swaps import width as module
 
+RIDGE = 1e-6
+
 
 @few(1)
 @pytest.mark.parametrize("name", MODELS)
@@ -54,13 +56,13 @@ def test_the_refit_is_the_least_squares(seed: int, kept: int, bias: bool) -> Non
     if bias:
         a[:, -1] = 1
     moments, index = a.T @ a / len(a), np.sort(rng.permutation(8)[:kept])
-    found = pruning.refit(old, moments, index)
+    found = pruning.refit(old, moments, index, RIDGE)
     best = np.linalg.lstsq(a[:, index], a @ old.T, rcond=None)[0].T
     error = [((a[:, index] @ each.T - a @ old.T) ** 2).sum() for each in (found, best, old[:, index])]
     # With a ridge of λ that draws to W, the error is above the least by n·Σ λ² g / (g + λ)² · d², in the directions of
     # the Gram matrix, g its eigenvalues and d how far W is from the best: by less than n·|d|²·min(λ / 4, λ² / g).
     gram = moments[np.ix_(index, index)]
-    ridge = (pruning.with_ridge(moments, index) - gram)[0, 0]
+    ridge = (pruning.with_ridge(moments, index, RIDGE) - gram)[0, 0]
     above = len(a) * ((best - old[:, index]) ** 2).sum() * min(ridge / 4, ridge**2 / np.linalg.eigvalsh(gram)[0])
     assert error[0] <= error[1] + above * (1 + 1e-6) + 1e-9 and error[0] <= error[2] + 1e-9
 
@@ -71,8 +73,8 @@ def test_units_that_others_make_up_for_go_first() -> None:
     a = np.concatenate([a, a[:, :2] + a[:, 2:4]], axis=1)  # two that the others can be added up to
     old = rng.normal(size=(5, 8)) * 10
     moments = a.T @ a / len(a)
-    index = pruning.least_needed(old, moments, 8, 6)
-    error = a[:, index] @ pruning.refit(old, moments, index).T - a @ old.T
+    index = pruning.least_needed(old, moments, 8, 6, RIDGE)
+    error = a[:, index] @ pruning.refit(old, moments, index, RIDGE).T - a @ old.T
     assert np.abs(error).max() < 1e-3
 
 
@@ -83,7 +85,7 @@ def test_fitted_on_a_text_it_costs_less(sample: str, tmp_path: Path) -> None:
     found = {}
     for naive in (False, True):
         out = tmp_path / str(naive)
-        done = gptkit.swap(f"sample:{sample}", out, intermediate="224", approximate=naive)
+        done = gptkit.swap(f"sample:{sample}", out, intermediate="224", approximate=naive, calibrate_tokens=2048)
         assert done.guarantee == "approximate" and done.measured is not None and done.measured.kl_text is not None
         found[naive] = done.measured.kl_text
     assert found[False] < found[True] / 3

@@ -1,0 +1,46 @@
+"""The projections into the stream fitted again on a text, behind a swap that changes what attention computes.
+
+The original and the model after the swap run side by side, as in `kv_fit`. In each layer the output projection is
+fitted to the original's attention output and to what the streams have drifted apart by, then the feed-forward's down
+projection likewise, to the original's stream after the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from ..base import Model, Swapped, SwappedModel, Wide
+from .calibration import Calibration, block_of, run_block
+from .kv_fit import DOWN, added, refit, refit_down, sublayer_of
+
+OUTPUT = "attention.o_proj"
+
+
+def refitted_layers(
+    model: Model, swapped: Swapped, layers: Collection[int], calibration: Calibration
+) -> Iterator[dict[str, Wide]]:
+    """The new projections of each of these layers of the tree that a swap makes of a model, in order."""
+    after = SwappedModel(model, swapped)
+    student, context = calibration.start(after)
+    for layer in calibration.walk(model, range(max(layers) + 1)):
+        new, context.layer = block_of(after, layer.index), layer.index
+        if layer.index not in layers:
+            student = run_block(new, student, context)[0]
+            continue
+        made = layer.run("attention")[1]["attention"][1]
+        inner = run_block(new, student, context, OUTPUT)[1][OUTPUT][0]
+        sublayer, linear = sublayer_of(new.spec, "attention"), new.attention.o_proj
+        with torch.no_grad():
+            missing: Tensor | int = (layer.x - student) / sublayer.multiplier if added(sublayer) else 0
+            bias: Tensor | int = 0 if linear.bias is None else linear.bias
+            wanted, stream = made - bias + missing, layer.x + sublayer.multiplier * made
+            fitted = refit(linear.weight.double(), inner, wanted, stream)
+            linear.weight.copy_(fitted)
+            student, down = refit_down(new, student, layer.output, context)
+        found = {f"blocks.{layer.index}.{OUTPUT}.weight": fitted}
+        if down is not None:
+            found[f"blocks.{layer.index}.{DOWN}.weight"] = down
+        yield {name: value.numpy() for name, value in found.items()}

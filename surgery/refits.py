@@ -1,0 +1,23 @@
+"""What a swap of attention is made with where there is a text: the projections behind it fitted again."""
+
+import dataclasses
+from collections.abc import Collection
+
+from .base import Swapped
+from .fits.scratch import Scratch
+from .registry import Asked
+
+_FITTED = ("attention.o_proj", "feed_forward.down_proj")
+
+
+def with_refits(swapped: Swapped, asked: Asked, layers: Collection[int]) -> Swapped:
+    """Return a swap of attention with `o_proj` and `down_proj` of these layers fitted again on the text. It stays as it
+    is where it is exact, where there is no text, and with --approximate.
+    """
+    if swapped.guarantee == "exact" or asked.approximate or asked.calibration is None or not asked.has_text():
+        return swapped
+    names = {f"blocks.{layer}.{name}.weight" for layer in layers for name in _FITTED}
+    there = [each.name for each in swapped.spec.parameters() if each.name in names]
+    scratch = Scratch.by("repair.refitted_layers", swapped, tuple(layers), asked.calibration())
+    summary = {**swapped.summary, "refitted": sorted(layers)}
+    return dataclasses.replace(swapped, tensors={**swapped.tensors, **scratch.waiting(there)}, summary=summary)
