@@ -31,7 +31,7 @@ _Run = tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]
 TOKENS = 2048  # tokens that are fitted on at least, unless a number is given; a longer text allows MOST
 MOST = 32_768  # tokens that are fitted on at most, unless a number is given
 _HELD_OUT = 2048  # tokens at the end of the text that a swap is measured on, at most
-_CHOOSING = 2048  # tokens behind those that are fitted on that decide between fits, at most
+_CHOOSING = 4096  # tokens before them that decide between fits, at most
 _WINDOW = 512  # tokens a row, where the model takes as many
 _READ_BYTES = 16 * 2**20  # more of a file is not read: it would not be used
 PLAY = Path(__file__).parents[2] / "samples" / "play.txt"
@@ -122,7 +122,7 @@ def read_text(
     deciding = min(_CHOOSING, (len(ids) - tokens) // 2)
     held = min(held_out, len(ids) - tokens - deciding)
     digest = hashlib.sha256(data).hexdigest()
-    choosing = tuple(ids[tokens : tokens + deciding])
+    choosing = tuple(ids[len(ids) - held - deciding : len(ids) - held])
     return Text(tuple(ids[:tokens]), tuple(ids[-held:]), name, digest, choosing)
 
 
@@ -137,8 +137,8 @@ class Calibration:
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
 
     def deciding(self, tokens: int) -> Calibration:
-        """Return up to so many tokens for a choice of what is not fitted: first the part that decides between fits."""
-        part = self.text.choosing + self.text.fitted
+        """Return up to so many tokens of the part that decides between fits; what is fitted on where there is none."""
+        part = self.text.choosing or self.text.fitted
         return Calibration(replace(self.text, fitted=part[:tokens]), self.spec)
 
     def start(self, model: Model) -> tuple[Tensor, Context]:
@@ -148,7 +148,7 @@ class Calibration:
         with torch.no_grad():
             x, inputs = front(self.ids, torch.arange(steps)[None])
         context = Context(rows, steps, 0, False, torch.arange(steps)[None], None, x.dtype)
-        context.inputs, context.shared = inputs, dict.fromkeys(model.spec.shared)
+        context.inputs, context.shared, context.first = inputs, dict.fromkeys(model.spec.shared), x
         return x, context
 
     def walk(

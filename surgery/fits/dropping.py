@@ -22,7 +22,7 @@ from .regression import block_influence
 _CANDIDATES = 12
 """Layers that are tried in a round: those of the least block influence. All are tried in models of as many layers."""
 _WORK = 2 * 10**13  # multiplications that all rounds may take: some minutes on two cores
-_LEAST, _MOST = 512, 8192  # tokens that are measured on, however large or small the model
+_LEAST = 512  # tokens that are measured on, however large the model
 
 Kept = tuple[int, ...]
 
@@ -75,7 +75,7 @@ def _tokens(model: Model, wanted: int) -> int:
     layers = len(model.spec.blocks)
     passes = max(layers - wanted, 1) * min(layers, _CANDIDATES)
     size = sum(each.count for each in model.spec.parameters())
-    return min(max(_LEAST, _WORK // (passes * size)), _MOST)
+    return int(max(_LEAST, _WORK // (passes * size)))
 
 
 def _without(kept: Kept, layer: int) -> Kept:

@@ -45,11 +45,12 @@ def rounded_layers(
 
 def gptq(weight: Wide, gram: Wide, grid: Grid) -> Wide:
     """W [out, in] on its grid, such that W x changes as little as can be: Σ|(W - W') x|² over the text, whose sum of x
-    xᵀ is `gram` [in, in].
+    xᵀ is `gram` [in, in]. A row that is nearer when it is rounded to nearest, because what it had to make up for went
+    beyond the ends of its grid, is rounded so.
     """
-    diagonal, width = gram.diagonal(), len(gram)
+    diagonal, width, plain = gram.diagonal(), len(gram), grid.nearest(weight)
     if not diagonal.any():
-        return grid.nearest(weight)
+        return plain
     order = np.argsort(-diagonal, kind="stable")
     damped = gram[np.ix_(order, order)] + _DAMPING * diagonal.mean() * np.eye(width)
     # The upper Cholesky factor of the inverse: row j has what an error of input j does to those behind it.
@@ -63,4 +64,5 @@ def gptq(weight: Wide, gram: Wide, grid: Grid) -> Wide:
             errors[:, j - start] = (rest[:, j] - made[:, order[j]]) / factor[j, j]
             rest[:, j:stop] -= errors[:, j - start, None] * factor[j, j:stop]
         rest[:, stop:] -= errors @ factor[start:stop, stop:]
-    return made
+    errors_of = [((each - weight) @ gram * (each - weight)).sum(axis=1) for each in (made, plain)]
+    return np.where((errors_of[0] <= errors_of[1])[:, None], made, plain)

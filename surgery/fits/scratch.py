@@ -42,10 +42,14 @@ class Scratch:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="gptkit-fit-"))
             weakref.finalize(self, shutil.rmtree, self._folder)
-            for group in self._fit(model):
-                for key, array in group.items():
-                    path = self._folder / f"{len(self._files)}.npy"
-                    np.save(path, array)
-                    self._files[key] = path
+            import torch
+
+            # A pass that reads the first tensor may be in inference mode, whose tensors a fit cannot use.
+            with torch.inference_mode(False), torch.no_grad():
+                for group in self._fit(model):
+                    for key, array in group.items():
+                        path = self._folder / f"{len(self._files)}.npy"
+                        np.save(path, array)
+                        self._files[key] = path
         found: Wide = np.load(self._files[name])
         return found

@@ -9,14 +9,14 @@ biases, tables and the head stay. What this measures is the damage of the roundi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import numpy as np
 
 from ...components import Block, ModelSpec, Role
 from ...errors import SwapRefused
-from ..base import Computed, Model, Swapped, Wide
+from ..base import Computed, Model, Swapped, Tensor, Wide
 from ..fits.scratch import Scratch
 from ..grids import Grid
 from ..layerwise import linears
@@ -59,33 +59,46 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     layers = asked.those(spec, lambda _: True)
     found = [linears(spec.blocks[layer], f"blocks.{layer}", *_ROLES) for layer in layers]
-    names = [linear.weight for each in found for linear in each]
+    names = [linear.weight for each in found for linear in each if _is_weight(linear.weight)]
     if size is not None:
         _require_whole_groups(bits, size, {name: shapes[name][1] for name in names})
     grid = partial(by_row, bits=bits) if size is None else partial(by_group, bits=bits, size=size)
     summary = {"bits": bits, "group": size, "tensors": len(names)}
     if not asked.approximate and asked.calibration is not None and asked.has_text():
-        stages = {layer: _stages(spec.blocks[layer], layer) for layer in layers}
+        on_text = {name for name in names if len(shapes[name]) == 2}
+        stages = {layer: _stages(spec.blocks[layer], layer, on_text) for layer in layers}
         scratch = Scratch.by("rounding.rounded_layers", stages, grid, asked.calibration())
         note = "weights are rounded on the text, by GPTQ"
-        return Swapped(spec, "approximate", scratch.waiting(names), {**summary, "by": "GPTQ"}, (note,))
-
-    def nearest(name: str, model: Model) -> Wide:
-        weight = model.wide(name)
-        return grid(weight).nearest(weight)
-
-    tensors = {name: Computed(partial(nearest, name)) for name in names}
+        rest = {name: Computed(partial(_nearest, name, grid)) for name in names if name not in on_text}
+        tensors: dict[str, Tensor] = {**scratch.waiting(sorted(on_text)), **rest}
+        return Swapped(spec, "approximate", tensors, {**summary, "by": "GPTQ"}, (note,))
+    tensors = {name: Computed(partial(_nearest, name, grid)) for name in names}
     note = "weights are rounded to nearest" + ("" if asked.approximate else "; --calibrate FILE rounds on a text")
     return Swapped(spec, "approximate", tensors, {**summary, "by": "nearest"}, (note,))
 
 
-def _stages(block: Block, layer: int) -> list[list[str]]:
+def _is_weight(name: str) -> bool:
+    """Whether a tensor is a linear's weight, rather than numbers that are multiplied one by one (Mamba's A_log)."""
+    return name.endswith(".weight")
+
+
+def _nearest(name: str, grid: Callable[[Wide], Grid], model: Model) -> Wide:
+    """A weight [out, in], or some beside one another [n, in, out], rounded to nearest."""
+    weight = model.wide(name)
+    if weight.ndim == 2:
+        return grid(weight).nearest(weight)
+    rows = np.moveaxis(weight, 1, -1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    return np.moveaxis(grid(flat).nearest(flat).reshape(rows.shape), -1, 1)
+
+
+def _stages(block: Block, layer: int, names: Collection[str]) -> list[list[str]]:
     """The weights of a layer's linears by when they run: of each mixer those that read the stream, then what is
     between, then those that write.
     """
     slots = [sublayer.mixer.slot for sublayer in block.sublayers]
     by_role = [[(each.slot, each.weight) for each in linears(block, f"blocks.{layer}", role)] for role in _ROLES]
-    found = [[name for own, name in every if own == slot] for slot in slots for every in by_role]
+    found = [[name for own, name in every if own == slot and name in names] for slot in slots for every in by_role]
     return [stage for stage in found if stage]
 
 

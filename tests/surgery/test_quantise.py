@@ -2,20 +2,29 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.families import CONFIGS, save_hf
+from helpers.covering import covered, few
+from helpers.families import CONFIGS, DECODERS, Variant, save_hf, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gptkit
+from gptkit.components import ModelSpec
+from gptkit.converter.dtypes import to_float64
 from gptkit.errors import SwapRefused, UsageError
+from gptkit.modules.initialise import initialised
+from gptkit.surgery.base import Computed, Read
 from gptkit.surgery.facts import Assumed
+from gptkit.surgery.fits import rounding
+from gptkit.surgery.fits.calibration import Calibration, Text
 from gptkit.surgery.registry import Step, reshape
 from gptkit.surgery.swaps import quantise as module
+from gptkit.surgery.swaps.mlp import is_mixture
 
 weights = hnp.arrays(np.float64, (3, 8), elements=st.floats(-100, 100, width=32))
 
@@ -38,6 +47,108 @@ def test_a_group_keeps_its_ends(weight: np.ndarray, bits: int, size: int) -> Non
     assert (np.abs(found - groups) <= step / 2 * (1 + 1e-9) + 1e-12).all()
     np.testing.assert_allclose(found.min(axis=2), groups.min(axis=2), atol=1e-12)
     np.testing.assert_allclose(found.max(axis=2), groups.max(axis=2), rtol=1e-9, atol=1e-9)
+
+
+# --- on a text --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(2, 6), st.sampled_from([None, 4, 12]), st.booleans())
+def test_a_weight_rounded_on_a_text_is_on_its_grid_and_nearer_there(
+    seed: int, bits: int, size: int | None, dead: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight, x = rng.normal(size=(40, 12)), rng.normal(size=(200, 12)) @ rng.normal(size=(12, 12))
+    x[:, 3] *= not dead  # an input that is always 0
+    grid = module.by_row(weight, bits) if size is None else module.by_group(weight, bits, size)
+    found, nearest = rounding.gptq(weight, x.T @ x, grid), grid.nearest(weight)
+    np.testing.assert_allclose(grid.nearest(found), found, atol=1e-9)
+    error = [((x @ (each - weight).T) ** 2).sum() for each in (found, nearest)]
+    assert error[0] < error[1] or np.array_equal(found, nearest)
+    assert np.array_equal(found, rounding.gptq(weight.copy(), x.T @ x, grid))
+    np.testing.assert_array_equal(rounding.gptq(weight, np.zeros((12, 12)), grid), nearest)
+    if dead:
+        np.testing.assert_allclose(found[:, 3], nearest[:, 3])
+
+
+def test_errors_are_passed_on_across_blocks_as_within_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(6, 30)), rng.normal(size=(100, 30)) @ rng.normal(size=(30, 30))
+    grid, found = module.by_group(weight, 3, 10), []
+    for block in (1, 7, 30, 128):
+        monkeypatch.setattr(rounding, "_BLOCK", block)
+        found.append(rounding.gptq(weight, x.T @ x, grid))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-9)
+
+
+@few(1)
+@pytest.mark.parametrize("value", ["int4:4", "int4", "int3"])
+@pytest.mark.parametrize("sample", ["gpt2", "llama", "bloom", "falcon"])
+def test_rounding_on_a_text_is_better_than_to_nearest(sample: str, value: str, tmp_path: Path) -> None:
+    """On text that it has not seen, and the same every time."""
+    asked: dict[str, Any] = {"quantize": value, "calibrate_tokens": 2048}
+    done = gptkit.swap(f"sample:{sample}", tmp_path / "out", **asked)
+    assert done.measured is not None and done.naive is not None
+    assert done.measured.kl_text is not None and done.naive.kl_text is not None
+    assert done.measured.kl_text < 0.9 * done.naive.kl_text
+    assert done.chain.swapped[0].summary["by"] == "GPTQ" and "by GPTQ" in "\n".join(done.chain.notes)
+    gptkit.swap(f"sample:{sample}", tmp_path / "again", **asked, measured=False)
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
+    assert same[0] == same[1]
+
+
+def test_without_a_text_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
+    save_hf(CONFIGS["llama"], tmp_path / "model")
+    done = gptkit.swap(tmp_path / "model", tmp_path / "out", quantize="int4:24", dtype="float64", measured=False)
+    assert done.chain.notes == ("weights are rounded to nearest; --calibrate FILE rounds on a text",)
+    before, after = (gptkit.open_checkpoint(tmp_path / name) for name in ("model", "out"))
+    name = "blocks.0.feed_forward.down_proj.weight"
+    weight = to_float64(*before.tensor(name))
+    np.testing.assert_array_equal(module.by_group(weight, 4, 24).nearest(weight), to_float64(*after.tensor(name)))
+
+
+class Noisy:
+    """A tree whose weights are those that training starts with, and some noise on each."""
+
+    reference = "noisy"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        rng, started = np.random.default_rng(0), initialised(spec, 0, "F64")
+        self.spec = spec
+        self.arrays = {name: np.array(array) + 0.02 * rng.normal(size=array.shape) for name, array, _ in started}
+
+    def dtype(self, name: str) -> str:
+        return "F64"
+
+    def tensor(self, name: str) -> tuple[np.ndarray, str]:
+        return self.wide(name), "F64"
+
+    def wide(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def release(self) -> None:
+        pass
+
+
+@covered()
+@pytest.mark.parametrize("variant", DECODERS, ids=str)
+def test_every_linear_of_every_family_is_rounded_on_a_text(variant: Variant) -> None:
+    """Each after those that run before it, on its own grid; what the text does not reach is rounded to nearest."""
+    spec = spec_of(variant.config)
+    model = Noisy(spec)
+    ids = torch.randint(0, spec.vocab_size, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = Calibration(Text(tuple(ids), (), "random tokens", ""), spec)
+    done = reshape(spec, Step("quantize", "int3"), Read(model), calibration=lambda: text, has_text=lambda: True)
+    assert done.summary["by"] == "GPTQ" and done.summary["tensors"] == len(done.tensors)
+    differs = 0
+    for name, how in done.tensors.items():
+        assert isinstance(how, Computed)
+        if len(model.wide(name).shape) != 2:
+            continue  # weights beside one another, which are rounded to nearest
+        found, grid = how.make(model), module.by_row(model.wide(name), 3)
+        np.testing.assert_allclose(grid.nearest(found), found, atol=1e-9)
+        differs += not np.allclose(found, grid.nearest(model.wide(name)))
+    assert differs > len(done.tensors) / 2 or any(is_mixture(block) for block in spec.blocks)
 
 
 @pytest.mark.exhaustive
