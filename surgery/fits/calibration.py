@@ -129,12 +129,16 @@ def read_text(
 class Calibration:
     """What a swap may draw on: token ids (rows, tokens) and the activations that they give in a tree."""
 
-    def __init__(self, text: Text, spec: ModelSpec) -> None:
+    def __init__(self, text: Text, spec: ModelSpec, most: int = _WINDOW) -> None:
         self.text, self.spec = text, spec
         table = None if spec.positions is None else spec.positions.length
-        width = min(each for each in (_WINDOW, table, spec.context_length, len(text.fitted)) if each is not None)
+        width = min(each for each in (most, table, spec.context_length, len(text.fitted)) if each is not None)
         rows = len(text.fitted) // width
         self.ids = torch.tensor(text.fitted[: rows * width]).reshape(rows, width)
+
+    def within(self, spec: ModelSpec) -> Calibration:
+        """Return the text in rows that another tree takes as well."""
+        return Calibration(self.text, self.spec, Calibration(self.text, spec, self.ids.shape[1]).ids.shape[1])
 
     def deciding(self, tokens: int) -> Calibration:
         """Return up to so many tokens of the part that decides between fits; what is fitted on where there is none."""

@@ -23,7 +23,7 @@ def refitted_layers(
     model: Model, swapped: Swapped, layers: Collection[int], calibration: Calibration
 ) -> Iterator[dict[str, Wide]]:
     """The new projections of each of these layers of the tree that a swap makes of a model, in order."""
-    after = SwappedModel(model, swapped)
+    after, calibration = SwappedModel(model, swapped), calibration.within(swapped.spec)
     student, context = calibration.start(after)
     for layer in calibration.walk(model, range(max(layers) + 1)):
         new, context.layer = block_of(after, layer.index), layer.index

@@ -9,15 +9,14 @@ import pytest
 import torch
 from helpers.covering import covered, few
 from helpers.families import CONFIGS, DECODERS, Variant, save_hf, spec_of
+from helpers.noisy import Noisy
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gptkit
-from gptkit.components import ModelSpec
 from gptkit.converter.dtypes import to_float64
 from gptkit.errors import SwapRefused, UsageError
-from gptkit.modules.initialise import initialised
 from gptkit.surgery.base import Computed, Read
 from gptkit.surgery.facts import Assumed
 from gptkit.surgery.fits import rounding
@@ -105,29 +104,6 @@ def test_without_a_text_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     name = "blocks.0.feed_forward.down_proj.weight"
     weight = to_float64(*before.tensor(name))
     np.testing.assert_array_equal(module.by_group(weight, 4, 24).nearest(weight), to_float64(*after.tensor(name)))
-
-
-class Noisy:
-    """A tree whose weights are those that training starts with, and some noise on each."""
-
-    reference = "noisy"
-
-    def __init__(self, spec: ModelSpec) -> None:
-        rng, started = np.random.default_rng(0), initialised(spec, 0, "F64")
-        self.spec = spec
-        self.arrays = {name: np.array(array) + 0.02 * rng.normal(size=array.shape) for name, array, _ in started}
-
-    def dtype(self, name: str) -> str:
-        return "F64"
-
-    def tensor(self, name: str) -> tuple[np.ndarray, str]:
-        return self.wide(name), "F64"
-
-    def wide(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
-    def release(self) -> None:
-        pass
 
 
 @covered()
