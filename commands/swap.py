@@ -50,7 +50,9 @@ def swap(
     blocks: str | None = option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", _HOW),
     approximate: bool = flag("--approximate", "Replace plainly instead of in the best form, whatever it loses.", _HOW),
     calibrate: str | None = option("FILE", "Fit on this text; the samples have the bundled play.", _HOW),
-    calibrate_tokens: int | None = option("N", "Fit on so many of its tokens; by default 2,048.", _HOW, min=1),
+    calibrate_tokens: int | None = option(
+        "N", "Fit on N tokens of the text, as 8192; by default 2,048 and more are tried, while they help.", _HOW, min=1
+    ),
     to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", _HOW),
     dtype: str | None = option(
         "DTYPE",
