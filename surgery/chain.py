@@ -146,8 +146,8 @@ def chain(
             step = plain(asked, models[-1].spec)
             free = settled is not None and number >= settled and may_choose(step) and _is_there(read)
             if free:
-                forms = choose(models[-1], step, read().renamed(promise), make)
-                step, swapped, model = forms[0].step, forms[0].swapped, forms[0].model
+                forms, swapped, model = choose(models[-1], step, read().renamed(promise), make)
+                step = forms[0].step
                 swapped = replace(swapped, notes=(*swapped.notes, *told(forms, asked)))
                 tried.append(tuple(forms))
             else:
@@ -166,9 +166,9 @@ def chain(
     own = main_dtype(source.spec, source.shared_dtypes())
     # In place of float64, which is for proofs, what the checkpoint is computed in.
     dtype = stored or ("F64" if proved else source.dtype if own == "F64" else own)
-    for model in models[1:]:
-        assert isinstance(model, SwappedModel)
-        model.stored = dtype
+    for after in models[1:]:
+        assert isinstance(after, SwappedModel)
+        after.stored = dtype
     return Chain(tuple(done), tuple(found), tuple(models), tuple(tried))
 
 

@@ -32,8 +32,6 @@ class Tried:
     """
 
     step: Step
-    swapped: Swapped
-    model: Model
     kl: float
 
     def named(self, asked: Step) -> str:
@@ -64,8 +62,11 @@ def may_choose(step: Step) -> bool:
     return bool(swap.others(step)) or (swap.calibrated and not swap.chooses and not step.approximate)
 
 
-def choose(before: Model, asked: Step, text: Text, make: Callable[[Step], tuple[Swapped, bool]]) -> list[Tried]:
-    """Try the forms of a step, and return them, the one to take first.
+def choose(
+    before: Model, asked: Step, text: Text, make: Callable[[Step], tuple[Swapped, bool]]
+) -> tuple[list[Tried], Swapped, SwappedModel]:
+    """Try the forms of a step, and return them, the best first, with what that one makes of the tree. What the others
+    have made is let go.
 
     Args:
         before: the tree before the step.
@@ -76,35 +77,39 @@ def choose(before: Model, asked: Step, text: Text, make: Callable[[Step], tuple[
     An exact step is not measured, and neither is one without a second form.
     """
     first, *more = sizes(asked, text, sum(each.count for each in before.spec.parameters()))
-    start = replace(asked, tokens=first)
-    swapped, drew = make(start)
-    if not drew:
-        start = replace(asked, tokens=None)
+    judge, found, best = (
+        OnText(Exactly(before), text.choosing),
+        list[Tried](),
+        list[tuple[float, Swapped, SwappedModel]](),
+    )
+
+    def try_out(step: Step, swapped: Swapped, drew: bool) -> None:
+        """Measure a form, and keep what it makes if it is the best so far."""
+        model = SwappedModel(before, swapped)
+        measured = judge.compare(model, swapped.promise) if choice else None
+        kl = math.inf if measured is None or not math.isfinite(measured["kl_text"]) else measured["kl_text"]
+        found.append(Tried(step if drew else replace(step, tokens=None), kl))
+        if not best or kl < best[0][0]:
+            best[:] = [(kl, swapped, model)]
+
+    swapped, drew = make(replace(asked, tokens=first))
     swap = swap_for(asked.option, asked.value)
     cheaper, own = swap.others(asked), drew and not swap.chooses
-    if swapped.guarantee == "exact" or not text.choosing or not (cheaper or (own and more)):
-        return [Tried(start, swapped, SwappedModel(before, swapped), math.nan)]
-    judge = OnText(Exactly(before), text.choosing)
-
-    def tried(step: Step, swapped: Swapped) -> Tried:
-        model = SwappedModel(before, swapped)
-        found = judge.compare(model, swapped.promise)
-        kl = math.nan if found is None else found["kl_text"]
-        return Tried(step, swapped, model, kl if math.isfinite(kl) else math.inf)
-
-    found = [tried(start, swapped)]
-    for tokens in more if own else ():
+    choice = swapped.guarantee != "exact" and bool(text.choosing) and bool(cheaper or (own and more))
+    try_out(replace(asked, tokens=first), swapped, drew)
+    for tokens in more if own and choice else ():
         step = replace(asked, tokens=tokens)
-        found.append(tried(step, make(step)[0]))
+        try_out(step, *make(step))
         if not found[-1].kl < (1 - _GAIN) * found[-2].kl:
             break
-    for step in cheaper:
+    for other in cheaper if choice else ():
+        step = replace(other, tokens=first)
         try:
-            form, drew = make(replace(step, tokens=first))
+            form = make(step)
         except SwapRefused:
             continue
-        found.append(tried(replace(step, tokens=first if drew else None), form))
-    return sorted(found, key=lambda each: each.kl)
+        try_out(step, *form)
+    return sorted(found, key=lambda each: each.kl), *best[0][1:]
 
 
 def told(tried: Sequence[Tried], asked: Step) -> Iterator[str]:
