@@ -30,6 +30,7 @@ from gptkit.modules import Decoder
 from gptkit.modules.cache import Cache
 from gptkit.training.data import Stretch, Windows, open_tokens
 from gptkit.training.heal import heal
+from gptkit.training.loop import Step
 from gptkit.training.parallel import Group
 from gptkit.training.train import HELD_OUT, split
 
@@ -120,36 +121,50 @@ def divergence(wanted: Tensor, given: Tensor) -> Tensor:
     return F.kl_div(given, wanted, reduction="sum", log_target=True)
 
 
-def plain_loop(teacher: Decoder, start: Decoder, text: Text, rate: float, windows: int, seconds: float) -> float:
-    """Train a copy of the start for that many seconds of the processor, and return its KL divergence."""
-    model = copy.deepcopy(start).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    began, step = time.process_time(), 0
-    while time.process_time() - began < seconds:
-        ids = torch.from_numpy(text.training.step(step, windows, 1).ids)
-        with torch.no_grad():
-            wanted = teacher(ids)
-        (divergence(wanted, model(ids)) / ids.numel()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        step += 1
-    return text.divergence(teacher, model.eval())
+class PlainLoop:
+    """AdamW at a constant rate, on the same loss and the same windows in the same order as `heal`."""
+
+    def __init__(self, teacher: Decoder, start: Decoder, text: Text, rate: float) -> None:
+        self.teacher, self.model, self.text = teacher, copy.deepcopy(start).train(), text
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.0)
+        self.spent, self.steps = 0.0, 0
+
+    def advance(self, seconds: float, windows: int) -> None:
+        """Make steps of `windows` windows until the loop has used this many seconds of the processor in all."""
+        while self.spent < seconds:
+            began = time.process_time()
+            ids = torch.from_numpy(self.text.training.step(self.steps, windows, 0).ids)
+            with torch.no_grad():
+                wanted = self.teacher(ids)
+            (divergence(wanted, self.model(ids)) / ids.numel()).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimiser.step()
+            self.optimiser.zero_grad(set_to_none=True)
+            self.steps += 1
+            self.spent += time.process_time() - began
 
 
-class Clock:
-    """The processor's seconds of a healing, from its first trial to its last step, without the control."""
+class Race:
+    """Advance the plain loops after every step of `heal`, to the processor time that `heal` has used.
 
-    def __init__(self) -> None:
-        self.spent, self.last = 0.0, 0.0
+    Turns of milliseconds make the comparison independent of what else the machine does. The time of `heal` is that of
+    trials, steps, evaluations and checkpoints, and does not include the control's.
+    """
+
+    def __init__(self, loops: list[PlainLoop]) -> None:
+        self.loops, self.spent, self.last = loops, 0.0, 0.0
 
     def begin(self, *_: object) -> None:
+        """Start the clock."""
         self.last = time.process_time()
 
-    def tell(self, name: str, _: object) -> None:
-        now = time.process_time()
-        self.spent += 0.0 if "control" in name else now - self.last
-        self.last = now
+    def tell(self, name: str, step: Step) -> None:
+        """Give every plain loop as much time as `heal` has used up to this step."""
+        if "control" not in name:
+            self.spent += time.process_time() - self.last
+            for loop in self.loops:
+                loop.advance(self.spent, round(step.tokens / step.step / self.loops[0].text.held.ids.shape[1]))
+        self.last = time.process_time()
 
 
 @dataclass
@@ -187,18 +202,19 @@ def change(name: str, what: str, path: str, text: Text, folder: Path) -> Row:
     if not name.startswith("sample:") and not swap.get("approximate"):
         swap["calibrate"] = folder / "text.txt"
     gptkit.swap(path, folder / "changed", **swap, measured=False, force=True)
-    first, clock = what == next(iter(CHANGES[name])), Clock()
+    teacher, start = (gptkit.load(each, "float32") for each in (path, folder / "changed"))
+    loops = {f"{rate:.0e}": PlainLoop(teacher, start, text, rate) for rate in RATES}
+    first, race = what == next(iter(CHANGES[name])), Race(list(loops.values()))
     done = heal(
         folder / "changed", path, text.folder, folder / "healed",
-        beside="control" if first else False, force=True, on_start=clock.begin, tell=clock.tell,
+        beside="control" if first else False, force=True, on_start=race.begin, tell=race.tell,
     )  # fmt: skip
-    teacher, start, healed = (gptkit.load(each, "float32") for each in (path, folder / "changed", folder / "healed"))
+    healed = gptkit.load(folder / "healed", "float32")
     before, after = (text.divergence(teacher, each.eval()) for each in (start, healed))
-    windows = round(done.tokens / done.steps / text.held.ids.shape[1])
-    loops = {f"{rate:.0e}": plain_loop(teacher, start, text, rate, windows, clock.spent) for rate in RATES}
+    plain = {rate: text.divergence(teacher, loop.model.eval()) for rate, loop in loops.items()}
     control = None if done.control is None else (done.original.perplexity, done.control.perplexities[0])
     model = name.removeprefix("sample:")
-    return Row(model, what, before, after, done.healed.rate, done.tokens, loops, clock.spent, control)
+    return Row(model, what, before, after, done.healed.rate, done.tokens, plain, race.spent, control)
 
 
 def write_stories(model: str, path: Path, size: int) -> None:
@@ -229,7 +245,7 @@ def opened(name: str, path: str, size: int, folder: Path) -> Text:
     gptkit.tokenize([text], folder / "tokens", tokenizer=path)
     teacher = gptkit.load(path, "float32")
     found = Text.of(folder / "tokens", min(1024, teacher.spec.context_length or 1024))
-    plain_loop(teacher, teacher, found, 1e-5, 1, 0.1)  # what torch does once is not of the first row
+    PlainLoop(teacher, teacher, found, 1e-5).advance(0.1, 1)  # what torch does only once is not part of the first row
     return found
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +37,8 @@ from ..surgery.registry import Step as Asked
 from .data import SAMPLE, Progress, TokenFile, paths_of, require_tokenizer
 from .loop import Settings, Step, usual_rate
 from .parallel import group
-from .runs import TRIALS, Held, Outcome, Runs, stores_in
+from .rates import FILE
+from .runs import Held, Outcome, Runs, stores_in
 from .state import beside as beside_of
 from .state import make, remove_empty, remove_unbegun, require_free
 from .train import (
@@ -65,8 +65,8 @@ _LEAST_HELD, _MOST_HELD = 1024, 2**16
 _HELD = 40
 """The share of the budget, one in so many, that the held-out text has at most: every evaluation reads all of it."""
 _EVALUATIONS = 0.1
-"""The tokens that evaluations on the way read together, as a share of the budget. Reading one takes half of what a step
-takes for it, so that this is a twentieth of the time.
+"""The tokens that evaluations read together, the look at a trial included, as a share of the budget. A token that is
+evaluated takes half as long as one that is trained on, so that this is a twentieth of the time.
 """
 _PACE = 3e10
 """FLOPs a second, by which the tokens of a budget in seconds are guessed."""
@@ -214,7 +214,7 @@ def heal(
             if not any(each.goes_on(resume, force) for each in runs):
                 for each in runs:  # now, for their tokens may be written over: half of a run is none to resume
                     each.forget()
-                shutil.rmtree(folder / TRIALS, ignore_errors=True)
+                (folder / FILE).unlink(missing_ok=True)
 
         us.lead(claim)
         going_on = any(each.goes_on(resume, force) for each in stores_in(folder, us))
@@ -334,7 +334,7 @@ def _rhythm(settings: Settings, held: int) -> int:
     if settings.steps is None:
         return 0
     afforded = int(_EVALUATIONS * settings.steps * settings.windows * settings.context / held)
-    return max(-(-settings.steps // max(1, min(afforded, 10))), 1)
+    return max(-(-settings.steps // max(1, min(afforded - 1, 10))), 1)
 
 
 @contextmanager

@@ -133,6 +133,10 @@ class Run:
         return int(min(self.curve, key=lambda each: each["held_out"])["step"])
 
 
+class Abandoned(Exception):
+    """A run was ended by the `goes_on` of its `fit`, before its budget."""
+
+
 class _Interrupt:
     """SIGINT and SIGTERM are remembered until a step has ended; the second one ends the process as it always does."""
 
@@ -176,6 +180,7 @@ def fit(
     begun: float | None = None,
     sample: Callable[[Decoder], str] | None = None,
     tell: Callable[[Step], None] = lambda step: None,
+    goes_on: Callable[[Run], bool] = lambda run: True,
 ) -> Run:
     """Train a model in place, from the last checkpoint in `store` where there is one.
 
@@ -192,8 +197,11 @@ def fit(
         begun: the loss on the held-out windows at the beginning, where it is known.
         sample: what makes a text of the model as it is, at every evaluation.
         tell: given each step.
+        goes_on: asked before each step whether the run goes on. An answer must be the same in every process, and the
+            same again after a restart.
 
     Raises:
+        Abandoned: `goes_on` ended the run.
         UsageError: fewer windows than processes and parts.
         NoNumber: a loss or a gradient that is none, before it reaches a parameter.
         GptkitError: a write that failed.
@@ -244,6 +252,11 @@ def fit(
             run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss})
             keep()
         while run.done(settings) < 1:
+            if not goes_on(run):
+                if any(group.total(float(interrupt.number))):
+                    keep()
+                    raise interrupt.error(run.step, store)
+                raise Abandoned
             rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
             start = time.monotonic()
             windows = batches(run.step)

@@ -1,17 +1,17 @@
-"""The rate of a healing: a first guess by the gap, which short trials lower where it does damage.
+"""The rate of a healing: a first guess by the gap, and a lower rate where the first steps show damage.
 
 A changed model that is close to its original is damaged by the rate that a distant one needs, and by how much depends
-on the model, the batch and the budget. So a few steps are tried at the guess, and at lower rates where they made the
-model worse. A short trial cannot find the best rate: from a distant start it favours high rates, and from a close one
-low rates, because its noise is that of a long run and its progress is not. It shows damage, and a lower rate has to be
-better by `MARGIN`.
+on the model, the batch and the budget. So each run is looked at once, early. A run that is worse than its start by then
+begins again at a lower rate; any other run goes on, so that its first steps are not lost. A short trial cannot find the
+best rate: from a distant start it favours high rates, and from a close one low rates, because its noise is that of a
+long run and its progress is not. It shows damage, and a lower rate has to be better by `MARGIN`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,25 @@ POWER, MOST = 2 / 3, 0.5
 """How the best rate grows with the gap, and the share of the usual rate that it reaches at most: measured on eight
 starts of three models, whose gaps were 0.0004 to 1.7 nats.
 """
-TRIAL = 0.025
-"""The share of the budget that one trial takes."""
+TRIAL = 0.1
+"""The share of the budget after which a run is looked at. It is longer than the default warm-up, so that half of these
+steps have the highest rate.
+"""
 MARGIN = 0.1
 """The share by which a trial at a lower rate has to be better."""
-TRIES = 7  # trials at most
+TRIES = 5  # trials at most
 _LEAST = 5  # steps of a trial
 FILE = "tried.json"
+"""The notes about trials, in the folder of the runs."""
 
 
 @dataclass(frozen=True)
 class Trial(Record):
-    """A short run at one rate."""
+    """The first steps of a run at one rate."""
 
     rate: float
     loss: float | None
-    """The loss on the held-out text at its end: KL or cross entropy in nats a token; None where it is no number."""
+    """The loss on the held-out text after them: KL or cross entropy in nats per token; None where it is no number."""
     seconds: float
 
     @property
@@ -65,23 +68,26 @@ def first_guess(usual: float, gap: float) -> float:
 
 
 def trial_steps(steps: int) -> int:
-    """Return how many steps each trial takes of a budget of `steps`, 0 where it is too small for any trial."""
-    found = max(_LEAST, round(TRIAL * steps))
-    return found if 2 * found <= steps else 0
+    """Return after how many steps a run of `steps` is looked at, 0 where it is too short for that."""
+    first = max(_LEAST, round(TRIAL * steps))
+    return first if 2 * first <= steps else 0
 
 
-def search(first: float, start: float, measure: Callable[[float], Trial]) -> tuple[float, Tried]:
-    """Return the rate, and the trials in the order in which they were made: at `first`, and at lower rates for as long
-    as the last trial ended with more than the loss at the `start`, and each is better than the one before by `MARGIN`.
+def next_run(first: float, start: float, tried: Sequence[Trial]) -> tuple[float, bool]:
+    """Return the rate of the next run, and whether that run is on trial.
+
+    The first run has the rate `first`. A trial that is not better than the loss at the `start` is followed by one at
+    a lower rate, unless it was the last of `TRIES`. When a lower rate is not better by `MARGIN` than the one before,
+    the run has the rate before and is not on trial.
     """
-    tried = [measure(first)]
-    best = tried[0]
-    while best.value >= start and len(tried) < TRIES:
-        tried.append(measure(best.rate / FACTOR))
-        if tried[-1].value >= (1 - MARGIN) * best.value < math.inf:
-            break
-        best = tried[-1]
-    return best.rate, tuple(tried)
+    if not tried:
+        return first, True
+    last = tried[-1]
+    if len(tried) > 1 and last.value >= (1 - MARGIN) * tried[-2].value < math.inf:
+        return tried[-2].rate, False
+    if last.value < start or len(tried) == TRIES:
+        return last.rate, False
+    return last.rate / FACTOR, True
 
 
 class Notes:
@@ -101,19 +107,18 @@ class Notes:
         except (OSError, ValueError):
             kept = self.kept  # trials are made again, and give the same
         if other := {name for name in {*kept.call, *self.kept.call} if kept.call.get(name) != self.kept.call.get(name)}:
-            raise another(folder.parent, kept.call, self.kept.call, other)
+            raise another(folder, kept.call, self.kept.call, other)
         self.kept = kept
         group.total(0.0)  # every process has read it before the first writes
 
-    def once(self, name: str, rate: float, trial: Callable[[], Trial]) -> Trial:
-        """Return what was noted of a trial, or make it and note it."""
-        trials = self.kept.tried.setdefault(name, [])
-        for known in trials:
-            if known.rate == rate:
-                return known
-        trials.append(trial())
+    def tried(self, name: str) -> Tried:
+        """Return the trials of a kind of run, in their order."""
+        return tuple(self.kept.tried.get(name, ()))
+
+    def add(self, name: str, trial: Trial) -> None:
+        """Note a trial of a kind of run."""
+        self.kept.tried.setdefault(name, []).append(trial)
         self.group.lead(lambda: put(self.path, json_bytes(msgspec.to_builtins(self.kept))))
-        return trials[-1]
 
 
 class _Kept(msgspec.Struct):

@@ -19,9 +19,9 @@ from ..errors import NoNumber
 from ..modules import Decoder
 from .data import NOWHERE, TokenFile, Windows
 from .distillation import block_local, distilled, divergence
-from .loop import Batch, Loss, Run, Settings, Step, fit, lost, next_token
+from .loop import Abandoned, Batch, Loss, Run, Settings, Step, fit, lost, next_token
 from .parallel import Group
-from .rates import TRIAL, Notes, Trial, Tried, first_guess, search, trial_steps
+from .rates import TRIAL, Notes, Trial, Tried, first_guess, next_run, trial_steps
 from .state import RUN, Store
 from .trainable import adapted, chosen, rank_of, touched
 
@@ -29,8 +29,6 @@ _EVALUATED = 2048  # tokens that are evaluated at once, at the least
 _LOOKED = 100  # steps after which the tokens' file is looked at, of a run that evaluates by the clock
 _LOW_RANK = 3.0  # times the usual rate is that of updates of a low rank
 _CONTROLS_GAP = 1 / 27  # in nats, by which the control's first rate is guessed: a ninth of the usual one
-TRIALS = "rates"
-"""The folder of the trials, in that of the runs."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Outcome(Record):
     held: tuple[Held, ...]
     """What the model of each seed comes to on the held-out text."""
     seconds: float
-    """What all seeds took together, without the trials."""
+    """What all seeds took together, without runs that began again at a lower rate."""
     rate: float
     """AdamW's highest rate."""
     tried: Tried = ()
@@ -85,8 +83,8 @@ class Outcome(Record):
 
 
 def stores_in(folder: Path, us: Group) -> list[Store]:
-    """Return the runs that earlier calls left, trials too."""
-    return [Store(each.parent, us) for each in sorted([*folder.glob(f"*/{RUN}"), *folder.glob(f"{TRIALS}/*/{RUN}")])]
+    """Return the runs that earlier calls left."""
+    return [Store(each.parent, us) for each in sorted(folder.glob(f"*/{RUN}"))]
 
 
 @dataclass
@@ -113,21 +111,21 @@ class Runs:
 
     def __post_init__(self) -> None:
         asked = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}
-        self.notes = Notes(self.folder / TRIALS, asked, self.group)
+        self.notes = Notes(self.folder, asked, self.group)
 
     def _sample(self) -> Batch:
         """As much held-out text as a step has, the same in every process."""
         parts = max(1, len(self.windows.ids) // self.settings.windows)
         return Batch.of(self.windows.part(0, parts), self.group.device)
 
-    def held(self, model: Decoder, windows: Windows | None = None) -> Held:
-        """Return what a model comes to on the held-out text, or on some windows of it."""
-        windows = self.windows if windows is None else windows
-        training, sums, settings = model.training, [0.0, 0.0], self.settings
+    def held(self, model: Decoder) -> Held:
+        """Return what a model comes to on the held-out text. The model stays in its mode: in eval mode its parameters
+        may move in memory, which an optimiser with moments of their layout does not survive.
+        """
+        windows, sums, settings = self.windows, [0.0, 0.0], self.settings
         # As many windows as a part of a step has, or more where that is little work for a whole pass.
         once = max(-(-settings.windows // (settings.accumulate * self.group.size)), _EVALUATED // settings.context)
         parts = -(-len(windows.ids) // once)
-        model.eval()
         with torch.no_grad():
             for number in range(parts):
                 batch = Batch.of(windows.part(number, parts), self.group.device)
@@ -135,7 +133,6 @@ class Runs:
                 given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
                 sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
                 sums[1] += float(lost(given, batch.targets))
-        model.train(training)
         counted = max(1, windows.counted)
         return Held(max(sums[0], 0.0) / counted, sums[1] / counted)
 
@@ -151,13 +148,14 @@ class Runs:
         loss: Loss,
         settings: Settings,
         trained: set[str] | None = None,
-        behind: int = 0,
+        before: Run | None = None,
+        trial: _Judges | None = None,
         **evaluating: Any,
     ) -> Run:
         """Make one run, from its last checkpoint where there is one, which then stays until all have ended. Its windows
-        are those after the first `behind` steps.
+        are those after the steps of the run `before`. A `trial` says whether the run goes on.
         """
-        store = Store(self.folder / name, self.group)
+        store, before = Store(self.folder / name, self.group), before or Run()
 
         def begin() -> None:
             store.folder.mkdir(parents=True, exist_ok=True)
@@ -166,18 +164,28 @@ class Runs:
         def step_of(number: int) -> Windows:
             if number % (settings.every or _LOOKED) == 0:
                 self.found.require_unchanged()
-            windows: Windows = self.training.step(behind + number, settings.windows, settings.seed)
+            windows: Windows = self.training.step(before.step + number, settings.windows, settings.seed)
             return windows
 
         self.group.lead(begin)
         evaluating = {"held_out": self.windows, **evaluating}
+        if trial is not None:
+            evaluating["goes_on"] = lambda run: trial(model, before.step + run.step, before.seconds + run.seconds)
         return fit(
             model, step_of, settings=settings, group=self.group, store=store, loss=loss, trained=trained,
             tell=partial(self.tell, name), **evaluating,
         )  # fmt: skip
 
     def _both(
-        self, name: str, model: Decoder, settings: Settings, *, trained: str, suffix: str = "", **evaluating: Any
+        self,
+        name: str,
+        model: Decoder,
+        settings: Settings,
+        *,
+        trained: str,
+        suffix: str = "",
+        trial: _Judges | None = None,
+        **evaluating: Any,
     ) -> _Done:
         """Train layers by themselves, then the whole model on what is left of the text. The suffix is of both names."""
         declared, rank, begun = list(model.spec.parameters()), rank_of(trained), Run()
@@ -193,11 +201,11 @@ class Runs:
             first, rest = _parts(settings, self.local if inside and settings.steps != 1 else 0.0)
             if inside and first is not None:
                 loss = block_local(self.original, self.layers, self._sample())
-                begun = self._fit(f"{name}-layers{suffix}", model, loss, first, inside, held_out=None)
+                begun = self._fit(f"{name}-layers{suffix}", model, loss, first, inside, trial=trial, held_out=None)
                 evaluating |= {"begun": None}  # layers by themselves moved it from there
             loss = distilled(self._answering(), self.hidden, self._sample())
-            run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun.step, **evaluating)
-        return _Done(begun.step + run.step, begun.seconds + run.seconds, count, run)
+            run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun, trial, **evaluating)
+        return _Done(begun.step + run.step, begun.seconds + run.seconds, count)
 
     def _with(self, seed: int, rate: float, seconds: float = 0.0) -> Settings:
         """Return the settings of a run, of whose budget trials took so many `seconds`."""
@@ -205,85 +213,142 @@ class Runs:
         left = None if given.seconds is None else max(given.seconds - seconds, given.seconds / 10)
         return msgspec.structs.replace(given, rate=rate, seed=given.seed + seed, seconds=left)
 
-    def _rate_of(
-        self, name: str, first: float, start: Callable[[Held], float], model: Decoder, fit: _Trains
-    ) -> tuple[float, Tried]:
-        """Return the rate of a kind of run, and the trials that chose it, none where the budget is too small. Each
-        trains a copy of the model; `start` takes of the model's figures the loss that `fit` trains it by.
+    def _seeded(
+        self,
+        name: str,
+        model: Decoder,
+        start: Held,
+        loss: Callable[[Held], float],
+        rate: float,
+        train: _Trains,
+        seeds: int,
+        *,
+        on_trial: bool = True,
+    ) -> tuple[Decoder, Outcome, _Done]:
+        """Make the runs of a kind, over some seeds.
+
+        Args:
+            name: of the kind, by which its trials are noted.
+            model: what is trained, a copy in each run.
+            start: its figures on the held-out text. A run that ends no better counts as the model as it was.
+            loss: takes the loss that `train` lowers of such figures.
+            rate: AdamW's highest, or the first to try where the runs are `on_trial`.
+            train: trains.
+            seeds: the number of runs.
+            on_trial: whether the first run chooses the rate.
+
+        Returns:
+            The model of the first run, the figures, and what the last run came to.
         """
-        given = self.settings
-        steps = None if given.steps is None else trial_steps(given.steps)
-        if steps == 0:
-            return first, ()
-        # Half of the tokens that a trial reads judge it, and of the held-out text a quarter where that is not known.
-        there = len(self.windows.ids)
-        wanted = there // 4 if steps is None else steps * given.windows // 2
-        some = self.windows.part(0, max(1, there // max(wanted, 2, self.group.size)))
-        budget = {"steps": steps, "seconds": None if given.seconds is None else given.seconds * TRIAL}
+        finished, held, taken, tried, wasted = model, [], 0.0, Tried(), 0.0
+        for seed in range(seeds):
+            if seed == 0 and on_trial:
+                own, done, rate, tried, wasted = self._first_of(name, model, loss(start), loss, rate, train)
+            else:
+                own, settings = deepcopy(model), self._with(seed, rate, wasted)
+                done = train(own, settings, seed, begun=self._begun(loss(start)))
+            found = self.held(own.eval())
+            better = loss(found) < loss(start)
+            held.append(found if better else start)
+            if seed == 0:
+                finished = own if better else deepcopy(model)
+            taken += done.seconds
+        return finished, Outcome(tuple(held), taken, rate, tried), done
 
-        def measure(rate: float) -> Trial:
-            own = f"{TRIALS}/{name}-{rate:.2g}"
-            settings = msgspec.structs.replace(self._with(0, rate), **budget, every=steps or 10**9)
+    def _begun(self, loss: float) -> float | None:
+        """Return the loss of a model as its run sees it, None where the run computes in another dtype."""
+        return loss if self.settings.dtype == "float32" else None
 
-            def run() -> Trial:
-                try:
-                    done = fit(own, deepcopy(model), settings, held_out=some)
-                    loss, took = done.run.curve[-1]["held_out"], done.seconds
-                except NoNumber:
-                    loss, took = None, 0.0
-                for part in (own, f"{own}-layers"):
-                    self.group.lead(Store(self.folder / part, self.group).done)
-                return Trial(rate, loss, took)
+    def _first_of(self, name: str, model: Decoder, *how: Any) -> tuple[Decoder, _Done, float, Tried, float]:
+        """Make the first run of a kind: at its first rate, or again at a lower one where that does damage. See
+        `_attempt` for the arguments.
 
-            return self.notes.once(name, rate, run)
+        Returns:
+            The trained copy of the model, what its run came to, its rate, the trials, and the seconds of the runs that
+            did not go on.
+        """
+        while True:
+            own = deepcopy(model)
+            if (finished := self._attempt(name, own, *how)) is not None:
+                return own, *finished
 
-        return search(first, start(self.held(model, some)), measure)
+    def _attempt(
+        self, name: str, own: Decoder, start: float, loss: Callable[[Held], float], first: float, train: _Trains
+    ) -> tuple[_Done, float, Tried, float] | None:
+        """Make the first run of a kind at the rate that follows from its trials.
+
+        Args:
+            name: of the kind.
+            own: what is trained, in place.
+            start: its loss on the held-out text; a run on trial goes on when it is below that.
+            loss: takes the loss that counts of a model's figures.
+            first: the rate of the first trial.
+            train: trains.
+
+        Returns:
+            What the run came to, its rate, the trials, and the seconds of the runs that did not go on; None where this
+            run did not go on, which is noted.
+        """
+        steps, seconds = self.settings.steps, self.settings.seconds
+        after = 0 if steps is None else trial_steps(steps)
+        tried = self.notes.tried(name)
+        rate, on_trial = next_run(first, start, tried)
+        went_on = bool(tried) and not on_trial and tried[-1].rate == rate
+        wasted = sum(each.seconds for each in (tried[:-1] if went_on else tried))
+        looked: list[Trial] = []
+
+        def goes_on(own: Decoder, step: int, took: float) -> bool:
+            if looked or (step < after if seconds is None else took < TRIAL * seconds):
+                return True
+            value = loss(self.held(own))
+            looked.append(Trial(rate, value if math.isfinite(value) else None, took))
+            good = next_run(first, start, (*tried, *looked)) == (rate, False)
+            if good:
+                self.notes.add(name, looked[0])
+            return good
+
+        trial = goes_on if on_trial and (after or seconds is not None) else None
+        try:
+            done = train(own, self._with(0, rate, wasted), 0, begun=self._begun(start), trial=trial)
+            return done, rate, self.notes.tried(name), wasted
+        except Abandoned:
+            pass
+        except NoNumber:
+            if looked or trial is None:
+                raise  # the trial was before
+            looked.append(Trial(rate, None, 0.0))
+        for part in (f"{name}-0", f"{name}-layers-0"):
+            self.group.lead(Store(self.folder / part, self.group).forget)
+        self.notes.add(name, looked[0])  # last: what is noted does not run again
+        return None
 
     def healed(self, model: Decoder, start: Held, trained: str, seeds: int) -> tuple[Decoder, Outcome, int, int]:
         """Heal the changed model, whose figures are `start`, over some seeds. Return the model of the first one, which
         is the changed model itself where no training made it better, the figures, the steps and the number of
         parameters that were trained.
         """
-        fit = partial(self._both, trained=trained)
-        tried: Tried = ()
-        rate = self.rate or 0.0
-        if self.rate is None:
-            first = first_guess(self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0), start.kl)
-            rate, tried = self._rate_of("healed", first, lambda held: held.kl, model, fit)
-        finished, held, taken, steps, count = model, [], 0.0, 0, 0
-        for seed in range(seeds):
-            own = deepcopy(model)
-            settings = self._with(seed, rate, sum(each.seconds for each in tried))
-            begun = start.kl if settings.dtype == "float32" else None
-            done = fit("healed", own, settings, suffix=f"-{seed}", keep_best=True, begun=begun)
-            found = self.held(own)
-            own, found = (own, found) if found.kl < start.kl else (deepcopy(model), start)
-            held.append(found)
-            taken, steps, count = taken + done.seconds, done.steps, done.count
-            finished = own if seed == 0 else finished
-        return finished, Outcome(tuple(held), taken, rate, tried), steps, count
+
+        def train(own: Decoder, settings: Settings, seed: int, **how: Any) -> _Done:
+            return self._both("healed", own, settings, trained=trained, suffix=f"-{seed}", keep_best=True, **how)
+
+        usual = self.settings.rate * (_LOW_RANK if rank_of(trained) else 1.0)
+        rate = first_guess(usual, start.kl) if self.rate is None else self.rate
+        finished, outcome, done = self._seeded(
+            "healed", model, start, lambda held: held.kl, rate, train, seeds, on_trial=self.rate is None
+        )
+        return finished, outcome, done.steps, done.count
 
     def control(self, original: Held, seeds: int) -> Outcome:
         """Train the original on the same tokens to predict them, at the rate that is best for it. Its figures are those
         at its best evaluation, which may be those before: `original`.
         """
 
-        def fit(name: str, model: Decoder, settings: Settings, **evaluating: Any) -> _Done:
-            run = self._fit(name, model, next_token, settings, **evaluating)
-            return _Done(run.step, run.seconds, 0, run)
+        def train(own: Decoder, settings: Settings, seed: int, **how: Any) -> _Done:
+            run = self._fit(f"control-{seed}", own, next_token, settings, keep_best=True, **how)
+            return _Done(run.step, run.seconds, 0)
 
-        guess = first_guess(self.settings.rate, _CONTROLS_GAP)
-        rate, tried = self._rate_of("control", guess, lambda held: held.loss, self.original, fit)
-        held, taken = [], 0.0
-        for seed in range(seeds):
-            own = deepcopy(self.original)
-            settings = self._with(seed, rate, sum(each.seconds for each in tried))
-            begun = original.loss if settings.dtype == "float32" else None
-            done = fit(f"control-{seed}", own, settings, keep_best=True, begun=begun)
-            found = self.held(own)
-            held.append(found if found.loss < original.loss else original)
-            taken += done.seconds
-        return Outcome(tuple(held), taken, rate, tried)
+        rate = first_guess(self.settings.rate, _CONTROLS_GAP)
+        return self._seeded("control", self.original, original, lambda held: held.loss, rate, train, seeds)[1]
 
     def floor(self, make: Callable[..., Decoder], seeds: int) -> Outcome:
         """Train the changed tree from random weights as the changed model was, all of it, at the usual rate."""
@@ -291,7 +356,7 @@ class Runs:
         for seed in range(seeds):
             own, settings = make(seed=self.settings.seed + seed), self._with(seed, self.settings.rate)
             done = self._both("floor", own, settings, trained="all", suffix=f"-{seed}", keep_best=True)
-            held.append(self.held(own))
+            held.append(self.held(own.eval()))
             taken += done.seconds
         return Outcome(tuple(held), taken, self.settings.rate)
 
@@ -303,17 +368,18 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Done:
-    """What was trained: the steps and seconds of all parts, and the run of the whole model."""
+    """What was trained: the steps and seconds of all parts."""
 
     steps: int
     seconds: float
     count: int
     """How many parameters were trained."""
-    run: Run
 
 
 _Trains = Callable[..., _Done]
-"""Trains a model, given its name, the model and settings, and how `fit` evaluates it."""
+"""Trains a model, given the model, settings, the seed's number, and how `fit` evaluates it."""
+_Judges = Callable[[Decoder, int, float], bool]
+"""Says whether a run on trial goes on, given its model, steps and seconds."""
 
 
 def _parts(settings: Settings, local: float) -> tuple[Settings | None, Settings]:

@@ -409,7 +409,7 @@ def test_what_no_recipe_heals(steps: str, why: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_heal_as_one(changed: Path, tmp_path: Path) -> None:
     words = ["-m", "gptkit", "heal", str(changed), "--teacher", TEACHER, "--data", str(PLAY), "--tokens", "3k"]
-    words += ["--context", "64", "--batch", "512", "--held-out", "0.02", "--lr", "0.001", "--alone"]
+    words += ["--context", "64", "--batch", "512", "--held-out", "0.02", "--lr", "0.001", "--local", "0.25", "--alone"]
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     env = {"OMP_NUM_THREADS": "1"}
     one = python(*words, "one", cwd=tmp_path, env=env)

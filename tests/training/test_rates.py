@@ -2,29 +2,47 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.command import call
+from helpers.covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gptkit
 from gptkit.converter.manifest import manifest_of
 from gptkit.errors import UsageError
+from gptkit.modules import Decoder
 from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
-from gptkit.training import loop
+from gptkit.training import loop, runs
 from gptkit.training.data import Windows
-from gptkit.training.heal import BUDGET, heal
+from gptkit.training.heal import BUDGET, Healed, heal
 from gptkit.training.loop import Settings, Step
 from gptkit.training.parallel import group
-from gptkit.training.rates import FACTOR, MARGIN, TRIES, Notes, Trial, first_guess, search, trial_steps
+from gptkit.training.rates import FACTOR, MARGIN, TRIES, Notes, Trial, first_guess, next_run, trial_steps
+from gptkit.training.runs import Held, Runs
 
 PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 TEACHER = "sample:llama"
 SMALL: dict[str, Any] = {"tokens": 16 * 256, "context": 64, "batch": 256, "held_out": 0.02}
+SHORT: dict[str, Any] = {"tokens": 12 * 64, "context": 32, "batch": 64, "held_out": 0.05}
+
+
+def high(usual: float, gap: float) -> float:
+    """Return a first rate that does damage."""
+    return 1e-3
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of the play as a short run reads."""
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_bytes(PLAY.read_bytes()[:8000])
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -75,48 +93,80 @@ def test_what_was_chosen_is_the_recipe(near: Path, tmp_path: Path) -> None:
     assert diff(tmp_path / "out", tmp_path / "again", rank=False).same_bytes
 
 
-@pytest.mark.parametrize("where", ["rates/healed", "healed-0", "rates/control"])
+@pytest.mark.parametrize("teacher", ["sample:gpt2", TEACHER])
+def test_a_run_that_goes_on_after_its_trial_is_one_run_at_that_rate(teacher: str, text: Path, tmp_path: Path) -> None:
+    """A look at the model on the way moves nothing: neither its parameters nor their layout in memory."""
+    gptkit.swap(teacher, tmp_path / "changed", activation="relu", measured=False)
+    folders = tmp_path / "tried", tmp_path / "given"
+    tried = heal(tmp_path / "changed", teacher, text, folders[0], **SHORT, beside=False)
+    assert len(tried.healed.tried) == 1
+    given = heal(tmp_path / "changed", teacher, text, folders[1], **SHORT, beside=False, rate=tried.healed.rate)
+    assert given.healed.tried == () and given.healed.held == tried.healed.held
+    assert not diff(*folders, rank=False).changed
+
+
+@pytest.fixture(scope="module")
+def harmed(near: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Healed, dict[str, bytes], int]:
+    """A healing whose first guess does damage twice: what it came to, its files, and the steps of all runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "first_guess", high)
+        out, steps = tmp_path_factory.mktemp("harmed") / "out", []
+        done = heal(near, TEACHER, text, out, **SHORT, beside="control", tell=lambda *step: steps.append(step))
+    return done, {each.name: each.read_bytes() for each in out.iterdir()}, len(steps)
+
+
+def test_a_run_that_does_damage_begins_again_at_a_lower_rate(harmed: tuple[Healed, dict[str, bytes], int]) -> None:
+    done, _, steps = harmed
+    trials, control = done.healed.tried, done.control.tried if done.control else ()
+    assert [each.rate for each in trials] == [pytest.approx(high(0, 0) / FACTOR**n) for n in range(len(trials))]
+    assert len(trials) > 2 and done.healed.rate == trials[-1].rate and done.healed.kl < done.start.kl
+    assert all(each.value >= done.start.kl for each in trials[:-1]) and trials[-1].value < done.start.kl
+    again = len(trials) + len(control) - 2
+    assert steps == 2 * done.steps + again * trial_steps(done.steps)
+
+
+@few(2)
+@pytest.mark.parametrize("after", [2, 5, 7, 10, 13, 20, 28, 32])
 def test_a_run_that_was_stopped_among_its_trials_goes_on_to_the_same_bytes(
-    near: Path, tmp_path: Path, where: str
+    near: Path, text: Path, tmp_path: Path, harmed: Any, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {**SMALL, "tokens": 12 * 256, "beside": "control"}
-    whole = heal(near, TEACHER, PLAY, tmp_path / "whole", **options)
-    begun: list[str] = []
+    monkeypatch.setattr(runs, "first_guess", high)
+    whole, files, count = harmed
+    made: list[tuple[str, int]] = []
 
     def stop(name: str, step: Step) -> None:
-        if step.step == 2 and name.startswith(where):
-            begun.append(name)
+        made.append((name, step.step))
+        if len(made) == after:
             signal.raise_signal(signal.SIGINT)
 
+    options: dict[str, Any] = {**SHORT, "beside": "control", "tell": stop}
     with pytest.raises(KeyboardInterrupt):
-        heal(near, TEACHER, PLAY, tmp_path / "out", **options, tell=stop)
+        heal(near, TEACHER, text, tmp_path / "out", **options)
     with pytest.raises(UsageError, match=r"its decay is 0\.0, not 0\.1"):
-        heal(near, TEACHER, PLAY, tmp_path / "out", **options, decay=0.1, resume=True)
-    steps: list[tuple[str, int]] = []
-    done = heal(
-        near, TEACHER, PLAY, tmp_path / "out", **options, resume=True,
-        tell=lambda name, step: steps.append((name, step.step)),
-    )  # fmt: skip
-    assert steps[0] == (begun[-1], 4)  # it stopped after the step in which it was told to
-    first, second = ({each.name: each.read_bytes() for each in (tmp_path / n).iterdir()} for n in ("whole", "out"))
-    assert first == second and done.healed.kl == whole.healed.kl
-    assert not list((tmp_path / "out.healing").rglob("step-*"))
+        heal(near, TEACHER, text, tmp_path / "out", **options, decay=0.1, resume=True)
+    done = heal(near, TEACHER, text, tmp_path / "out", **options, resume=True)
+    assert len(made) in (count, count + 1)  # an interrupt ends a run after its next step at the latest
+    assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == files
+    assert done.healed.kl == whole.healed.kl and not list((tmp_path / "out.healing").rglob("step-*"))
 
 
 def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the budget and however large the held-out text are."""
+    """However small the budget and however large the held-out text are; what comes before and after the run counts."""
     read: list[int] = []
-    evaluate = loop._Engine.evaluate
+    evaluate, held = loop._Engine.evaluate, Runs.held
 
     def counted(self: Any, number: int, windows: Windows) -> float:
         read.append(windows.ids.size)
         return evaluate(self, number, windows)
 
+    def counted_too(self: Runs, model: Decoder) -> Held:
+        read.append(self.windows.ids.size)
+        return held(self, model)
+
     monkeypatch.setattr(loop._Engine, "evaluate", counted)
-    options = {**SMALL, "tokens": 12_800, "batch": 512, "held_out": 0.5}
-    done = heal(near, TEACHER, PLAY, tmp_path / "out", **options, beside=False)
-    trials = len(done.healed.tried) * trial_steps(done.steps) * 512
-    assert sum(read) <= 0.25 * (done.tokens + trials)
+    monkeypatch.setattr(Runs, "held", counted_too)
+    done = heal(near, TEACHER, PLAY, tmp_path / "out", **{**SMALL, "tokens": 12_800, "held_out": 0.5}, beside=False)
+    assert sum(read) <= 0.42 * done.tokens and len(done.healed.tried) == 1
 
 
 @pytest.mark.parametrize(("size", "budget"), [(20_000, BUDGET[0]), (None, None)])
@@ -150,6 +200,16 @@ def test_a_budget_in_seconds_is_evaluated_by_the_clock(monkeypatch: pytest.Monke
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
+def search(first: float, start: float, measure: Callable[[float], Trial]) -> tuple[float, list[Trial]]:
+    """Make trials until a run is not on trial, or goes on after it; return its rate, and the trials."""
+    tried: list[Trial] = []
+    while True:
+        rate, on_trial = next_run(first, start, tried)
+        if not on_trial:
+            return rate, tried
+        tried.append(measure(rate))
+
+
 @given(best=st.floats(1e-7, 1e-2), first=st.floats(1e-6, 1e-2), broken=st.floats(1e-6, 1), noise=st.floats(0, 1))
 def test_the_search_ends_at_no_rate_that_is_worse_than_another_it_tried(
     best: float, first: float, broken: float, noise: float
@@ -176,13 +236,15 @@ def test_the_first_guess_grows_with_the_gap_up_to_the_usual_rate(gap: float, les
 
 
 def test_notes_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
-    call_of = {"run": 1}
+    call_of, made = {"run": 1}, Trial(0.5, 1.0, 2.0)
     with group("cpu") as us:
-        made = Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: Trial(0.5, 1.0, 2.0))
-        assert Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: pytest.fail("it was noted")) == made
+        Notes(tmp_path, call_of, us).add("healed", made)
+        assert Notes(tmp_path, call_of, us).tried("healed") == (made,)
         path = tmp_path / "tried.json"
-        for broken in ("{}", "[]", "{", path.read_text().replace("1.0", '"low"')):
+        whole = path.read_text()
+        for broken in ("{}", "[]", "{", whole.replace("1.0", '"low"')):
             path.write_text(broken)
-            assert Notes(tmp_path, call_of, us).once("healed", 0.5, lambda: made) == made
+            assert Notes(tmp_path, call_of, us).tried("healed") == ()
+        path.write_text(whole)
         with pytest.raises(UsageError, match="its run is 1, not 2"):
             Notes(tmp_path, {"run": 2}, us)
