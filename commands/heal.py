@@ -22,26 +22,38 @@ def heal(
     *,
     teacher: str = option("--teacher MODEL", "The original that it was made from.", default=...),
     data: list[str] = option(
-        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
     ),
     budget: str | None = option(
         "--tokens N",
         "Train each run on this many tokens: 400k, 1M. The default is the text once, at least 20k and at most 400k.",
     ),
-    time: str | None = option("--time TIME", "Train each run for this long instead: 90s, 10m, 1.5h."),
+    time: str | None = option("--time TIME", "Train each run for this long instead: 90s, 10m or 1.5h."),
     trained: str = option("--train WHAT", "What to train: all, changed, norms or lora:RANK.", default="all"),
     local: float = option(
-        "SHARE", "Train changed layers by themselves for this share of the budget first.", default=0.0, min=0, max=0.99
+        "SHARE",
+        "Train the changed layers by themselves first, for this share of the budget, such as 0.25. The default is 0.",
+        default=0.0,
+        min=0,
+        max=0.99,
     ),
     hidden: float = option(
-        "WEIGHT", "Add so much of the distance between hidden states to the loss.", default=0.0, min=0
+        "WEIGHT",
+        "Weight of the hidden-state loss: the mean squared distance to the teacher. The default is 0.",
+        default=0.0,
+        min=0,
     ),
-    seeds: int = option("N", "Run each kind so often, in other orders of the text.", default=1, min=1),
+    seeds: int = option(
+        "N", "The number of seeds: each run is repeated with a different order of the text.", default=1, min=1
+    ),
     beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
     batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
     context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
     lr: float | None = option(
-        "RATE", "AdamW's highest rate for the changed model; by default short trials choose it.", _HOW, min=0
+        "RATE",
+        "AdamW's highest rate for the changed model. The default is chosen from the KL divergence and by trials.",
+        _HOW,
+        min=0,
     ),
     patience: int = option(
         "N", "End a run after N evaluations without a better one, and keep the best; 0 never.", _HOW, default=0, min=0
@@ -58,7 +70,7 @@ def heal(
     device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
     every: int | None = option(
         "STEPS",
-        "Evaluate and keep a checkpoint after every STEPS steps; by default evaluations take a twentieth of the time.",
+        "Evaluate and save a checkpoint every STEPS steps. By default, evaluations take a twentieth of the time.",
         min=1,
     ),
     to: str | None = option(
