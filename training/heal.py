@@ -68,6 +68,8 @@ _EVALUATIONS = 0.1
 """The tokens that evaluations read together, the look at a trial included, as a share of the budget. A token that is
 evaluated takes half as long as one that is trained on, so that this is a twentieth of the time.
 """
+_HOLD = 0.5
+"""The share of a run until which its rate is constant: in short runs this is better than a decay from the beginning."""
 _PACE = 3e10
 """FLOPs a second, by which the tokens of a budget in seconds are guessed."""
 
@@ -250,8 +252,8 @@ def heal(
         def settings_for(tokens: int | None) -> Settings:
             windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
             return settings_of(
-                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, decay=decay,
-                clip=clip, seed=seed, compiled=compiled, patience=patience,
+                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, hold=_HOLD,
+                decay=decay, clip=clip, seed=seed, compiled=compiled, patience=patience,
                 rate=usual_rate(size_of(model.spec)) if rate is None else rate,
                 dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
             )  # fmt: skip

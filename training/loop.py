@@ -69,10 +69,11 @@ class Settings(msgspec.Struct, frozen=True):
 
     steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
     accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
-    within which it is reached. decay: of the weights. clip: what the gradient's norm is cut to; 0 leaves it. every:
-    steps between two evaluations and checkpoints; of a budget in seconds, 0 evaluates at most ten times, for at most a
-    tenth of the time. patience: evaluations without a better one after which a run ends, as
-    it was at the best, which may be the beginning; 0 is never. dtype: what is multiplied in; parameters are in float32.
+    within which it is reached. hold: the share of the budget until which the rate stays there. decay: of the weights.
+    clip: what the gradient's norm is cut to; 0 leaves it. every: steps between two evaluations and checkpoints; of a
+    budget in seconds, 0 evaluates at most ten times, for at most a tenth of the time. patience: evaluations without a
+    better one after which a run ends, as it was at the best, which may be the beginning; 0 is never. dtype: what is
+    multiplied in; parameters are in float32.
     """
 
     windows: int
@@ -82,6 +83,7 @@ class Settings(msgspec.Struct, frozen=True):
     accumulate: int = 1
     rate: float = 1e-3
     warmup: float = 0.05
+    hold: float = 0.0
     decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -257,7 +259,7 @@ def fit(
                     keep()
                     raise interrupt.error(run.step, store)
                 raise Abandoned
-            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup)
+            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.hold)
             start = time.monotonic()
             windows = batches(run.step)
             value, norm = engine.step(run.step, windows, rate)
@@ -435,13 +437,15 @@ def adamw(
     return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=_BETAS, fused=True)
 
 
-def rate_at(done: float, rate: float, warmup: float) -> float:
-    """The rate where that share of the budget is done, up to and with this step: a line up to `rate` within the share
-    `warmup`, then a cosine down to `FLOOR` of it (Loshchilov and Hutter 1608.03983).
+def rate_at(done: float, rate: float, warmup: float, hold: float = 0.0) -> float:
+    """Return the rate where that share of the budget is done, up to and with this step: a line up to `rate` within the
+    share `warmup`, the same rate up to the share `hold`, then a cosine down to `FLOOR` of it (Loshchilov and Hutter
+    1608.03983).
     """
     if done < warmup:
         return rate * done / warmup
-    way = min(1.0, (done - warmup) / (1 - warmup))
+    begins = max(warmup, hold)
+    way = min(1.0, max(0.0, done - begins) / (1 - begins))
     return rate * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * way)) / 2)
 
 

@@ -59,6 +59,9 @@ def test_the_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
     assert rate_at(0.0, 2.0, 0.0) == 2.0
     rates = [rate_at(done / 100, 2.0, 0.2) for done in range(20, 101)]
     assert rates == sorted(rates, reverse=True)
+    held = [rate_at(done / 100, 2.0, 0.2, hold=0.5) for done in range(20, 101)]
+    assert set(held[:31]) == {2.0} and held[31:] == sorted(held[31:], reverse=True) and held[-1] == pytest.approx(0.2)
+    assert rate_at(0.1, 2.0, 0.2, hold=0.5) == 1.0
 
 
 def test_a_run_on_time_has_a_rate_from_its_first_step_on() -> None:
