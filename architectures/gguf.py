@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from ..components import Component, ModelSpec, YarnScaling
+from ..components import Component, ModelSpec
 from ..errors import UnknownFamily, shown
 from .base import BoundLeaf
 from .gguf_architecture import GgufArchitecture
@@ -86,4 +86,5 @@ def expressed(spec: ModelSpec, family: str | None = None) -> _Expressed:
 
 
 def _truncated(node: Component, _: str) -> Component:
-    return msgspec.structs.replace(node, truncate=True) if isinstance(node, YarnScaling) else node
+    """Return a scaling whose ramp may be truncated as one whose ramp is."""
+    return msgspec.structs.replace(node, truncate=True) if getattr(node, "truncate", True) is False else node
