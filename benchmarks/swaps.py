@@ -47,8 +47,8 @@ is written with `gptkit swap`, opened again and compared with the original.
   {fp64:.0e} in fp64 and {fp32:.0e} in fp32, or this page is not made; "up to 128 tokens" or "for the 448 tokens kept"
   says for what.
 - *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, both models run in that dtype.
-- *KL*, *top-1*, *perplexity*: on {positions:,} tokens of a play that the samples, the fits and the choice between fits have
-  not seen; KL in nats per token from the original to the result. Perplexity before: {before}.
+- *KL*, *top-1*, *perplexity*: on {positions:,} tokens of a play that neither the samples nor the fits, nor the choice
+  between fits, have seen; KL in nats per token from the original to the result. Perplexity before: {before}.
 - *plain*: KL and perplexity of the plain replacement (`--approximate`) where that is another. A swap that finds nothing
   better is the plain one.
 
