@@ -432,14 +432,12 @@ class Attention(Mixer, Component, frozen=True):
         }
         found += attend(path, (inputs["q"], inputs["k"], inputs["v"]), scores, self.heads, self.head_dim, **rest)
         if self.mixed_norm is not None:
-            found[-1] = msgspec.structs.replace(found[-1], held=end)
             every: Sizes = ("B", "T", self.mixed_norm.size)
             found += out_of(row, self.mixed_norm.operations(f"{path}.mixed_norm", found[-1].id, every))
         if self.gated:
-            found[-1] = msgspec.structs.replace(found[-1], held=end)
             mixed, wide = found[-1].id, ("B", "T", self.heads, self.head_dim)
             found.append(linear(self, "gate_proj", path, source, wide, row, **gate))
-            found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid"))
+            found.append(Activation(f"{path}.gate", (found[-1].id,), wide, row, function="sigmoid", held=end))
             found.append(Product(f"{path}.gated", (mixed, found[-1].id), wide, row))
         return (*found, linear(self, "o_proj", path, found[-1].id, shape, row))
 
