@@ -523,7 +523,9 @@ def by_role(chosen: random.Random, family: str) -> Config:
     found: Config = dict(ARCHITECTURES[family].stated)
     for name, field in fields.items():
         role, default = field.role.split()[0], field.default
-        if role in sizes:
+        if role == "activation" and isinstance(default, str):
+            found[name] = chosen.choice((default, sizes[role]))  # some families compute with no other
+        elif role in sizes:
             found[name] = sizes[role]
         elif isinstance(default, bool):
             found[name] = chosen.choice((True, False))
