@@ -31,7 +31,7 @@ _WEIGHTS = (
     *(".ot", ".onnx", ".onnx_data", ".tflite", ".pb", ".keras", ".nemo", ".mlmodel", ".index.json", ".metadata"),
 )
 """How files of weights and their indexes end."""
-_STATE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
+TRAINING_STATE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
 """How the names of files begin that training programs write beside the weights: no part of the model."""
 _DESCRIPTIONS = (CONFIG, LOCAL_CONFIG, MANIFEST, JOURNAL, ADAPTER_CONFIG)
 """Files that gptkit writes anew for each format, or that say how the source's own weights are stored."""
@@ -60,7 +60,7 @@ class Companion(NamedTuple):
 def is_weights(name: str) -> bool:
     """Return whether a file of this name holds weights, or says where weights are."""
     last = name.rpartition("/")[2].lower()
-    return last.endswith(_WEIGHTS) and not last.startswith(_STATE)
+    return last.endswith(_WEIGHTS) and not last.startswith(TRAINING_STATE)
 
 
 def is_licence(name: str) -> bool:
@@ -89,7 +89,7 @@ def _may_nest(name: str) -> bool:
 def _travels(name: str) -> bool:
     last = name.rpartition("/")[2].lower()
     hidden = any(part.startswith(".") for part in name.split("/"))
-    if hidden or last.endswith((*_WEIGHTS, *_CODE)) or last.startswith((*_STATE, "readme")):
+    if hidden or last.endswith((*_WEIGHTS, *_CODE)) or last.startswith((*TRAINING_STATE, "readme")):
         return False
     if "/" not in name and (last in _OF_THE_SOURCE or is_licence(name)):
         return last not in _OF_THE_SOURCE
@@ -148,4 +148,4 @@ def free_name(name: str, taken: Iterable[str]) -> str:
     """Return the name under which a user's file is kept whose own name is taken: NAME.old, NAME.old2 and so on."""
     used = set(taken)
     names = (f"{name}.old{number if number > 1 else ''}" for number in range(1, len(used) + 2))
-    return next(each for each in names if each not in used)
+    return next(old for old in names if old not in used)

@@ -23,10 +23,10 @@ from ..components import ModelSpec, from_json, to_json
 from ..components.ranges import some_of
 from ..errors import CheckpointError, ConfigError, InvalidInput, UnknownFamily, UsageError, shown
 from ..version import __version__
+from .companions import is_weights
 from .names import ADAPTER_CONFIG, CONFIG, LOCAL_CONFIG, refuse_pointer
 
 _LOCAL_SCHEMA = 1
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".distcp", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def quantised_beside(config: Mapping[str, Any], folder: Path) -> dict[str, Any] 
 def _with_weights(folder: Path) -> list[str]:
     """The folders within one, or within those, that hold what may be weights."""
     files = chain.from_iterable(islice(folder.glob(pattern), 1000) for pattern in ("*/*", "*/*/*"))
-    return sorted({str(file.parent) for file in files if file.name.endswith(_WEIGHTS)})
+    return sorted({str(file.parent) for file in files if is_weights(file.name)})
 
 
 def _refuse_adapter(path: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ from ...architectures.stacks import STACKS, Stack
 from ...components import ModelSpec, differences, without_rounding
 from ...components.ranges import some_of
 from ...errors import CheckpointError, ConfigError, InvalidInput, shown
+from ..companions import TRAINING_STATE
 from ..names import (
     CONFIG,
     INDEX,
@@ -47,8 +48,6 @@ _PLAIN = (".npz", ".safetensors")
 _HUGGING_FACE = {SINGLE, INDEX, PICKLE_SINGLE, PICKLE_INDEX, LOCAL_CONFIG}
 _BEGINNINGS = (b"PK\3\4", b"\x80", POINTER)
 """How an archive of torch.save begins, a pickle of its protocol, and what git-lfs leaves in the place of either."""
-_BESIDE = ("optim", "extra_state", "rng", "random_states", "scheduler", "scaler", "training_args", "sampler")
-"""How files begin that programs leave beside the weights."""
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 """What wrappers put between the parts of a name, which no family does."""
 _STEPS = ("global_steps", "global_step", "iteration", "iter_num", "step", "epoch")
@@ -84,7 +83,7 @@ def _weights_among(folder: Path, names: frozenset[str]) -> list[str]:
     for name in (_NANOGPT, _CONSOLIDATED):
         if name in names:
             return [name]
-    found = sorted(name for name in names if not name.startswith(_BESIDE) and _looks_right(folder / name))
+    found = sorted(name for name in names if not name.startswith(TRAINING_STATE) and _looks_right(folder / name))
     states = [name for name in found if name.endswith("_model_states.pt")]
     return states or found
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.command import call
 from helpers.families import CONFIGS, save_hf
+from helpers.unknown import composite
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,6 +183,7 @@ USERS = {
     "sub/deeper/z": b"z",
     "checkpoint-5/model.safetensors": b"w",
 }
+BUDGET = ("--tokens", "512", "--context", "32")
 COMMANDS = {
     "convert": ["convert", "sample:gpt2", "{out}", "--force"],
     "convert hf": ["convert", "sample:gpt2", "{out}", "--to", "hf", "--force"],
@@ -189,7 +191,9 @@ COMMANDS = {
     "swap": ["swap", "sample:gpt2", "{out}", "--norm", "rmsnorm", "--force", "--no-measure"],
     "audit --fix": ["audit", "{out}", "--fix", "{out}", "--force"],
     "tokenize": ["tokenize", "{text}", "{out}", "--tokenizer", "bytes", "--force"],
-    "train": ["train", "sample:gpt2", "{out}", "--data", "{text}", "--tokens", "512", "--context", "32", "--force"],
+    "train": ["train", "sample:gpt2", "{out}", "--data", "{text}", *BUDGET, "--force"],
+    "heal": ["heal", "{changed}", "{out}", "--teacher", "sample:gpt2", "--data", "{text}", *BUDGET, "--force"],
+    "extract": ["extract", "text", "{whole}", "{out}", "--force"],
 }
 
 
@@ -205,7 +209,13 @@ def test_force_keeps_what_is_not_the_checkpoints(name: str, own: bool, tmp_path:
     (out / "empty").mkdir()
     (out / "link").symlink_to("notes.txt")
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
-    places = {"out": out, "text": tmp_path / "text.txt"}
+    places = {"out": out, "text": tmp_path / "text.txt", "changed": tmp_path / "changed", "whole": tmp_path / "whole"}
+    if name == "heal":
+        drop = call("swap", "sample:gpt2", tmp_path / "changed", "--layers", "drop:1", "--no-measure")
+        assert drop.exit_code == 0, drop.output
+    if name == "extract":
+        composite("llava").save_pretrained(tmp_path / "whole")
+    before = {path.name for path in tmp_path.iterdir()}
     run = call(*(word.format(**places) for word in COMMANDS[name]))
     assert run.exit_code in (0, 3), run.output
     found = contents(out)
@@ -220,11 +230,8 @@ def test_force_keeps_what_is_not_the_checkpoints(name: str, own: bool, tmp_path:
     again = contents(out)
     assert all(data in (again.get(file), again.get(f"{file}.old")) for file, data in USERS.items())
     assert not any(file.endswith((".old.old", ".old2")) for file in again)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "out",
-        *(["out.training"] if name == "train" else []),
-        "text.txt",
-    ]
+    runs = {"train": {"out.training"}, "heal": {"out.healing"}}.get(name, set())
+    assert {path.name for path in tmp_path.iterdir()} == before | runs
 
 
 def test_what_the_checkpoint_was_is_gone(tmp_path: Path) -> None:

@@ -294,6 +294,25 @@ def test_companions_without_weights(hub: Hub) -> None:
     assert found.repository is not None and found.repository.commit == NEW
 
 
+def test_nested_companions(hub: Hub, tmp_path: Path) -> None:
+    """They come from the hub and from its cache; what belongs to other programs, or is another checkpoint, does not."""
+    nested = {
+        "additional_chat_templates/tool_use.jinja": b"T {{ messages }}",
+        "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+    }
+    others = {"onnx/config.json": b"{}", "onnx/model.onnx": b"w", "runs/events.out": b"x", "code/config.py": b"x"}
+    hub.repos["org/name"] = Repo({**SHARDED, **nested, **others})
+
+    def found() -> dict[str, bytes]:
+        folder = resolve("org/name", weights=False, companions=True).path
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    online = found()
+    assert online == {"config.json": b"{}", "tokenizer.json": b"{}", **nested}
+    hub.stop()
+    assert found() == online
+
+
 def test_a_broken_connection_is_picked_up_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
