@@ -2,8 +2,8 @@
 
 A mark in front of a fenced block says what it is:
 
-    <!-- output: gptkit params gpt2 -->     the command, and what it prints, all of it or up to a line with … alone;
-                                            "output 3:" where it exits with 3
+    <!-- output: gptkit params gpt2 -->     the command, and what it prints; a line with … alone stands for lines that
+                                            are left out; "output 3:" where it exits with 3
     <!-- runs -->                           commands that succeed, without what they print; "runs 3" likewise
     <!-- file: my_port.py -->               a file that the commands after it find
     <!-- python -->                         code that runs, and whose asserts hold
@@ -35,7 +35,7 @@ MARK = re.compile(
 )
 ROOT = Path(__file__).parents[1]
 MORE = "…"
-"""The last line of an output of which only the beginning is shown."""
+"""A line of an output that stands for lines left out."""
 
 DECIMAL = r"\d\.\de[-+]\d\d|\d[\d,]*\.\d+(?:\.\d+)*(?:\+\w+)?"  # of versions too
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d\d)?"
@@ -124,17 +124,43 @@ def unknown_setup(text: str) -> list[str]:
     return unknown
 
 
+def passages(lines: Sequence[str]) -> list[list[str]]:
+    """Return the lines of an output between those that stand for lines left out (`MORE`)."""
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line == MORE:
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    return parts
+
+
 def agrees(printed: str, block: Shown) -> bool:
-    """Whether a block shows what its command printed, or how that begins."""
+    """Return whether a block shows what its command printed, except for the lines that `MORE` stands for."""
     command = block.what.removeprefix("gptkit ")
-    real, told = comparable(printed, command), comparable(block.output, command)
-    return real[: len(told) - 1] == told[:-1] if told[-1:] == [MORE] else real == told
+    real, parts = comparable(printed, command), passages(comparable(block.output, command))
+    wanted = [re.escape("".join(f"{line}\n" for line in part)) for part in parts]
+    return re.fullmatch(r"(?:.*\n)*".join(wanted), "".join(f"{line}\n" for line in real)) is not None
 
 
 def as_shown(printed: str, block: Shown) -> str:
-    """What a command printed as the block is to show it: no blanks at the ends, and no more of it than before."""
-    lines, before = [line.rstrip() for line in printed.strip("\n").splitlines()], block.output.splitlines()
-    return "\n".join([*lines[: len(before) - 1], MORE] if before[-1:] == [MORE] else lines)
+    """Return what a command printed as the block is to show it: no blanks at the ends, and no more of it than before.
+
+    A passage behind a `MORE` is looked up by its first line. Raises ValueError if the command prints that no more.
+    """
+    command = block.what.removeprefix("gptkit ")
+    lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
+    real, (first, *others) = comparable(printed, command), passages(comparable(block.output, command))
+    if not others:
+        return "\n".join(lines)
+    kept, end = lines[: len(first)], len(first)
+    for number, passage in enumerate(others):
+        kept.append(MORE)
+        if passage:
+            begin = real.index(passage[0], end)
+            end = begin + len(passage) if number + 1 < len(others) else len(lines)
+            kept += lines[begin:end]
+    return "\n".join(kept)
 
 
 def run(page: Sequence[Shown]) -> Iterator[tuple[Shown, str, int, str]]:
