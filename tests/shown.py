@@ -109,7 +109,9 @@ def comparable(text: str, command: str) -> list[str]:
 
 
 def unknown_setup(text: str) -> list[str]:
-    """The lines that are neither a target of the Makefile nor pip's installation of this project with known extras."""
+    """Return the lines that are neither a target of the Makefile, nor an installation of this project with known
+    extras, nor a call of it by uvx.
+    """
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     unknown = []
@@ -119,7 +121,8 @@ def unknown_setup(text: str) -> list[str]:
             continue
         installed = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", words[-1]) if words else None
         known = installed and set((installed[1] or "").split(",")) <= {"", *extras}
-        if words and not (words[:-1] == ["pip", "install", "-c", "constraints.txt"] and known):
+        once = words[:6] == ["uvx", "--constraints", "constraints.txt", "--from", ".", "gptkit"]
+        if words and not once and not (words[:-1] == ["pip", "install", "-c", "constraints.txt"] and known):
             unknown.append(line)
     return unknown
 

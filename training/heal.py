@@ -65,11 +65,10 @@ _LEAST_HELD, _MOST_HELD = 1024, 2**16
 _HELD = 40
 """The share of the budget, one in so many, that the held-out text has at most: every evaluation reads all of it."""
 _EVALUATIONS = 0.1
-"""The tokens that evaluations read together, the look at a trial included, as a share of the budget. A token that is
-evaluated takes half as long as one that is trained on, so that this is a twentieth of the time.
+"""The tokens that evaluations read together, as a share of the budget. They include the look at a trial and the average
+of the last steps. A token that is evaluated takes half as long as one that is trained on, so that this is a twentieth
+of the time.
 """
-_HOLD = 0.5
-"""The share of a run until which its rate is constant: in short runs this is better than a decay from the beginning."""
 _PACE = 3e10
 """FLOPs a second, by which the tokens of a budget in seconds are guessed."""
 
@@ -252,7 +251,7 @@ def heal(
         def settings_for(tokens: int | None) -> Settings:
             windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
             return settings_of(
-                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, hold=_HOLD,
+                windows, length, tokens, seconds, every=every, accumulate=accumulate, warmup=warmup, averaged=True,
                 decay=decay, clip=clip, seed=seed, compiled=compiled, patience=patience,
                 rate=usual_rate(size_of(model.spec)) if rate is None else rate,
                 dtype=dtype or ("bfloat16" if us.device.type == "cuda" else "float32"),
@@ -336,7 +335,7 @@ def _rhythm(settings: Settings, held: int) -> int:
     if settings.steps is None:
         return 0
     afforded = int(_EVALUATIONS * settings.steps * settings.windows * settings.context / held)
-    return max(-(-settings.steps // max(1, min(afforded - 1, 10))), 1)
+    return max(-(-settings.steps // max(1, min(afforded - 2, 10))), 1)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from ..display import Record
 from ..errors import NoNumber, UsageError
 from ..modules import Decoder
 from ..process import Terminated
+from .average import Average
 from .data import NOWHERE, Windows
 from .parallel import Group
 from .resumed import progress_of
@@ -65,38 +66,47 @@ def lost(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How is trained.
-
-    steps, seconds: the budget; one of the two is given. windows: sequences a step, of `context` tokens each.
-    accumulate: parts in which each process computes its share. rate: the highest. warmup: the share of the budget
-    within which it is reached. hold: the share of the budget until which the rate stays there. decay: of the weights.
-    clip: what the gradient's norm is cut to; 0 leaves it. every: steps between two evaluations and checkpoints; of a
-    budget in seconds, 0 evaluates at most ten times, for at most a tenth of the time. patience: evaluations without a
-    better one after which a run ends, as it was at the best, which may be the beginning; 0 is never. dtype: what is
-    multiplied in; parameters are in float32.
-    """
+    """How a model is trained. The budget is a number of steps or of seconds, and one of the two is given."""
 
     windows: int
+    """Sequences per step."""
     context: int
+    """Tokens per sequence."""
     steps: int | None = None
     seconds: float | None = None
     accumulate: int = 1
+    """The number of parts in which each process computes its share of a step."""
     rate: float = 1e-3
+    """The highest learning rate."""
     warmup: float = 0.05
-    hold: float = 0.0
+    """The share of the budget within which the rate rises to its highest."""
+    averaged: bool = False
+    """Keep the rate constant after the warm-up, and end with the `Average` of the last steps if that is better. If
+    false, the rate falls until the end.
+    """
     decay: float = 0.1
+    """AdamW's weight decay."""
     clip: float = 1.0
+    """The largest norm of a gradient; 0 clips nothing."""
     seed: int = 0
     every: int = 100
+    """Steps between two evaluations and checkpoints. With a budget in seconds, 0 evaluates at most ten times, for at
+    most a tenth of the time.
+    """
     dtype: str = "float32"
+    """The dtype of matrix products. Parameters are in float32."""
     compiled: bool = False
     patience: int = 0
+    """A run ends after this many evaluations without a better one, as it was at the best evaluation, which may be the
+    beginning. 0 never ends it.
+    """
 
 
 @dataclass(frozen=True)
 class Step(Record):
     """A step: loss in nats a target, the gradient's norm before it was cut, seconds since the run began, and what the
-    step itself took of them; where it was evaluated, the loss on the held-out text too, and a sample.
+    step itself took of them; where it was evaluated, the loss on the held-out text too, and a sample; of the last step
+    of a run that is averaged, the loss of the average.
     """
 
     step: int
@@ -107,6 +117,7 @@ class Step(Record):
     rate: float
     norm: float
     held_out: float | None = None
+    averaged: float | None = None
     sample: str | None = None
 
 
@@ -133,6 +144,12 @@ class Run:
     def best(self) -> int:
         """Return the step of the best evaluation."""
         return int(min(self.curve, key=lambda each: each["held_out"])["step"])
+
+    @property
+    def ends_averaged(self) -> bool:
+        """Whether the average of the last steps is better than the model at every evaluation."""
+        averaged = self.curve[-1]["averaged"]
+        return averaged is not None and bool(averaged < min(each["held_out"] for each in self.curve))
 
 
 class Abandoned(Exception):
@@ -195,7 +212,8 @@ def fit(
         store: where checkpoints and measurements go.
         loss: see `Loss`; it is what is evaluated too.
         trained: the names of the parameters that are; by default all.
-        keep_best: leave the model as it was at the best evaluation, which may be the beginning; `patience` does too.
+        keep_best: leave the model as it was at the best evaluation, which may be the beginning or, with
+            `settings.averaged`, that of the average; `patience` does too.
         begun: the loss on the held-out windows at the beginning, where it is known.
         sample: what makes a text of the model as it is, at every evaluation.
         tell: given each step.
@@ -220,8 +238,10 @@ def fit(
     model.train()
     optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
     keep_best = held_out is not None and (keep_best or settings.patience > 0)
+    average = Average(model, group) if settings.averaged and keep_best else None
+    beside = {} if average is None else average.tensors
     metrics, run, threads = store.folder / METRICS, Run(), torch.get_num_threads()
-    if (about := store.read(model, optimiser)) is not None:
+    if (about := store.read(model, optimiser, beside=beside)) is not None:
         tokens = settings.windows * settings.context
         kept = progress_of(about, metrics, settings.steps, tokens, keep_best)
         run = Run(kept.step, kept.seconds, msgspec.to_builtins(kept.curve))
@@ -236,7 +256,7 @@ def fit(
     def keep() -> None:
         group.lead(lambda: fsync(metrics) if metrics.is_file() else None)  # a kept step has its line
         best = run.best() if keep_best else None
-        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, best)
+        store.write(run.step, {**vars(run), "threads": threads}, model, optimiser, best, beside)
 
     def evaluate() -> float | None:
         start = time.monotonic()
@@ -251,7 +271,7 @@ def fit(
     with _Interrupt() as interrupt:
         if keep_best and not run.curve:  # a better one than the beginning
             first_loss = evaluate() if begun is None else begun
-            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss})
+            run.curve.append({"step": 0, "tokens": 0, "loss": None, "held_out": first_loss, "averaged": None})
             keep()
         while run.done(settings) < 1:
             if not goes_on(run):
@@ -259,7 +279,7 @@ def fit(
                     keep()
                     raise interrupt.error(run.step, store)
                 raise Abandoned
-            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.hold)
+            rate = rate_at(run.done(settings, ahead=1), settings.rate, settings.warmup, settings.averaged)
             start = time.monotonic()
             windows = batches(run.step)
             value, norm = engine.step(run.step, windows, rate)
@@ -273,12 +293,18 @@ def fit(
             over = run.done(settings) >= 1
             # One that is stopped too: what a run measures, and where it ends, must not hang on where it was.
             evaluated = over or due > 0
-            lost = evaluate() if evaluated else None
+            if average is not None:
+                average.add(run.step)
+            lost, averaged = evaluate() if evaluated else None, None
+            if average is not None and over:
+                with average.used():
+                    averaged = evaluate()
             text = sample(model) if sample is not None and evaluated else None
             tokens = run.step * settings.windows * settings.context
-            told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, text)
+            told = Step(run.step, tokens, run.seconds, took, value, rate, norm, lost, averaged, text)
             if lost is not None:
-                run.curve.append({"step": run.step, "tokens": tokens, "loss": value, "held_out": lost})
+                entry = {"step": run.step, "tokens": tokens, "loss": value, "held_out": lost, "averaged": averaged}
+                run.curve.append(entry)
             group.lead(partial(note, told))
             if group.rank:
                 tell(told)
@@ -289,7 +315,9 @@ def fit(
         # A signal that came while the last step was evaluated and kept.
         if any(group.total(float(interrupt.number))):
             raise interrupt.error(run.step, store)
-    if keep_best and (best := run.best()) != run.step:
+    if average is not None and run.ends_averaged:
+        average.exchange()
+    elif keep_best and (best := run.best()) != run.step:
         store.read(model, optimiser, best)
     return run
 
@@ -437,15 +465,15 @@ def adamw(
     return torch.optim.AdamW([each for each in groups if each["params"]], lr=rate, betas=_BETAS, fused=True)
 
 
-def rate_at(done: float, rate: float, warmup: float, hold: float = 0.0) -> float:
+def rate_at(done: float, rate: float, warmup: float, constant: bool = False) -> float:
     """Return the rate where that share of the budget is done, up to and with this step: a line up to `rate` within the
-    share `warmup`, the same rate up to the share `hold`, then a cosine down to `FLOOR` of it (Loshchilov and Hutter
-    1608.03983).
+    share `warmup`, then a cosine down to `FLOOR` of it (Loshchilov and Hutter 1608.03983), or the `constant` rate.
     """
     if done < warmup:
         return rate * done / warmup
-    begins = max(warmup, hold)
-    way = min(1.0, max(0.0, done - begins) / (1 - begins))
+    if constant:
+        return rate
+    way = min(1.0, (done - warmup) / (1 - warmup))
     return rate * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * way)) / 2)
 
 

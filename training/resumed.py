@@ -26,6 +26,7 @@ class Evaluation(msgspec.Struct, forbid_unknown_fields=True):
     tokens: int
     loss: float | None
     held_out: float
+    averaged: float | None = None
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,6 +57,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     rate: float
     norm: float
     held_out: float | None
+    averaged: float | None
     sample: str | None
 
 
@@ -81,7 +83,9 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         raise InvalidInput(f"{metrics.parent} cannot go on from its state.json: {error!s:.200}", _ANEW) from error
     lines = _lines(metrics, found.step, tokens)
     evaluated = [
-        Evaluation(each.step, each.tokens, each.loss, each.held_out) for each in lines if each.held_out is not None
+        Evaluation(each.step, each.tokens, each.loss, each.held_out, each.averaged)
+        for each in lines
+        if each.held_out is not None
     ]
     first, rest = (found.curve[:1], found.curve[1:]) if from_start else ([], found.curve)
     begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]
@@ -106,7 +110,10 @@ def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
     for number, text in enumerate(kept_lines(metrics, step), 1):
         try:
             line = msgspec.json.decode(text, type=_Line)
-            _require(_finite([line.seconds, line.took, line.loss, line.rate, line.norm, line.held_out]), "no number")
+            _require(
+                _finite([line.seconds, line.took, line.loss, line.rate, line.norm, line.held_out, line.averaged]),
+                "no number",
+            )
             _require((line.step, line.tokens) == (number, number * tokens), "it is of another step")
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _ANEW) from error

@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,11 +120,14 @@ class Store:
         model: nn.Module,
         optimiser: torch.optim.Optimizer,
         best: int | None = None,
+        beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Keep what a run is behind a step, and before it the `best` alone. Raises GptkitError: the last one stays."""
+        """Keep what a run is after a step, other tensors `beside` the model's among it, and of the steps before the
+        `best` alone. Raises GptkitError: the last one stays.
+        """
         path = self._of(step)
         partial = path.with_suffix(".partial")
-        tensors = _tensors(model, optimiser)
+        tensors = {**_tensors(model, optimiser), **beside}
 
         def begin() -> None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -172,17 +176,21 @@ class Store:
         fsync(path)
 
     def read(
-        self, model: nn.Module, optimiser: torch.optim.Optimizer, step: int | None = None
+        self,
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        step: int | None = None,
+        beside: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Any] | None:
-        """Fill parameters and moments from a step's checkpoint, by default the last, and return what was told of it;
-        None where there is none. Raises InvalidInput.
+        """Fill parameters, moments and the tensors `beside` them from a step's checkpoint, by default the last, and
+        return what its state.json says; None if there is none. Raises InvalidInput.
         """
         path = self.last() if step is None else self._of(step)
         if path is None:
             return None
         try:
             about: dict[str, Any] = json.loads(read_own(path / _STATE, 2**26))
-            tensors = _tensors(model, optimiser)
+            tensors = {**_tensors(model, optimiser), **beside}
             if self.group.alone:
                 _fill(tensors, path / _TENSORS)
             else:

@@ -1,12 +1,14 @@
 """The optimiser's groups, the schedule, a step's gradient, and documents that lie in one row."""
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gptkit.errors import UsageError
 from gptkit.modules.decoder import Decoder, positions_in
@@ -19,8 +21,8 @@ from gptkit.training.state import Store
 ALONE = Group(0, 1, torch.device("cpu"))
 
 
-def windows(model: Decoder, rows: int, length: int) -> Windows:
-    ids = np.random.default_rng(0).integers(0, model.spec.vocab_size, (rows, length + 1))
+def windows(model: Decoder, rows: int, length: int, seed: int = 0) -> Windows:
+    ids = np.random.default_rng(seed).integers(0, model.spec.vocab_size, (rows, length + 1))
     targets = ids[:, 1:].copy()
     targets[::2, : length // 2] = NOWHERE  # parts with fewer targets than others
     return Windows(ids[:, :-1].copy(), targets, None)
@@ -59,9 +61,7 @@ def test_the_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
     assert rate_at(0.0, 2.0, 0.0) == 2.0
     rates = [rate_at(done / 100, 2.0, 0.2) for done in range(20, 101)]
     assert rates == sorted(rates, reverse=True)
-    held = [rate_at(done / 100, 2.0, 0.2, hold=0.5) for done in range(20, 101)]
-    assert set(held[:31]) == {2.0} and held[31:] == sorted(held[31:], reverse=True) and held[-1] == pytest.approx(0.2)
-    assert rate_at(0.1, 2.0, 0.2, hold=0.5) == 1.0
+    assert [rate_at(done, 2.0, 0.2, constant=True) for done in (0.1, 0.2, 0.6, 1.0, 1.5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_a_run_on_time_has_a_rate_from_its_first_step_on() -> None:
@@ -102,6 +102,60 @@ def test_a_run_that_waits_for_a_better_one_ends_as_the_best(tmp_path: Path, rate
     spoilt = rate == 0.3
     assert (len(losses) == 3) is spoilt and (losses.index(min(losses)) == 0) is spoilt
     assert all(torch.equal(each, before[name]) for name, each in ends[0][1].items()) is spoilt
+
+
+def noisy(folder: Path, stop: int | None) -> tuple[Run, Decoder, list[dict[str, Tensor]]]:
+    """Train with noisy steps, stopped and resumed after one of them. Return the parameters after every step too."""
+    settings = Settings(2, 12, steps=30, rate=0.01, warmup=0, every=30, averaged=True)
+    model, store, seen = load("sample:llama", "float32"), Store(folder, ALONE), list[dict[str, Tensor]]()
+    text = [windows(model, 2, 12, seed) for seed in range(31)]
+
+    def tell(step: Step) -> None:
+        seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        if step.step == stop:
+            signal.raise_signal(signal.SIGINT)
+
+    given: dict[str, Any] = {"group": ALONE, "store": store, "keep_best": True, "tell": tell}
+    folder.mkdir()
+    if stop is not None:
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, lambda step: text[step], text[30], settings, **given)
+        model = load("sample:llama", "float32")
+    run = fit(model, lambda step: text[step], text[30], settings, **given)
+    engine = _Engine(model, next_token, torch.optim.SGD(model.parameters()), settings, ALONE)
+    assert engine.evaluate(30, text[30]) == run.curve[-1]["averaged"]
+    return run, model, seen
+
+
+def test_a_run_ends_as_the_average_of_its_steps_where_that_is_better(tmp_path: Path) -> None:
+    """It is the average by the formula, and a run that was stopped ends with the same bits."""
+    run, model, seen = noisy(tmp_path / "whole", None)
+    assert [entry["averaged"] is None for entry in run.curve] == [True, False]
+    assert run.ends_averaged and run.curve[-1]["averaged"] < run.curve[-1]["held_out"]
+    weights = [0.0] * 30  # of each step in the average
+    for step in range(1, 31):
+        weights = [weight * (step - 1) / (step + 3) for weight in weights]
+        weights[step - 1] = 4 / (step + 3)
+    for name, each in model.named_parameters():
+        wanted = sum(weight * state[name].double() for weight, state in zip(weights, seen, strict=True))
+        assert torch.allclose(each.double(), wanted, rtol=1e-4, atol=1e-6)
+    for stop in (7, 30):
+        _, again, _ = noisy(tmp_path / f"{stop}", stop)
+        ends = dict(again.named_parameters())
+        assert all(torch.equal(each, ends[name]) for name, each in model.named_parameters())
+
+
+def test_a_run_ends_as_its_last_step_where_the_average_is_behind(tmp_path: Path) -> None:
+    """As long as every step makes the model better, an average of earlier steps is worse."""
+    model, store = load("sample:llama", "float32"), Store(tmp_path, ALONE)
+    read = windows(model, 4, 12)
+    run = fit(
+        model, lambda _: read, read, Settings(4, 12, steps=12, rate=1e-4, warmup=0, every=12, averaged=True),
+        group=ALONE, store=store, keep_best=True,
+    )  # fmt: skip
+    assert not run.ends_averaged and run.curve[-1]["held_out"] < run.curve[-1]["averaged"] < run.curve[0]["held_out"]
+    engine = _Engine(model, next_token, torch.optim.SGD(model.parameters()), Settings(4, 12), ALONE)
+    assert engine.evaluate(12, read) == run.curve[-1]["held_out"]
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

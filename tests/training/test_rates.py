@@ -166,7 +166,7 @@ def test_evaluation_takes_a_share_of_the_time(near: Path, tmp_path: Path, monkey
     monkeypatch.setattr(loop._Engine, "evaluate", counted)
     monkeypatch.setattr(Runs, "held", counted_too)
     done = heal(near, TEACHER, PLAY, tmp_path / "out", **{**SMALL, "tokens": 12_800, "held_out": 0.5}, beside=False)
-    assert sum(read) <= 0.42 * done.tokens and len(done.healed.tried) == 1
+    assert sum(read) <= 0.48 * done.tokens and len(done.healed.tried) == 1
 
 
 @pytest.mark.parametrize(("size", "budget"), [(20_000, BUDGET[0]), (None, None)])

@@ -1,0 +1,54 @@
+"""The average of a model's parameters over the last part of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..modules import Decoder
+from .parallel import Group
+
+_DECAY = 3
+"""The exponent of the decay, so that an average reaches over about the last quarter of the steps so far."""
+
+
+class Average:
+    """The polynomial-decay average of the parameters that are trained (Shamir and Zhang 1212.1824, section 4).
+
+    Step t enters the average with the weight (η + 1) / (t + η), where η is `_DECAY`. The average needs no budget, and
+    is the same however a run was interrupted. `tensors` has it by name, to be kept with the parameters.
+    """
+
+    def __init__(self, model: Decoder, group: Group) -> None:
+        self.group = group
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.tensors = {f"average {name}": each.detach().clone() for name, each in self.parameters.items()}
+
+    def add(self, step: int) -> None:
+        """Take in the parameters after a step, the first of which is 1."""
+        weight = (_DECAY + 1) / (step + _DECAY)
+        torch._foreach_lerp_(self._local(self.tensors.values()), self._local(self.parameters.values()), weight)
+
+    def exchange(self) -> None:
+        """Put the average into the model, and the model's parameters in the place of the average."""
+        for mean, parameter in zip(
+            self._local(self.tensors.values()), self._local(self.parameters.values()), strict=True
+        ):
+            last = parameter.clone()
+            parameter.copy_(mean)
+            mean.copy_(last)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The model with the average as its parameters."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
+
+    def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [self.group.local(tensor.detach()) for tensor in tensors]
