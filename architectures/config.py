@@ -79,6 +79,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 QUANTISED = ("quantization_config", "quantization")
 """The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
 
+_FLOAT32_MAX = 3.4028234663852886e38
 _CONVERT = "gptkit convert --dtype bfloat16"
 _DEQUANTISED = {
     **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"), _CONVERT),
@@ -260,7 +261,7 @@ class ConfigReader:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """Return a number above zero that float32, in which models use it, can hold."""
         value = self.raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number above zero")
@@ -268,8 +269,10 @@ class ConfigReader:
             number = float(value)
         except OverflowError:  # an integer of more than 308 digits
             number = math.inf
-        if not math.isfinite(number) or number <= 0:
+        if not 0 < number < math.inf:
             raise self.fail(name, value, "a finite number above zero")
+        if number > _FLOAT32_MAX:
+            raise self.fail(name, value, "a number that float32 can hold")
         return number
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:

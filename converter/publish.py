@@ -23,14 +23,24 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 
 from ..errors import GptkitError, UsageError
 from .companions import free_name, is_checkpoints
 from .files import at_once, copy_file, failed, fsync, locked, open_own, seal, sha256_file, write_all, write_bytes
-from .manifest import JOURNAL, MANIFEST, SCHEMA_VERSION, FileRecord, file_entry, manifest_of, read_entry, walk
+from .manifest import (
+    JOURNAL,
+    MANIFEST,
+    SCHEMA_VERSION,
+    FileRecord,
+    file_entry,
+    manifest_of,
+    read_entry,
+    read_manifest,
+    walk,
+)
 
 _log = logging.getLogger(__name__)
 _noting = threading.Lock()
@@ -307,10 +317,10 @@ def users_files(folder: Path) -> list[str]:
     """Return what is not the checkpoint's in a folder, by names relative to it: files, links and empty folders.
 
     A file is the checkpoint's if loaders look for it (`is_checkpoints`), or if the manifest lists it and it still has
-    those bytes. Raises UsageError for a pipe, a socket or a device, which cannot be kept; OSError.
+    those bytes. Raises UsageError for a pipe, a socket or a device, which cannot be kept; OSError, also for a manifest
+    that is there and cannot be read.
     """
-    listed = manifest_of(folder).get("files")
-    listed = listed if isinstance(listed, dict) else {}
+    listed = _listed_in(folder / MANIFEST)
     found = []
     for at, folders, names in os.walk(folder):
         here = Path(at)
@@ -326,6 +336,20 @@ def users_files(folder: Path) -> list[str]:
         if not folders and not names and here != folder:
             found.append(here.relative_to(folder).as_posix())
     return sorted(found)
+
+
+def _listed_in(manifest: Path) -> Mapping[str, Any]:
+    """Return the files that a manifest lists, none where there is no manifest or another file of that name."""
+    try:
+        record = read_manifest(manifest)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG):  # no plain file, or none of gptkit's
+            return {}
+        raise
+    listed = record.get("files") if isinstance(record, dict) else None
+    return listed if isinstance(listed, dict) else {}
 
 
 def _is_listed(path: Path, entry: object) -> bool:

@@ -15,16 +15,44 @@ from .data import NOWHERE
 from .loop import Batch, Logits, Loss
 
 
-def distilled(teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None) -> Loss:
-    """The KL divergence of a model's next-token distribution from a teacher's (see `divergence`); where it is trained,
-    and `hidden` is more than 0, with so much of how far the stream is from the teacher's behind each layer,
-    |Δ|² over its |x|², a mean over layers; |x|² is that of the `sample`.
+class Answers:
+    """A teacher's logits on text that is evaluated again and again, of which the first `_REMEMBERED` bytes are kept."""
+
+    def __init__(self, teacher: Decoder) -> None:
+        self.teacher, self.size = teacher, 0
+        self.known: dict[tuple[bytes, bytes, bool], Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the logits of a batch, (B, T, vocabulary)."""
+        documents = b"" if batch.documents is None else batch.documents.cpu().numpy().tobytes()
+        key = batch.ids.cpu().numpy().tobytes(), documents, torch.is_autocast_enabled(batch.ids.device.type)
+        if (known := self.known.get(key)) is not None and known.shape[:2] == batch.ids.shape:
+            return known
+        logits: Tensor = self.teacher(batch.ids, documents=batch.documents)
+        if self.size + logits.nbytes <= _REMEMBERED:
+            self.known[key] = logits
+            self.size += logits.nbytes
+        return logits
+
+
+def distilled(
+    teacher: Decoder, hidden: float = 0.0, sample: Batch | None = None, answers: Answers | None = None
+) -> Loss:
+    """Return the loss by which a model learns to answer as a teacher.
+
+    It is the KL divergence of the model's next-token distribution from the teacher's (see `divergence`). In training,
+    `hidden` is the weight of a second term: the squared distance between the streams of both after a layer, over the
+    mean square of the teacher's on the `sample`, as a mean over layers. In evaluations, the `answers` have the
+    teacher's logits.
     """
     sizes = _sizes(teacher, sample, range(len(teacher.blocks))) if hidden and sample is not None else {}
 
     def loss(model: Logits, batch: Batch) -> Tensor:
-        layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
         counted = batch.targets != NOWHERE
+        if answers is not None and not torch.is_grad_enabled():
+            return divergence(answers(batch), model(batch.ids, documents=batch.documents), counted)
+        layers = range(len(teacher.blocks)) if hidden and torch.is_grad_enabled() else range(0)
         with torch.no_grad(), _watched(teacher.blocks, layers) as original:
             wanted = teacher(batch.ids, documents=batch.documents)
         with _watched(_student(model).blocks, layers) as own:
@@ -86,6 +114,7 @@ class _Divergence(torch.autograd.Function):
         return None, gradient * of_total[0], None
 
 
+_REMEMBERED = 1 << 28
 _CACHED = 1 << 18  # numbers of fp32 that, a few times, stay in a core's cache
 
 

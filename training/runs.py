@@ -18,7 +18,7 @@ from ..display import Record
 from ..errors import NoNumber
 from ..modules import Decoder
 from .data import NOWHERE, TokenFile, Windows
-from .distillation import block_local, distilled, divergence
+from .distillation import Answers, block_local, distilled, divergence
 from .loop import Abandoned, Batch, Loss, Run, Settings, Step, fit, lost, next_token
 from .parallel import Group
 from .rates import TRIAL, Notes, Trial, Tried, first_guess, next_run, trial_steps
@@ -112,6 +112,7 @@ class Runs:
     def __post_init__(self) -> None:
         asked = {**self.about, **msgspec.to_builtins(self.settings), "rate": self.rate}
         self.notes = Notes(self.folder, asked, self.group)
+        self.answers = Answers(self.original)
 
     def _sample(self) -> Batch:
         """As much held-out text as a step has, the same in every process."""
@@ -129,7 +130,7 @@ class Runs:
         with torch.no_grad():
             for number in range(parts):
                 batch = Batch.of(windows.part(number, parts), self.group.device)
-                wanted = self.original(batch.ids, documents=batch.documents)
+                wanted = self.answers(batch)
                 given = wanted if model is self.original else model(batch.ids, documents=batch.documents)
                 sums[0] += float(divergence(wanted, given, batch.targets != NOWHERE))
                 sums[1] += float(lost(given, batch.targets))
@@ -203,7 +204,7 @@ class Runs:
                 loss = block_local(self.original, self.layers, self._sample())
                 begun = self._fit(f"{name}-layers{suffix}", model, loss, first, inside, trial=trial, held_out=None)
                 evaluating |= {"begun": None}  # layers by themselves moved it from there
-            loss = distilled(self._answering(), self.hidden, self._sample())
+            loss = distilled(self._answering(), self.hidden, self._sample(), self.answers)
             run = self._fit(f"{name}{suffix}", model, loss, rest, names, begun, trial, **evaluating)
         return _Done(begun.step + run.step, begun.seconds + run.seconds, count)
 
