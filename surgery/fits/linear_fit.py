@@ -23,7 +23,7 @@ from ...components import Block
 from ...modules.decoder import BlockModule
 from ...modules.linear_attention import LinearAttentionModule, mean, pairs, widened
 from ..base import Model, Wide
-from .calibration import Calibration, run_block
+from .calibration import TOKENS, Calibration, run_block
 from .kv_fit import DOWN, added, refit, refit_down, sublayer_of
 
 _RATES = tuple(2.0**-power for power in range(11))
@@ -75,10 +75,17 @@ def _plain(old: BlockModule, spec: Block) -> BlockModule:
 
 
 def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted: Tensor) -> None:
-    """Set how fast heads forget, and by what their scores are multiplied, from what the new layer's queries, keys and
-    values are and what its heads are to give, (B, T, H·d).
+    """Set how fast heads forget, and the factor of their scores.
+
+    Both are few numbers, chosen from a grid, for which the first `TOKENS` tokens suffice.
+
+    Args:
+        mixer: the new layer.
+        inputs: its queries, keys, values and gates, (B, heads, T, …).
+        wanted: what its heads are to give, (B, T, H·d).
     """
-    spec, (q, k, v, g) = mixer.spec, inputs
+    rows = max(1, TOKENS // wanted.shape[1])
+    (q, k, v, g), wanted, spec = (each[:rows] for each in inputs), wanted[:rows], mixer.spec
     wanted = torch.unflatten(wanted, -1, (spec.heads, -1)).transpose(1, 2)
     value = v.repeat_interleave(spec.group, dim=1)
     factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # whose gain all heads share
