@@ -92,7 +92,7 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
         kept = [changed.get(at, leaf) for at, leaf in enumerate(leaves)]
         return Mutant(what, dataclasses.replace(architecture, leaves=tuple(leaf for leaf in kept if leaf)))
 
-    for at, other in itertools.combinations(used, 2):
+    for at, other in pairs(used):
         a, b = leaves[at], leaves[other]
         pair = f"{a.checkpoint} and {b.checkpoint}"
         renamed = {
@@ -128,6 +128,13 @@ def mutants(architecture: Architecture) -> Iterator[Mutant]:
             opposite = dataclasses.replace(leaf, when=lambda block, when=leaf.when: not when(block))
             yield with_leaves(f"in other blocks: {leaf.checkpoint}", {at: opposite})
     yield from of_older_files(architecture)
+
+
+def pairs(used: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours, and of all other pairs of leaves a third: leaves of the same kinds stand in other pairs."""
+    for first, second in itertools.combinations(range(len(used)), 2):
+        if second == first + 1 or (first + second) % 3 == 0:
+            yield used[first], used[second]
 
 
 def misspelt(name: str) -> Iterator[str]:

@@ -408,7 +408,8 @@ def test_any_tree_is_either_expressed_or_refused(variant):
     """Never another exception, and never a config that reads back as another tree."""
     spec = spec_of(variant.config)
     names = [*ARCHITECTURES]
-    for place in spread(len(names), examples(len(names)), start=VARIANTS.index(variant)):
+    count = examples(len(names) if variant.representative else 30)
+    for place in spread(len(names), count, start=VARIANTS.index(variant)):
         target = ARCHITECTURES[names[place]]
         try:
             config = target.config_for(spec)

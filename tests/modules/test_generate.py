@@ -97,22 +97,13 @@ def gpt2() -> Decoder:
     return pair({**GPT2, **UNTIED})[1]
 
 
-@few(5)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", EVERY)
-def test_greedy_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
-    reference, decoder = pair(EVERY[name], dtype)
-    ours = generate_ids(decoder, PROMPT, 64)
-    assert len(ours) == 64
-    assert ours == expected(reference, PROMPT, 64)
-
-
-@few(4)
+@few(9)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY)
 def test_sampled_tokens_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
-    # Greedy continuations of random models soon turn in circles; these do not, so a cache that forgets must show.
+    """Greedy ones too, which soon repeat themselves; sampled ones do not, so that a cache that forgets must show."""
     reference, decoder = pair(EVERY[name], dtype)
+    assert generate_ids(decoder, PROMPT, 16) == expected(reference, PROMPT, 16)
     sampling = Sampling(temperature=3.0, top_k=60, top_p=0.95, seed=7)
     ours = generate_ids(decoder, torch.tensor([PROMPT]), 64, sampling=sampling)
     torch.manual_seed(7)

@@ -64,7 +64,8 @@ def test_samples_are_identical(sample: str, dtype: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_variant_is_identical(variant: Variant, tmp_path: Path) -> None:
     save_hf(variant.config, tmp_path / "hf")
-    for dtype, check in (("float32", verify), ("bfloat16", unscored)):  # mistakes are made in fp64 whatever the dtype
+    scored = verify if variant.representative else unscored  # in fp64, whatever the dtype
+    for dtype, check in (("float32", scored), ("bfloat16", unscored)):
         result = check(tmp_path / "hf", dtype=dtype)
         assert (result.verdict, result.passed, result.dtype) == ("identical", True, dtype)
         assert any("no tokenizer" in note for note in result.notes)
@@ -80,7 +81,7 @@ def test_every_family_stored_in_bf16_and_converted(family: str, tmp_path: Path) 
         result = unscored(tmp_path / "hf", tmp_path / "local", dtype="bfloat16", attention=attention)
         assert (result.verdict, result.passed, result.attention) == ("identical", True, attention)
         assert result.bytes is not None and result.bytes.compared > 10 and not result.bytes.different
-    alone = verify(tmp_path / "local")  # transformers gets it converted back
+    alone = unscored(tmp_path / "local")  # transformers gets it converted back
     assert (alone.verdict, alone.passed) == ("identical", True)
 
 
