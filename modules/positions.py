@@ -5,6 +5,7 @@ in an fp64 model they are computed in fp64.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ def rotary_tables(rotary: Rotary, position_ids: Tensor, dtype: torch.dtype) -> R
     wide = torch.promote_types(dtype, torch.float32)
     by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
     length = int(position_ids.max()) + 1 if by_length else 1  # not looked at, which a device would be waited for
-    inv_freq = inverse_frequencies(rotary, length, wide, position_ids.device)
+    inv_freq = _frequencies_on(position_ids.device, rotary, length, wide)
     angles = position_ids[..., None].to(wide) * inv_freq  # (B, T, dim/2)
     angles = -angles if rotary.direction == "backward" else angles
     factor = getattr(rotary.scaling, "attention_factor", 1.0)
@@ -91,6 +92,26 @@ def inverse_frequencies(rotary: Rotary, length: int, dtype: torch.dtype, device:
         case LongRopeScaling():
             factors = scaling.long_factor if length > scaling.original_context else scaling.short_factor
             return 1.0 / (torch.tensor(factors, dtype=dtype, device=device) * base**exponents)
+
+
+def _frequencies_on(device: torch.device, rotary: Rotary, length: int, dtype: torch.dtype) -> Tensor:
+    """Return the frequencies on a device, computed on the CPU and copied once, as transformers does.
+
+    A GPU rounds some powers differently, and a position multiplies that difference. There are two exceptions:
+    transformers computes frequencies on the device where a scaling has replaced the original ones because of the
+    length, and a compiled graph can neither look up a record nor copy from the CPU.
+    """
+    replaced = length > getattr(rotary.scaling, "original_context", math.inf)
+    if device.type == "cpu" or replaced or torch.compiler.is_compiling():
+        return inverse_frequencies(rotary, length, dtype, device)
+    return _copied_frequencies(device, rotary, dtype)
+
+
+@lru_cache(maxsize=256)
+def _copied_frequencies(device: torch.device, rotary: Rotary, dtype: torch.dtype) -> Tensor:
+    # Not an inference tensor, even if the first pass generates: a later pass may need gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        return inverse_frequencies(rotary, 1, dtype).to(device)
 
 
 def _llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:

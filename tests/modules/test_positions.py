@@ -9,13 +9,15 @@ from helpers.covering import examples
 from helpers.families import CONFIGS, VARIANTS, hf_config, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from gptkit.architectures import ARCHITECTURES
-from gptkit.components import ALiBi, Rotary
+from gptkit.components import ALiBi, DynamicScaling, LongRopeScaling, Rotary
+from gptkit.modules import positions
 from gptkit.modules.positions import alibi_bias, alibi_slopes, apply_rotary, inverse_frequencies, rotary_tables
 
 LENGTHS = (1, 39, 40, 41, 200, 5000)
@@ -155,6 +157,46 @@ def test_tables_are_transformers_to_the_bit(name, dtype):
         assert torch.equal(tables.cos[:, 0], cos)
         subtracted, added = tables.sin[:, 0].chunk(2, dim=-1)
         assert torch.equal(torch.cat((-subtracted, added), dim=-1), sin)
+
+
+class _Powers(TorchDispatchMode):
+    """Notes on which devices powers are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten.pow:
+            self.devices.add(found.device.type)
+        return found
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_device_has_the_frequencies_of_the_cpu(name, length):
+    """As in transformers, which computes them where it builds the model, and again where a scaling replaces them."""
+    rotary = rotary_of(SCALINGS[name])
+    by_length = isinstance(rotary.scaling, DynamicScaling | LongRopeScaling)
+    length = length if by_length else 1
+    positions._copied_frequencies.cache_clear()
+    with _Powers() as powers:
+        found = positions._frequencies_on(torch.device("meta"), rotary, length, torch.float32)
+    assert found.device.type == "meta"
+    assert powers.devices == {"meta" if by_length and length > rotary.scaling.original_context else "cpu"}
+    if not by_length:
+        with _Powers() as powers:
+            tables = rotary_tables(rotary, torch.arange(7, device="meta")[None], torch.float32)
+        assert tables.cos.device.type == "meta" and not powers.devices  # it was copied by then
+
+
+def test_frequencies_of_a_device_can_be_trained_through():
+    rotary = rotary_of(SCALINGS["default"])
+    positions._copied_frequencies.cache_clear()
+    with torch.inference_mode():
+        found = positions._frequencies_on(torch.device("meta"), rotary, 1, torch.float32)
+    assert not found.is_inference()
 
 
 @pytest.mark.parametrize("name", SCALINGS)
