@@ -1,4 +1,4 @@
-"""What `convert --to` takes is one list, in the help, the error, the shell, the README; and all of it is written."""
+"""What `convert --to` takes is one list, in the help, the error, the shell, the docs; and all of it is written."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from gptkit.converter.targets import FOLDERS, FORMATS, READ_ONLY, target, target
 from gptkit.errors import UnknownFamily, UsageError
 
 
-def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_error_shell_and_docs_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(UsageError) as error:
         gptkit.convert("sample:gpt2", tmp_path / "out", to="onnx")
@@ -23,9 +23,8 @@ def test_help_error_shell_and_readme_have_the_same(tmp_path: Path, monkeypatch: 
     words = " ".join(re.sub(r"[│\n]", " ", printed).split())
     assert f"one of {', '.join(targets())};" in words
     assert {each for each in targets() if each != "hf:FAMILY"} <= set(complete_target(""))
-    table = (
-        Path(gptkit.__file__).parent.joinpath("README.md").read_text().partition("| `--to` |")[2].partition("\n\n")[0]
-    )
+    page = Path(gptkit.__file__).parent / "docs" / "howto" / "convert-and-back.md"
+    table = page.read_text().partition("| `--to` |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
     assert tuple(name for row in rows for name in re.findall(r"`([^`]+)`", row)) == targets()
 

@@ -127,7 +127,7 @@ def test_a_new_swap_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for each in caches:
             each.cache_clear()
     table = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-    assert "| a swap | 1 | a file of `surgery/swaps/`, which declares its option too |" in table
+    assert "| a swap | 1 | a file in `surgery/swaps/`, which also declares its option |" in table
 
 
 # --- on every tree ----------------------------------------------------------------------------------------------------
