@@ -1,10 +1,10 @@
-"""The parity table of docs/parity.md: gptkit against transformers on randomised models of every variant.
+"""Compare gptkit with transformers on randomised models of every variant, and write docs/parity.md and its details.
 
     make parity
 
-A case is one call: lengths 1, 7, 64 and 200 (past every window and original context of the variants), batches of 1 and
-3, no, left and right padding (real tokens compared), and 48 steps of cached greedy decoding. It is exact where not one
-bit of a logit differs.
+A case is one call: lengths 1, 7, 64 and 200 (longer than every window and original context of the variants), batches of
+1 and 3, no, left and right padding (real tokens are compared), and 48 steps of cached greedy decoding. A case is exact
+if all logits have the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -36,36 +36,68 @@ from gptkit.parity.sides import begin_anew  # noqa: E402
 
 LENGTHS, BATCHES, PADDINGS = (1, 7, 64, 200), (1, 3), ("none", "left", "right")
 STEPS = 48
-PAGE = ROOT / "docs" / "parity.md"
+PAGE, DETAILS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity-details.md"
 
 INTRO = """# Parity with transformers
 
-Made by `make parity` with transformers {transformers} and torch {torch} on a CPU; every parameter random, norms and
-biases included. Cases are calls: lengths 1, 7, 64 and 200 (past the windows and original contexts of the variants),
-batches of 1 and 3, no, left and right padding (real tokens compared), and {steps} steps of cached greedy decoding, each
-compared. *Exact* means that not one bit of a logit differs. transformers is called as it is by default, with its cache.
+This page is for you if you want to know how far you can rely on gptkit's model of a family: it compares the logits of
+every family with those of transformers, bit by bit.
 
-The last column is the probe's worth: mistakes made on purpose in the weight map or the tree, and how many of them
-`gptkit verify` sees, summed over the family's variants, with the number of kinds among them.
+{families} families, {variants} variants: {exact:,} of {cases:,} cases are exact.
+
+A case is one call of both models. *Exact* means that all logits have the same bits. All parameters are random,
+including norms and biases. The cases of a variant are:
+
+- texts of 1, 7, 64 and 200 tokens (the windows and original contexts of the variants are shorter than 200),
+- batches of 1 and 3 texts, without padding, with left padding and with right padding (real tokens are compared),
+- {steps} steps of cached greedy decoding, all of them compared.
+
+transformers runs with its default settings and with its cache, in float32 and in bfloat16, on the attention paths that
+the table names. [The details](parity-details.md) have a row per family, dtype and attention path, and say which cases
+are left out and why.
+
+The last column says how good the test is. `gptkit verify` plants mistakes in the weight map or the tree, one at a time.
+The column counts the mistakes that its probe detects, over all variants of the family, and the number of different
+kinds.
+
 """
 
 OUTRO = """
-Not in the table, and why: transformers has no sdpa path for bloom; gptkit uses its eager arithmetic under either name,
-since a float bias through a fused kernel rounds otherwise (2.7 logits in bf16). transformers' eager path of falcon with
-ALiBi adds the bias twice (transformers issues 29067 and 29946), so that falcon-rw is compared on sdpa alone.
-transformers' RecurrentGemma and RWKV read padding before a text as tokens, so that their padded rows are not those of
-the text alone, and RWKV mixes texts with one another where it reads one token of each; these cases are left out. In
-gptkit a row of a batch is the text alone.
+`make parity` writes this page; these figures are of transformers {transformers} and torch {torch} on a CPU.
+"""
 
-transformers itself differs in the last bits between its attention paths, with and without its cache (eager gpt2), and
-with the place of a tensor in its file: from_pretrained leaves parameters in the mapped file at multiples of 8 bytes,
-and fp32 products sum in another order there. `verify` gives the reference its own memory first.
+DETAILED = """# Parity with transformers: details
+
+This page is for you if you want the [parity figures](parity.md) of one dtype or one attention path, or want to know
+which cases are left out.
+
+## Cases that are left out
+
+- **bloom with sdpa.** transformers has no sdpa path for BLOOM. gptkit uses its eager arithmetic under either name,
+  because a fused kernel rounds a float bias differently (by 2.7 logits in bf16).
+- **falcon-rw with eager attention.** transformers' eager path of Falcon with ALiBi adds the bias twice (transformers
+  issues 29067 and 29946), so falcon-rw is compared on sdpa alone.
+- **RecurrentGemma and RWKV with padding.** transformers' classes read padding before a text as tokens, so a padded row
+  does not equal the text alone. In gptkit it does.
+- **RWKV with several texts of one token.** transformers' class mixes such texts with one another.
+
+## Differences within transformers
+
+transformers itself gives other last bits with another attention path, and for GPT-2 with eager attention also with and
+without its cache. The place of a tensor in its file matters too: from_pretrained leaves parameters in the mapped file,
+at multiples of 8 bytes, and fp32 products sum in another order there. `verify` therefore copies the reference's
+parameters into memory of their own first.
+
+## All figures
+
+The last column has the largest difference of a logit, and the first variants that have one.
+
 """
 
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """The cases of a family with one dtype and one attention path."""
 
     exact: int = 0
     cases: int = 0
@@ -73,7 +105,7 @@ class Row:
     where: set[str] = field(default_factory=set)
 
     def add(self, difference: float, where: str) -> None:
-        """One case."""
+        """Count a case with its largest difference; `where` names the variant."""
         self.cases += 1
         self.exact += difference == 0
         if not difference <= self.worst:
@@ -172,47 +204,78 @@ def mistakes(variants: list[Variant]) -> str:
     return f"{len(caught)} of {tried} ({len(set(caught))} kinds)"
 
 
-def told(family: str) -> tuple[str, int, dict[tuple[str, str, str], Row], str]:
-    """Of a family: its name, how many variants it has, its rows, and the probe's worth."""
+class Measured(NamedTuple):
+    """The figures of a family."""
+
+    family: str
+    variants: int
+    rows: dict[tuple[str, str, str], Row]
+    """By (family, dtype, attention path)."""
+    caught: str
+    """How many planted mistakes the probe detects."""
+
+
+def measured(name: str) -> Measured:
+    """Measure a family."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    variants = [variant for variant in VARIANTS if variant.family == family]
-    return family, len(variants), rows(variants), mistakes(variants)
+    variants = [variant for variant in VARIANTS if variant.family == name]
+    return Measured(name, len(variants), rows(variants), mistakes(variants))
+
+
+def summary(families: list[Measured]) -> str:
+    """Return the table of docs/parity.md, with a row per family."""
+    lines = ["| family | variants | attention | exact of cases | mistakes detected |", "|---|---:|---|---:|---:|"]
+    for family in families:
+        paths = ", ".join(sorted({attention for _, _, attention in family.rows}))
+        exact, cases = totals([family])
+        lines.append(f"| {family.family} | {family.variants} | {paths} | {exact} of {cases} | {family.caught} |")
+    return "\n".join(lines)
+
+
+def details(families: list[Measured]) -> str:
+    """Return the table of docs/parity-details.md, with a row per family, dtype and attention path."""
+    lines = ["| family | dtype | attention | exact of cases | max Δ |", "|---|---|---|---:|---|"]
+    for family in families:
+        for (_, dtype, attention), row in sorted(family.rows.items()):
+            worst = "–" if row.exact == row.cases else f"{row.worst:.1e} ({', '.join(sorted(row.where)[:3])})"
+            lines.append(f"| {family.family} | {dtype} | {attention} | {row.exact} of {row.cases} | {worst} |")
+    return "\n".join(lines)
+
+
+def totals(families: list[Measured]) -> tuple[int, int]:
+    """Return the number of exact cases and of all cases."""
+    listed = [row for family in families for row in family.rows.values()]
+    return sum(row.exact for row in listed), sum(row.cases for row in listed)
+
+
+def write_pages(families: list[Measured], of_transformers: str, of_torch: str) -> None:
+    """Write docs/parity.md and docs/parity-details.md from the figures, measured with these versions."""
+    exact, cases = totals(families)
+    variants = sum(family.variants for family in families)
+    intro = INTRO.format(families=len(families), variants=variants, exact=exact, cases=cases, steps=STEPS)
+    outro = OUTRO.format(transformers=of_transformers, torch=of_torch)
+    PAGE.write_text(f"{intro}{summary(families)}\n{outro}", encoding="utf-8")
+    DETAILS.write_text(f"{DETAILED}{details(families)}\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Write the page."""
+    """Measure all families and write the pages, or print the figures of one."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--family", choices=sorted(ARCHITECTURES), help="only this one, and print instead of writing")
+    parser.add_argument("--family", choices=sorted(ARCHITECTURES), help="measure only this family, and print instead of writing")
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     asked = parser.parse_args()
-    lines = [
-        "| family | variants | dtype | attention | exact of cases | max Δ where not | mistakes caught |",
-        "|---|---:|---|---|---:|---|---:|",
-    ]
-    families = [asked.family] if asked.family else sorted({variant.family for variant in VARIANTS})
-    found = []
+    names = [asked.family] if asked.family else sorted({variant.family for variant in VARIANTS})
+    families = []
     with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
-        for each in pool.map(told, families):
-            found.append(each)
-            print(each[0], flush=True)
-    for family, variants, table, caught in found:
-        for (_, dtype, attention), row in sorted(table.items()):
-            worst = "–" if row.exact == row.cases else f"{row.worst:.1e} ({', '.join(sorted(row.where)[:3])})"
-            cases = f"{row.exact} of {row.cases}"
-            lines.append(f"| {family} | {variants} | {dtype} | {attention} | {cases} | {worst} | {caught} |")
-    text = "\n".join(lines)
+        for family in pool.map(measured, names):
+            families.append(family)
+            print(family.family, flush=True)
     if asked.family:
-        print(text)
+        print(summary(families), details(families), sep="\n\n")
         return
-    listed = [row for _, _, table, _ in found for row in table.values()]
-    total = (
-        f"{len(found)} families, {sum(variants for _, variants, _, _ in found)} variants:"
-        f" {sum(row.exact for row in listed):,} of {sum(row.cases for row in listed):,} cases are exact.\n\n"
-    )
-    intro = INTRO.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], steps=STEPS)
-    PAGE.write_text(f"{intro}\n{total}{text}\n{OUTRO}", encoding="utf-8")
-    print(PAGE.relative_to(ROOT))
+    write_pages(families, transformers.__version__, torch.__version__.split("+")[0])
+    print(PAGE.relative_to(ROOT), DETAILS.relative_to(ROOT))
 
 
 if __name__ == "__main__":
