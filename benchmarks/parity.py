@@ -262,7 +262,9 @@ def write_pages(families: list[Measured], of_transformers: str, of_torch: str) -
 def main() -> None:
     """Measure all families and write the pages, or print the figures of one."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--family", choices=sorted(ARCHITECTURES), help="measure only this family, and print instead of writing")
+    parser.add_argument(
+        "--family", choices=sorted(ARCHITECTURES), help="measure only this family, and print instead of writing"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="families at a time")
     asked = parser.parse_args()
     names = [asked.family] if asked.family else sorted({variant.family for variant in VARIANTS})
