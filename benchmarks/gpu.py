@@ -61,13 +61,14 @@ from gptkit.modules.generate import generate  # noqa: E402
 from gptkit.modules.load import load_random  # noqa: E402
 from gptkit.training.data import Windows  # noqa: E402
 from gptkit.training.distillation import distilled  # noqa: E402
-from gptkit.training.loop import Abandoned, Loss, Settings, fit, next_token  # noqa: E402
+from gptkit.training.loop import Abandoned, Loss, Settings, _Engine, adamw, fit, next_token  # noqa: E402
 from gptkit.training.loop import Run as Progress  # noqa: E402
 from gptkit.training.parallel import Group  # noqa: E402
 from gptkit.training.state import Store  # noqa: E402
 
 LIMIT = 2.0
 """The largest ratio of gptkit's difference from transformers to transformers' difference from itself."""
+PROFILED = 8  # tokens that are written while kernels are counted
 
 _WIDE = {"vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
 _LLAMA = {**_WIDE, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -103,7 +104,7 @@ class Size:
     healed: int = 8  # texts of a healing step
     context: int = 1024  # tokens of a text, in training
     block: int = 8  # training steps in a turn
-    rounds: int = 5
+    rounds: int = 3
 
 
 SMALL = Size(
@@ -353,23 +354,29 @@ def decoding(bench: Bench, name: str) -> None:
     share = forward_flops(model.spec, size.prefilled, size.batch).causal / took[0] / bench.multiplied
     bench.row("forward", f"{name} forward, {size.batch} x {size.prefilled}", *pace, "tok/s", share)
     if bench.device.type == "cuda":
-        _launched(bench, name, _continue(model, reference, ids[:, : size.prompt], size.decoded))
+        _launched(bench, name, _continue(model, reference, ids[:, : size.prompt], PROFILED))
+
+
+def profiled(bench: Bench, work: Callable[[], Any]) -> tuple[int, float]:
+    """Return the number of kernels that are launched, and the seconds that the device computes them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        bench.wait()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(kernels), sum(event.time_range.elapsed_us() for event in kernels) / 1e6
 
 
 def _launched(bench: Bench, name: str, work: list[Callable[[], Any]]) -> None:
-    """Count the kernels of a decoded token, and for which share of the time the device computes any."""
-    found = []
-    for each in work:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            each()
-            bench.wait()
-        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        busy = sum(event.time_range.elapsed_us() for event in kernels) / 1e6
-        (took,) = seconds_of(bench, each, rounds=3, warm=0)
-        found.append({"kernels": len(kernels) / bench.size.decoded, "busy": busy / took})
-    bench.result["launched"][name] = dict(zip(("gptkit", "peer"), found, strict=True))
-    told = "; ".join(f"{each['kernels']:.0f}, {each['busy']:.0%}" for each in found)
-    print(f"    kernels of a token, and time in which the device computes: {told}", flush=True)
+    """Count the kernels of a decoded token, and how long the device computes them; `work` writes `PROFILED` tokens."""
+    found = [tuple(each / PROFILED for each in profiled(bench, one)) for one in work]
+    _tell_launched(bench, name, "token", found)
+
+
+def _tell_launched(bench: Bench, name: str, what: str, found: list[Any]) -> None:
+    (ours, busy), (theirs, peer_busy) = found
+    bench.result["launched"][name] = {"kernels": [ours, theirs], "busy_seconds": [busy, peer_busy]}
+    told = f"{ours:.0f}, {busy * 1e3:.2f} ms; {theirs:.0f}, {peer_busy * 1e3:.2f} ms"
+    print(f"    kernels of a {what}, and the device's time for them: {told}", flush=True)
     bench.keep()
 
 
@@ -574,6 +581,12 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
         ours, theirs = (max(each[1:]) / 1e9 for each in turns.peaks)
         print(f"    memory that a step adds: {ours:.2f} GB and {theirs:.2f} GB, {ours / theirs:.2f}", flush=True)
     bench.keep()
+    if bench.device.type == "cuda" and not compiled:
+        engine = _Engine(model, loss, adamw(model, spec.parameters(), 1e-4, 0.1), settings, alone)
+        drawn = turns.drawn()
+        engine.step(0, drawn, 1e-4)
+        steps = partial(engine.step, 1, drawn, 1e-4), partial(turns.other, drawn)
+        _tell_launched(bench, "heal" if heals else "train", "step", [profiled(bench, step) for step in steps])
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -582,8 +595,8 @@ COMPILED = ("gpt2-static", "llama-static", "train-compiled", "heal-compiled")
 SECTIONS: dict[str, tuple[float, Callable[[Bench], None]]] = {
     "ceilings": (30, ceilings),
     "parity": (120, parity),
-    "gpt2": (60, lambda bench: decoding(bench, "gpt2")),
-    "llama": (60, lambda bench: decoding(bench, "llama")),
+    "gpt2": (70, lambda bench: decoding(bench, "gpt2")),
+    "llama": (90, lambda bench: decoding(bench, "llama")),
     "train": (60, lambda bench: training(bench, heals=False, compiled=False)),
     "heal": (60, lambda bench: training(bench, heals=True, compiled=False)),
     "gpt2-static": (100, lambda bench: static(bench, "gpt2")),

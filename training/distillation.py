@@ -94,7 +94,7 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, wanted: Tensor, given: Tensor, counted: Tensor) -> Tensor:
         """Logits (N, vocabulary), those wanted of no more tokens than are given, and which rows count, (N,)."""
         both = wanted.shape[-1]
-        step = max(1, (_CACHED if given.device.type == "cpu" else 64 * _CACHED) // given.shape[-1])
+        step = max(1, (_CACHED if given.device.type == "cpu" else _LAUNCHED) // given.shape[-1])
         gradient = torch.empty_like(given) if given.requires_grad else None
         total = torch.zeros((), device=given.device)
         for rows in (slice(start, start + step) for start in range(0, len(given), step)):
@@ -116,6 +116,7 @@ class _Divergence(torch.autograd.Function):
 
 _REMEMBERED = 1 << 28
 _CACHED = 1 << 18  # numbers of fp32 that, a few times, stay in a core's cache
+_LAUNCHED = 1 << 26  # that keep a GPU busy for as long as the next kernels take to be launched: 268 MB
 
 
 def block_local(teacher: Decoder, layers: Sequence[int], sample: Batch | None = None) -> Loss:

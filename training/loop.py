@@ -347,6 +347,10 @@ class _Engine:
     ) -> None:
         self.model, self.loss, self.optimiser, self.settings, self.group = model, loss, optimiser, settings, group
         self.forward: Logits = torch.compile(model) if settings.compiled else model
+        # To read a number of a GPU is to wait for it. There a step is launched as a whole, and AdamW's kernel looks
+        # whether it may change parameters; then its numbers are read.
+        fused = all(each.get("fused") for each in optimiser.param_groups)
+        self.reads_last = fused and group.alone and group.device.type == "cuda"
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -368,21 +372,38 @@ class _Engine:
             # Gradients are averaged over the processes.
             (lost * (group.size / counted)).backward()  # type: ignore[no-untyped-call]
             found += lost.detach()
-        (total,) = group.total(float(found))
-        if not math.isfinite(total):
-            raise self._no_number(number, self._first_output(share))
+        total = math.nan if self.reads_last else self._read_loss(number, found, share)
         parameters = [each for each in self.model.parameters() if each.requires_grad]
-        whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        norm = float(whole.detach())
-        if not math.isfinite(norm):
-            raise self._no_number(number, self._first("gradient of {}", lambda p: p.grad) or "gradient's norm")
+        whole = group.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])).detach()
+        norm = math.nan if self.reads_last else self._read_norm(number, whole)
+        clipped_by = whole
+        if self.reads_last:
+            good = whole.isfinite() & found.isfinite()
+            self.optimiser.found_inf = (~good).float()  # type: ignore[attr-defined]
+            clipped_by = whole.where(good, 0.0)  # which leaves gradients as they are, for the message
         if self.settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, whole)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, clipped_by)
         for each in self.optimiser.param_groups:
             each["lr"] = rate
         self.optimiser.step()
+        if self.reads_last:
+            total, norm = self._read_loss(number, found, share), self._read_norm(number, whole)
         self.optimiser.zero_grad(set_to_none=True)
         return total / counted, norm
+
+    def _read_loss(self, number: int, found: Tensor, share: Windows) -> float:
+        """Return the loss of all processes together. Raises NoNumber."""
+        (total,) = self.group.total(float(found))
+        if not math.isfinite(total):
+            raise self._no_number(number, self._first_output(share))
+        return total
+
+    def _read_norm(self, number: int, whole: Tensor) -> float:
+        """Return the norm of the gradient. Raises NoNumber."""
+        norm = float(whole)
+        if not math.isfinite(norm):
+            raise self._no_number(number, self._first("gradient of {}", lambda p: p.grad) or "gradient's norm")
+        return norm
 
     def evaluate(self, number: int, windows: Windows) -> float:
         """Loss a target behind so many steps. Raises NoNumber, before what the last of them made is kept."""

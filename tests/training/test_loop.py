@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptkit.errors import UsageError
+from gptkit.errors import NoNumber, UsageError
 from gptkit.modules.decoder import Decoder, positions_in
 from gptkit.modules.load import load
 from gptkit.training.data import NOWHERE, Windows
@@ -62,6 +62,49 @@ def test_the_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
     rates = [rate_at(done / 100, 2.0, 0.2) for done in range(20, 101)]
     assert rates == sorted(rates, reverse=True)
     assert [rate_at(done, 2.0, 0.2, constant=True) for done in (0.1, 0.2, 0.6, 1.0, 1.5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def engines(settings: Settings) -> list[_Engine]:
+    """One that reads its numbers before it changes parameters, and one that does so last, as on a GPU."""
+    made = []
+    for reads_last in (False, True):
+        model = load("sample:llama", "float32").train()
+        engine = _Engine(model, next_token, adamw(model, model.spec.parameters(), 1e-3, 0.1), settings, ALONE)
+        assert not engine.reads_last  # on a CPU
+        engine.reads_last = reads_last
+        made.append(engine)
+    return made
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_a_step_is_the_same_where_its_numbers_are_read_last(clip: float) -> None:
+    ends = []
+    for engine in engines(Settings(4, 12, steps=3, clip=clip, accumulate=2)):
+        told = [engine.step(number, windows(engine.model, 4, 12, number), 1e-3) for number in range(3)]
+        ends.append((told, dict(engine.model.named_parameters())))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(each, ends[1][1][name]) for name, each in ends[0][1].items())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "parameter"])
+def test_no_number_reaches_a_parameter_where_numbers_are_read_last(where: str) -> None:
+    said = []
+    for engine in engines(Settings(4, 12, steps=3)):
+        engine.step(0, windows(engine.model, 4, 12), 1e-3)
+        if where == "parameter":
+            engine.model.blocks[0].feed_forward.up_proj.weight.data[0, 0] = math.nan
+        elif where == "loss":
+            engine.loss = lambda model, batch: next_token(model, batch) * math.inf
+        else:
+            inner = engine.model.final_norm.weight
+            inner.register_hook(lambda gradient: gradient * math.inf)
+        before = {name: each.detach().clone() for name, each in engine.model.named_parameters()}
+        with pytest.raises(NoNumber) as caught:
+            engine.step(1, windows(engine.model, 4, 12), 1e-3)
+        said.append(str(caught.value))
+        after = dict(engine.model.named_parameters())
+        assert all(torch.equal(each.nan_to_num(9), after[name].nan_to_num(9)) for name, each in before.items())
+    assert said[0] == said[1]
 
 
 def test_a_run_on_time_has_a_rate_from_its_first_step_on() -> None:
