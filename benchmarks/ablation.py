@@ -1,8 +1,8 @@
-"""docs/ablation.md: what each step from GPT-2 to LLaMA gives at a million parameters, each alone and all together.
+"""Measure the steps from GPT-2 to LLaMA at a million parameters, one at a time and together, for docs/ablation.md.
 
     python benchmarks/ablation.py --text tinyshakespeare.txt [--runs build/ablation] [--out FILE.md] [--picture FILE]
 
-The runs are resumed where they stopped, and none that has ended is run again.
+Interrupted runs continue where they stopped, and finished runs are not repeated.
 """
 
 import argparse
@@ -14,11 +14,13 @@ from gptkit.training.ablate import Ablation, ablate
 
 PAGE = """# What each step to LLaMA gives
 
-A GPT-2 of {parameters:,} parameters, and what each of the steps that tutorials take towards LLaMA makes of it, each
-alone and all together, on tiny Shakespeare: {tokens:,} tokens a run, {context} a window, {seeds} seeds, the same
-windows in the same order for all. Loss is held out, in nats a token of a vocabulary of 512; ± is the largest less the
-smallest over seeds. *less base* is the mean of the differences from the base of the same seed, with the interval in
-which it lies in 95 of 100 (Student's). Bold are those whose interval is on one side of 0.
+This page is for you if you want to know which of the usual steps from GPT-2 to LLaMA improve a small model. The page
+applies them to a GPT-2 with {parameters:,} parameters, one at a time and all together.
+
+All variants train on tiny Shakespeare, with {tokens:,} tokens per run, windows of {context} tokens and {seeds} seeds. All
+read the same windows in the same order. The loss is on held-out text, in nats per token, with a vocabulary of 512. ± is the
+largest minus the smallest over seeds. *Less base* is the mean difference from the base with the same seed, followed by
+its 95 % confidence interval (Student's t). Rows are bold if their interval is entirely above or below 0.
 
 {table}
 
@@ -26,10 +28,11 @@ which it lies in 95 of 100 (Student's). Bold are those whose interval is on one 
 
 {comments}
 
-So few tokens tell what is learnt fast, not what is best in the end, and seven variants were looked at: one in twenty
-intervals leaves 0 out by chance. Tokens a second are those of the median step, on a processor that others used as well.
+Runs this short show what is learnt fast, and not what is best in the end. With seven variants, remember that one in
+twenty intervals excludes 0 by chance. Tokens per second are those of the median step, on a processor that other
+programs used as well.
 
-`make ablation` writes this page; `gptkit ablate gpt2-to-llama OUT --data TEXT` makes the same runs
+`make ablation` writes this page. `gptkit ablate gpt2-to-llama OUT --data TEXT` makes the same runs
 ([how](howto/ablate.md)).
 """
 

@@ -1,8 +1,8 @@
-"""docs/healing.md: what seven changes cost the trained samples, and what a little training gives back, with controls.
+"""Measure seven changes of the GPT-2 sample before and after healing, with controls, for docs/healing.md.
 
     python benchmarks/healing.py [--tokens 600000] [--rate R] [--seeds 3] [--only NAME] [--jobs 2] [--out PAGE]
 
-Every row is a swap of a sample, healed on the play that comes with gptkit; its last twentieth is held out.
+Every row is a swap of the sample, healed on the play that comes with gptkit. Its last twentieth is held out.
 """
 
 import argparse
@@ -47,19 +47,22 @@ COLUMNS = (
 )
 MARKS = "<!-- seven changes -->", "<!-- end of seven changes -->"
 PAGE = """
-What a change costs the GPT-2 sample ({parameters:,} parameters), and what training gives back, on the play that comes
-with gptkit: {tokens:,} tokens a run (the text several times over) at {rate}, {seeds} seeds. The last twentieth of the
-text is held out. KL is that of the changed model's predictions from the original's, in nats a token; *recovered* is the
-share of it that is gone. The swaps are plain (`--approximate`), so that there is something to heal.
+The table shows seven changes of the GPT-2 sample ({parameters:,} parameters), before and after healing on the play that
+comes with gptkit. Each run has {tokens:,} tokens, which is the text several times over, and every row has {seeds}
+seeds. The learning rate is {rate}. The last twentieth of the text is held out.
 
-The *control* is the original, trained on the same tokens as a language model: its perplexity goes from {original:.2f}
-to {control:.2f} (± {spread:.2f}), by the text alone. The *floor* is the changed tree from random weights, trained just
-as the changed model was.
+KL is the KL divergence of the changed model's predictions from the
+original's, in nats per token. *Recovered* is the share of it that healing removes. The swaps are the plain forms
+(`--approximate`), which do more damage than the fitted ones.
+
+The *control* is the original, trained on the same tokens as a language model. Its perplexity falls from {original:.2f}
+to {control:.2f} (± {spread:.2f}), only because it has read the text. The *floor* is the changed model, trained in the
+same way from random weights.
 
 {table}
 
-± is the largest less the smallest over seeds; *seconds* are those of a processor for one healing run, on one thread
-beside another process. `make healing` writes this section.
+± is the largest minus the smallest over seeds. *Seconds* are processor seconds of one healing run, on one thread, while
+another process was running. `make healing` writes this section.
 """
 
 
@@ -131,7 +134,7 @@ def main() -> None:
         parameters=gptkit.params(TEACHER)[0].count.total,
         tokens=first.tokens,
         seeds=options.seeds,
-        rate=f"a rate of {options.rate:g}" if options.rate else "the default rate",
+        rate=f"{options.rate:g}" if options.rate else "the one that `heal` chooses by itself",
         original=first.original.perplexity,
         control=sum(control) / len(control),
         spread=max(control) - min(control),

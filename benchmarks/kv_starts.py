@@ -1,14 +1,14 @@
-"""A table of docs/healing.md: fewer key-value heads from five closed forms, before and after the same healing.
+"""Compare five closed forms of one key-value head before and after the same healing, for docs/kv-healing.md.
 
     python benchmarks/kv_starts.py [--model sample:llama] [--tokens 60000] [--rates R …] [--seeds 3] [--out PAGE]
 
-- mean: keys and values are their group's mean (GQA, Ainslie et al. 2305.13245).
-- SVD: the best keys and the best values of that many rows, of the weights of the heads stacked, each by itself.
-- joint SVD: the best products, q·k and O·V, of the weights.
-- covariance: the same products on inputs as the text has them.
-- gptkit: `--attention mqa`, which goes on from there: scores refitted, outputs regressed layer after layer.
+- mean: the new key and value are the mean of their group (GQA, Ainslie et al. 2305.13245).
+- SVD: the best keys and the best values of the stacked weights, fitted independently.
+- joint SVD: the best approximation of the products q·k and O·V of the weights.
+- covariance: the same products, weighted by the inputs on a text.
+- gptkit: `--attention mqa`, which starts from there, and fits the scores and then the outputs layer by layer.
 
-What reads the new heads is changed with them, and nothing is averaged but in the first. All are healed alike.
+Queries and outputs are changed to match the new heads, except in the first form. All forms are healed in the same way.
 """
 
 import argparse
@@ -33,9 +33,9 @@ PLAY = Path(gptkit.__file__).parent / "samples" / "play.txt"
 FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
 MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
 PAGE = """{begin}
-What the closed form gives that healing begins with, and what it still gives behind it: the {model} sample with one
-key-value head for all, {tokens:,} tokens a run, {seeds} seeds (± is the largest less the smallest), healed at one rate
-and at another.
+The table compares five closed forms, before and after healing: the {model} sample with one key-value head for all
+query heads, {tokens:,} tokens per run, {seeds} seeds, and two learning rates. KL is the divergence from the original. ± is the
+largest minus the smallest over seeds.
 
 {table}
 

@@ -1,8 +1,8 @@
-"""The table of docs/swaps.md: every swap on every trained sample that it applies to, measured from the written files.
+"""Measure every swap on every trained sample that it applies to, from the written files, for docs/swaps.md.
 
     make swaps
 
-Fails where a swap that is called exact is above its bound, or where anything but a refusal goes wrong.
+Fails if a swap that is called exact is above its bound, or if anything but a refusal goes wrong.
 """
 
 from __future__ import annotations
@@ -39,28 +39,34 @@ SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 
 INTRO = """# Swaps, measured
 
-Made by `make swaps` with torch {torch} on a CPU, one thread. Every swap is tried on every trained sample
-(`sample:gpt2`, llama, bloom, falcon: half a million parameters each, trained on plays, 512 tokens). What it applies to
-is written with `gptkit swap`, opened again and compared with the original.
+This page is for you if you want to know how much a swap changes a model before you try it: it has the figures of every
+swap on small trained models.
 
-- *guarantee*: what the swap claims on this checkpoint. A row that says exact has a relative logit error of at most
-  {fp64:.0e} in fp64 and {fp32:.0e} in fp32, or this page is not made; "up to 128 tokens" or "for the 448 tokens kept"
-  says for what.
-- *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, both models run in that dtype.
-- *KL*, *top-1*, *perplexity*: on {positions:,} tokens of a play that neither the samples nor the fits, nor the choice
-  between fits, have seen; KL in nats per token from the original to the result. Perplexity before: {before}.
-- *plain*: KL and perplexity of the plain replacement (`--approximate`) where that is another. A swap that finds nothing
-  better is the plain one.
+`make swaps` writes this page; these figures are of torch {torch} on a CPU, with one thread. Every swap is tried on
+every trained sample (`sample:gpt2`, llama, bloom and falcon). These have half a million parameters each, were trained on
+plays, and have a vocabulary of 512 tokens. `gptkit swap` writes the changed model. Then it is opened again and compared
+with the original.
 
-What each swap needs and where it comes from: `gptkit swaps`; for a model of yours: `gptkit swaps MODEL`. Samples this
-small tell which form is better. What a swap costs a large model has to be measured on it, and `gptkit swap` does.
+- *guarantee*: the guarantee of the swap on this checkpoint. A row with "exact" has a relative logit error of at most
+  {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to 128 tokens" or "for the 448
+  tokens kept" are limits of the guarantee.
+- *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, with both models in that dtype.
+- *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on it, and no swap
+  was fitted or chosen on it. KL is in nats per token, from the original to the result. The perplexity of the originals is
+  {before}.
+- *plain*: KL and perplexity of the plain form (`--approximate`), if the swap is fitted. If no fit is better than the
+  plain form, the swap is the plain form.
+
+`gptkit swaps` lists the needs and sources of every swap, and `gptkit swaps MODEL` tries them on your model. Samples of
+this size show which form is better. They do not show the loss of a large model. `gptkit swap` measures that for your
+model.
 """
 
 OUTRO = """
 ## Not in the table
 
-`--vocab prune:FILE` and `prune-text:FILE` need a file and `--merge-lora` an adapter; their tests have both. Values are
-those that a swap names as worth trying on the sample; others are possible.
+`--vocab prune:FILE` and `prune-text:FILE` need a file, and `--merge-lora` needs an adapter. Their tests have both. The
+table has the values that a swap suggests for the sample. Other values are possible.
 """
 
 
