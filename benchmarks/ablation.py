@@ -18,10 +18,10 @@ This page is for you if you want to know which of the usual steps from GPT-2 to 
 applies them to a GPT-2 with {parameters:,} parameters, one at a time and all together.
 
 All variants train on tiny Shakespeare and read the same windows in the same order. A run has {tokens:,} tokens in
-windows of {context} tokens, and every variant has {seeds} seeds. The loss is on held-out text, in nats per token, with a
-vocabulary of 512. ± is the largest minus the smallest over seeds. *Less base* is the mean difference from the base with
-the same seed, followed by its 95 % confidence interval (Student's t). Rows are bold if their interval is entirely above
-or below 0.
+windows of {context} tokens, and every variant has {seeds} seeds. The loss is on held-out text, in nats per token,
+with a vocabulary of 512. ± is the largest minus the smallest over seeds. *Less base* is the mean difference from
+the base with the same seed, followed by its 95 % confidence interval (Student's t). Rows are bold if their interval
+is entirely above or below 0.
 
 {table}
 

@@ -74,18 +74,18 @@ PAGE = """
 
 This table compares `gptkit heal`, with no option but the teacher and the text, with a plain AdamW loop. The plain
 loop has the same loss and reads the same windows in the same order. It gets the same processor time, which includes
-the trials and evaluations of `heal`. It advances after every step of `heal`, so that other work on the machine slows
-both equally. It runs at a constant rate of 3e-4 and of 1e-4, and the better result counts. KL is in nats per token on
-all of the held-out text. The samples read {bytes:,} bytes of the play that comes with gptkit, and stories260K reads as
-much text that it wrote itself. Each run has {least:,} to {most:,} tokens.
+the trials and evaluations of `heal`. It advances after every step of `heal`, so that other work on the machine
+slows both equally. It runs at a constant rate of 3e-4 and of 1e-4, and the better result counts. KL is in nats per
+token on all of the held-out text. The samples read {bytes:,} bytes of the play that comes with gptkit, and
+stories260K reads as much text that it wrote itself. Each run has {least:,} to {most:,} tokens.
 
 {table}
 
 {better} of {rows} healed models are closer to the original than their start. {within} of {rows} ratios to the plain
 loop are {bound:.2f} or less, and the largest is {worst:.2f}.
 
-The control is the original, trained on the same text at its best rate. Its perplexity on the held-out text, and that of
-the original before this training:
+The control is the original, trained on the same text at its best rate. Its perplexity on the held-out text, and
+that of the original before this training:
 
 {controls}
 

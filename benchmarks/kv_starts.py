@@ -34,8 +34,8 @@ FORMS = ("mean", "SVD", "joint SVD", "covariance", "gptkit")
 MARKS = "<!-- key-value starts -->", "<!-- end of key-value starts -->"
 PAGE = """{begin}
 The table compares five closed forms, before and after healing: the {model} sample with one key-value head for all
-query heads, {tokens:,} tokens per run, {seeds} seeds, and two learning rates. KL is the divergence from the original. ± is the
-largest minus the smallest over seeds.
+query heads, {tokens:,} tokens per run, {seeds} seeds, and two learning rates. KL is the divergence from the
+original. ± is the largest minus the smallest over seeds.
 
 {table}
 

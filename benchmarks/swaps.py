@@ -39,27 +39,28 @@ SAMPLES = ("gpt2", "llama", "bloom", "falcon")
 
 INTRO = """# Swaps, measured
 
-This page is for you if you want to know how much a swap changes a model before you try it: it has the figures of every
-swap on small trained models.
+This page is for you if you want to know how much a swap changes a model before you try it: it has the figures of
+every swap on small trained models.
 
 `make swaps` writes this page; these figures are of torch {torch} on a CPU, with one thread. Every swap is tried on
-every trained sample (`sample:gpt2`, llama, bloom and falcon). These have half a million parameters each, were trained on
-plays, and have a vocabulary of 512 tokens. `gptkit swap` writes the changed model. Then it is opened again and compared
-with the original.
+every trained sample (`sample:gpt2`, llama, bloom and falcon). These have half a million parameters each, were
+trained on plays, and have a vocabulary of 512 tokens. `gptkit swap` writes the changed model. Then it is opened
+again and compared with the original.
 
-- *guarantee*: the guarantee of the swap on this checkpoint. A row with "exact" has a relative logit error of at most
-  {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to 128 tokens" or "for the 448
-  tokens kept" are limits of the guarantee.
-- *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, with both models in that dtype.
-- *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on it, and no swap
-  was fitted or chosen on it. KL is in nats per token, from the original to the result. The perplexity of the originals is
-  {before}.
-- *plain*: KL and perplexity of the plain form (`--approximate`), if the swap is fitted. If no fit is better than the
-  plain form, the swap is the plain form.
+- *guarantee*: the guarantee of the swap on this checkpoint. A row with "exact" has a relative logit error of at
+  most {fp64:.0e} in fp64 and {fp32:.0e} in fp32; otherwise this page is not written. "Up to 128 tokens" or "for the
+  448 tokens kept" are limits of the guarantee.
+- *fp32*, *fp64*: the largest logit error on the probe, relative to the largest logit, with both models in that
+  dtype.
+- *KL*, *top-1*, *perplexity*: figures on {positions:,} tokens of a play. The samples were not trained on it, and no
+  swap was fitted or chosen on it. KL is in nats per token, from the original to the result. The perplexity of the
+  originals is {before}.
+- *plain*: KL and perplexity of the plain form (`--approximate`), if the swap is fitted. If no fit is better than
+  the plain form, the swap is the plain form.
 
-`gptkit swaps` lists the needs and sources of every swap, and `gptkit swaps MODEL` tries them on your model. Samples of
-this size show which form is better. They do not show the loss of a large model. `gptkit swap` measures that for your
-model.
+`gptkit swaps` lists the needs and sources of every swap, and `gptkit swaps MODEL` tries them on your model. Samples
+of this size show which form is better. They do not show the loss of a large model. `gptkit swap` measures that for
+your model.
 """
 
 OUTRO = """
