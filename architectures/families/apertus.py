@@ -1,5 +1,5 @@
 """Apertus (Swiss AI 2025, 2509.14233): llama with norms on query and key heads, and a plain feed-forward with the
-activation xIELU (2411.13010), which has numbers of its own.
+activation xIELU (2411.13010), which has parameters.
 
 Source: transformers models/apertus/{configuration,modeling}_apertus.py, activations.py.
 """

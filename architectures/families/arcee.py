@@ -1,4 +1,4 @@
-"""AFM (Arcee 2025): llama with a plain feed-forward of squared ReLU.
+"""AFM (Arcee 2025): llama with a plain feed-forward with squared ReLU.
 
 Source: transformers models/arcee/{configuration,modeling}_arcee.py.
 """

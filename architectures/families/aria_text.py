@@ -1,5 +1,4 @@
-"""Aria's language model (Rhymes AI, 2410.05993): llama with a mixture in every layer, beside experts that all tokens go
-through.
+"""Aria's language model (Rhymes AI, 2410.05993): llama with a mixture and shared experts in every layer.
 
 Source: transformers models/aria/{configuration,modeling}_aria.py. One tensor holds all experts, [in, out]. Of a
 checkpoint with a vision tower the language model is read; what stands beside it is carried along.

@@ -1,4 +1,4 @@
-"""A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm behind every mixture.
+"""A.X K1 (SK Telecom 2026): DeepSeek-V3 with a norm after every mixture.
 
 Source: transformers models/axk1/{configuration,modeling}_axk1.py, and conversion_mapping.py: files have that norm
 beside the mixture, modules inside it. Released files have one in dense layers too, which transformers does not use.

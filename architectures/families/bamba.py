@@ -1,4 +1,5 @@
-"""Bamba (IBM, Princeton and UIUC 2024): Mamba-2 in most layers, attention in those that `attn_layer_indices` names.
+"""Bamba (IBM, Princeton and UIUC 2024): Mamba-2 in most layers, and attention in the layers listed in
+`attn_layer_indices`.
 
 Source: transformers models/bamba/{configuration,modeling}_bamba.py.
 """

@@ -1,5 +1,5 @@
-"""BART (Lewis et al. 1910.13461): an encoder and a decoder with norms behind sums, tables of positions that begin with
-their third row, and a bias that is added to logits.
+"""BART (Lewis et al. 1910.13461): an encoder and a decoder with post-norm, position tables that start at their third
+row, and a bias that is added to the logits.
 
 Source: transformers models/bart/{configuration,modeling}_bart.py. Files of the class without a head have no such bias,
 which transformers' class with one then takes for zeros.

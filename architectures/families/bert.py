@@ -1,5 +1,5 @@
-"""BERT (Devlin et al. 1810.04805): an encoder, with norms behind sums and a table of token types. MiniLM (2002.10957)
-and most sentence encoders are it under its own name.
+"""BERT (Devlin et al. 1810.04805): an encoder with post-norm and a table of token types. MiniLM (2002.10957) and most
+sentence encoders use the same model_type.
 
 Source: transformers models/bert/{configuration,modeling}_bert.py. Of BertForPreTraining the head of masked tokens is
 read, and what tells the next sentence is carried along.

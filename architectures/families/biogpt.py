@@ -1,5 +1,5 @@
-"""BioGPT (Luo et al. 2210.10341): GPT-2 with linears as they are, a scaled embedding, and a table of positions that
-begins with its third row.
+"""BioGPT (Luo et al. 2210.10341): GPT-2 with ordinary linear layers, a scaled embedding, and a position table that
+starts at its third row.
 
 Source: transformers models/biogpt/{configuration,modeling}_biogpt.py, which reads no eps.
 """

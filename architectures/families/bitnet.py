@@ -1,5 +1,5 @@
-"""BitNet b1.58 2B4T (Microsoft 2504.12285), its weights in floating point: llama with squared ReLU for a gate, and
-norms before the output projections of attention and feed-forward.
+"""BitNet b1.58 2B4T (Microsoft 2504.12285) with its weights in floating point: llama with squared ReLU as the gate's
+activation, and norms before the output projections of attention and feed-forward.
 
 Source: transformers models/bitnet/{configuration,modular}_bitnet.py. Files of ternary weights are refused as quantised.
 """

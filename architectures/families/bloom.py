@@ -1,4 +1,4 @@
-"""BLOOM (Le Scao et al. 2211.05100): ALiBi, a norm on the embeddings, q, k and v fused head by head.
+"""BLOOM (Le Scao et al. 2211.05100): ALiBi, a norm on the embeddings, and q, k and v fused head by head.
 
 Source: transformers models/bloom/{configuration,modeling}_bloom.py. transformers has only an eager path for it, whose
 baddbmm rounds differently from any sdpa kernel.

@@ -1,5 +1,5 @@
-"""CodeGen (Nijkamp et al. 2203.13474): GPT-J's blocks with q, v and k in one tensor, which lies as it did on four
-cores: each has its quarter of the queries, of the values and of the keys.
+"""CodeGen (Nijkamp et al. 2203.13474): GPT-J's blocks with q, v and k in one tensor. It is split into four parts, one
+for each of the cores that trained it, and each part has a quarter of the queries, values and keys.
 
 Source: transformers models/codegen/{configuration,modeling}_codegen.py, which has no sdpa path. Queries stay in fp32
 when they have turned, keys are rounded by the cache.

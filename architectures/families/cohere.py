@@ -1,4 +1,4 @@
-"""Command R (Cohere 2024): parallel blocks of one layer norm without bias, neighbours turned together, scaled logits.
+"""Command R (Cohere 2024): parallel blocks with one LayerNorm without bias, RoPE on adjacent pairs, and scaled logits.
 
 Source: transformers models/cohere/{configuration,modeling}_cohere.py.
 """

@@ -1,4 +1,4 @@
-"""Command R7B and Command A (Cohere 2024, 2504.00698): Command R with a window in three layers of four, and no
+"""Command R7B and Command A (Cohere 2024, 2504.00698): Command R with a window in three of four layers, and no
 positions in the fourth.
 
 Source: transformers models/cohere2/{configuration,modeling}_cohere2.py.

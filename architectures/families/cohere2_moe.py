@@ -1,4 +1,4 @@
-"""Cohere 2 with mixtures (Cohere 2026): Cohere 2's parallel blocks behind either kind of norm, the first layers dense.
+"""Cohere 2 with mixtures (Cohere 2026): Cohere 2's parallel blocks, with either kind of norm and dense first layers.
 
 Source: transformers models/cohere2_moe/{configuration,modeling}_cohere2_moe.py. What a softmax router gives is
 normalised whatever is said, since it is over the experts that were chosen.

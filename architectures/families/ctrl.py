@@ -1,4 +1,4 @@
-"""CTRL (Keskar et al. 1909.05858): sines of positions, a scaled embedding, ReLU, and a bias in the tied head.
+"""CTRL (Keskar et al. 1909.05858): sinusoidal positions, a scaled embedding, ReLU, and a bias in the tied head.
 
 Source: transformers models/ctrl/{configuration,modeling}_ctrl.py. The eps that a config has is the last norm's alone.
 """

@@ -1,4 +1,4 @@
-"""Code World Model (Meta 2025): llama 3 with a window in three layers of four.
+"""Code World Model (Meta 2025): llama 3 with a window in three of four layers.
 
 Source: transformers models/cwm/{configuration,modeling}_cwm.py. Its config class has llama 3's rope parameters where
 none are given.

@@ -1,4 +1,5 @@
-"""DBRX (Databricks 2024): layer norms without bias, clipped queries, keys and values, and a mixture in every layer.
+"""DBRX (Databricks 2024): LayerNorms without bias, clipped queries, keys and values, and a mixture of experts in every
+layer.
 
 Source: transformers models/dbrx/{configuration,modeling}_dbrx.py, which fails without `clip_qkv`, and without a
 `rope_theta` in `attn_config`, though it turns by the one beside. One tensor holds q, k and v, and one each the gates of

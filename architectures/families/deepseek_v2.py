@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V2-Lite (2405.04434): latent attention whose neighbours turn as complex numbers, and mixtures of a
-softmax, in the large one chosen by groups of experts.
+"""DeepSeek-V2 and V2-Lite (2405.04434): latent attention with RoPE on adjacent pairs, computed with complex numbers,
+and mixtures with a softmax router. The large model chooses groups of experts first.
 
 Source: transformers models/deepseek_v2/{configuration,modeling}_deepseek_v2.py, which never divides weights of experts
 by their sum.

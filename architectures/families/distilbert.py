@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 1910.01108): BERT with half of its layers, without types of tokens and without a pooler.
+"""DistilBERT (Sanh et al. 1910.01108): BERT with half of its layers, without token types and without a pooler.
 
 Source: transformers models/distilbert/{configuration,modeling}_distilbert.py.
 """

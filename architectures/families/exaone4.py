@@ -1,5 +1,5 @@
-"""EXAONE 4 (LG 2025, 2507.11407): llama with norms behind each sub-layer and on query and key heads; beside layers with
-a window, those that see all tokens have no positions.
+"""EXAONE 4 (LG 2025, 2507.11407): llama with norms after each sub-layer and on query and key heads. If some layers have
+a window, the layers without one have no positions.
 
 Source: transformers models/exaone4/{configuration,modeling}_exaone4.py.
 """

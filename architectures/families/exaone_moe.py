@@ -1,4 +1,4 @@
-"""K-EXAONE (LG 2025): EXAONE 4's attention behind norms, and DeepSeek-V3's mixtures with the first layers dense.
+"""K-EXAONE (LG 2025): EXAONE 4's attention with pre-norm, and DeepSeek-V3's mixtures, with dense first layers.
 
 Source: transformers models/exaone_moe/{configuration,modeling}_exaone_moe.py. Layers that draft tokens are left out
 there too.

@@ -1,5 +1,5 @@
-"""Falcon in its forms: 7b (MQA, parallel, one norm), 40b (grouped heads, parallel, two norms), 11b (one norm), rw
-(ALiBi, serial). Old checkpoints say RefinedWeb (40b) or RefinedWebModel (7b, rw).
+"""Falcon: 7b (MQA, parallel, one norm), 40b (GQA, parallel, two norms), 11b (one norm) and rw (ALiBi, serial). Old
+checkpoints have the model_type RefinedWeb (40b) or RefinedWebModel (7b, rw).
 
 Source: transformers models/falcon/{configuration,modeling}_falcon.py. One layout serves all fused q-k-v tensors.
 Linears multiply and then add the bias, rounding twice; scores are divided by sqrt(head_dim); ALiBi is rounded to

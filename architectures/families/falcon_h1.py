@@ -1,4 +1,5 @@
-"""Falcon-H1 (TII 2507.22448): Mamba-2 beside attention in every layer, on one norm, and a multiplier of every step.
+"""Falcon-H1 (TII 2507.22448): Mamba-2 and attention in parallel in every layer, with one norm for both, and multipliers
+at every step.
 
 Source: transformers models/falcon_h1/{configuration,modeling}_falcon_h1.py.
 """

@@ -1,4 +1,4 @@
-"""Falcon Mamba (TII 2410.05355): Mamba with norms, without weights, of what each token chooses.
+"""Falcon Mamba (TII 2410.05355): Mamba with weightless norms on its step size, B and C.
 
 Source: transformers models/falcon_mamba/{configuration,modeling}_falcon_mamba.py.
 """

@@ -1,4 +1,4 @@
-"""FlexOlmo (2507.07024): OLMo 2 with a mixture in every layer, whose experts are trained apart.
+"""FlexOlmo (2507.07024): OLMo 2 with a mixture in every layer, whose experts are trained separately.
 
 Source: transformers models/flex_olmo/{configuration,modeling}_flex_olmo.py.
 """

@@ -1,5 +1,5 @@
-"""Flint (Recursive 2026): qwen3-moe with sinks, rotary positions and a window in most layers, and a sigmoid router
-beside a shared expert.
+"""Flint (Recursive 2026): qwen3-moe with attention sinks, a sigmoid router and a shared expert. Most layers have RoPE
+and a window.
 
 Source: transformers models/flint/{configuration,modeling}_flint.py. Routers and sinks stay in fp32 in a model of any
 dtype, and so do scores.

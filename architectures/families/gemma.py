@@ -1,4 +1,4 @@
-"""Gemma (2403.08295): llama with norms by 1 + weight in fp32, and a table that is multiplied by √hidden.
+"""Gemma (2403.08295): llama with norms that multiply by 1 + weight in fp32, and embeddings multiplied by √hidden.
 
 Source: transformers models/gemma/{configuration,modeling}_gemma.py. A `hidden_act` of gelu is read there as its tanh
 approximation, which the first releases meant.

@@ -1,5 +1,5 @@
-"""Gemma 2 (2408.00118): Gemma with a norm behind each sub-layer too, caps on scores and logits, and a window in every
-second layer.
+"""Gemma 2 (2408.00118): Gemma with norms before and after each sub-layer, capped scores and logits, and a window in
+every second layer.
 
 Source: transformers models/gemma2/{configuration,modeling}_gemma2.py, which has no sdpa path: none caps scores.
 """

@@ -1,5 +1,5 @@
-"""Gemma 3 (2503.19786), its text model: Gemma 2 with norms on query and key heads in the place of caps on scores, a
-window in five layers of six, and rotary positions of their own in either kind of layer.
+"""Gemma 3 (2503.19786), its text model: Gemma 2 with norms on query and key heads instead of capped scores, a window in
+five of six layers, and separate RoPE settings for the two kinds of layer.
 
 Source: transformers models/gemma3/{configuration,modeling}_gemma3.py. Of a checkpoint with a vision tower the language
 model is read; what stands beside it is carried along.

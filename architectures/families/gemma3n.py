@@ -1,6 +1,6 @@
-"""Gemma 3n (Google 2025), its text model: Gemma 3 with four streams a token, of which a layer computes one and guesses
-the others, a residual of low rank beside attention, an input of its own for each layer, few active units in the first
-feed-forwards, and the last layers on keys and values of earlier ones.
+"""Gemma 3n (Google 2025), its text model: Gemma 3 with four streams per token, of which a layer computes one and
+predicts the others, and a low-rank residual next to attention. Every layer has an additional input, the first
+feed-forwards have few active units, and the last layers use keys and values of earlier layers.
 
 Source: transformers models/gemma3n/{configuration,modeling}_gemma3n.py. Of a checkpoint with towers for images and
 sound the language model is read, and what stands beside it carried along: projections of keys and values too that the

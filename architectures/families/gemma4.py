@@ -1,5 +1,6 @@
-"""Gemma 4 (Google 2026), its text model: Gemma 3 with heads of another width where a layer sees all tokens, values that
-are normed or made of the keys, the last layers on keys and values of earlier ones, and an input of its own for each.
+"""Gemma 4 (Google 2026), its text model: Gemma 3 with heads of another width in layers that see all tokens, and values
+that are normalised or equal to the keys. The last layers use keys and values of earlier layers, and every layer has an
+additional input.
 
 Source: transformers models/gemma4/{configuration,modeling}_gemma4.py. Of a checkpoint with towers for images and sound
 the language model is read, and what stands beside it carried along: projections of keys and values too that the last

@@ -1,5 +1,5 @@
-"""Gemma 4 (Google 2026) without towers, as the 12B is, in which images and sound come in as they are: Gemma 4's text
-model without experts, and without inputs of layers.
+"""Gemma 4 (Google 2026) without vision and audio towers, as in the 12B, where images and sound are direct inputs: Gemma
+4's text model without experts and without the additional layer inputs.
 
 Source: transformers models/gemma4_unified/{configuration,modeling}_gemma4_unified.py. Of a checkpoint with embeddings
 of images and sound the language model is read. What `use_bidirectional_attention` "vision" changes is about images

@@ -1,5 +1,5 @@
-"""GLM-4 9B (2406.12793): llama with half of each head turned, neighbours together, biases on q, k and v, and gate and
-up in one matrix.
+"""GLM-4 9B (2406.12793): llama with RoPE on adjacent pairs in half of each head, biases on q, k and v, and gate and up
+in one matrix.
 
 Source: transformers models/glm/{configuration,modeling}_glm.py.
 """

@@ -1,4 +1,4 @@
-"""GLM-4 0414 (Zhipu 2025): GLM-4 9B with a norm behind each sub-layer too.
+"""GLM-4 0414 (Zhipu 2025): GLM-4 9B with norms also after each sub-layer.
 
 Source: transformers models/glm4/{configuration,modeling}_glm4.py.
 """

@@ -1,5 +1,5 @@
-"""GLM-4.5 (2508.06471): a part of each head turned, norms on query and key heads where switched on, and DeepSeek-V3's
-mixtures: sigmoid scores, a bias of the choice, groups of experts, a scale, shared experts, the first layers dense.
+"""GLM-4.5 (2508.06471): RoPE on a part of each head, optional norms on query and key heads, and DeepSeek-V3's mixtures:
+a sigmoid router with a bias for the choice, groups of experts, a scale, shared experts, and dense first layers.
 
 Source: transformers models/glm4_moe/{configuration,modeling}_glm4_moe.py. Layers behind the last, which draft tokens,
 are left out there too.

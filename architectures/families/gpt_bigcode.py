@@ -1,5 +1,5 @@
-"""GPT-BigCode (SantaCoder 2301.03988, StarCoder 2305.06161): GPT-2 with linears as they are, and one head of keys and
-values for all queries.
+"""GPT-BigCode (SantaCoder 2301.03988, StarCoder 2305.06161): GPT-2 with ordinary linear layers and multi-query
+attention.
 
 Source: transformers models/gpt_bigcode/{configuration,modeling}_gpt_bigcode.py.
 """

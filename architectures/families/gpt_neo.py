@@ -1,5 +1,4 @@
-"""GPT-Neo (EleutherAI 2021): GPT-2 with linears as they are, a window in every second layer, and scores that nothing
-scales.
+"""GPT-Neo (EleutherAI 2021): GPT-2 with ordinary linear layers, a window in every second layer, and unscaled scores.
 
 Source: transformers models/gpt_neo/{configuration,modeling}_gpt_neo.py, which has no sdpa path: scores are made in
 fp32.

@@ -1,5 +1,5 @@
-"""GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX in series and without biases, but for one behind the attention of the last
-layer.
+"""GPT-NeoX Japanese (ABEJA 2022): GPT-NeoX with serial blocks and without biases, except one after the attention of the
+last layer.
 
 Source: transformers models/gpt_neox_japanese/{configuration,modeling}_gpt_neox_japanese.py, which has no sdpa path.
 """

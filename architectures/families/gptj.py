@@ -1,5 +1,5 @@
-"""GPT-J (EleutherAI 2021): parallel blocks of one layer norm, neighbours turned together in the first elements of each
-head, a bias in the head; no other projection of attention has one.
+"""GPT-J (EleutherAI 2021): parallel blocks with one LayerNorm, RoPE on adjacent pairs in the first elements of each
+head, and a bias in the head. The projections of attention have no biases.
 
 Source: transformers models/gptj/{configuration,modeling}_gptj.py, which has no sdpa path: scores are made in fp32 and
 then divided.

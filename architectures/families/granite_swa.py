@@ -1,5 +1,5 @@
-"""Granite with windows (IBM 2026): granite with attention sinks, a window in three layers of four, and a rotary
-base for each layer, or no positions.
+"""Granite with windows (IBM 2026): granite with attention sinks, a window in three of four layers, and a RoPE base per
+layer, or no positions.
 
 Source: transformers models/granite_swa/{configuration,modeling}_granite_swa.py.
 """

@@ -1,4 +1,4 @@
-"""Granite 3 MoE (IBM 2024): granite with a mixture in every layer.
+"""Granite 3 MoE (IBM 2024): granite with a mixture of experts in every layer.
 
 Source: transformers models/granitemoe/{configuration,modeling}_granitemoe.py. One tensor holds gate and up of all
 experts, and one what writes the stream.

@@ -1,5 +1,4 @@
-"""Granite with windows and mixtures (IBM 2026): granite's mixtures with shared experts behind the attention of
-granite_swa.
+"""Granite with windows and mixtures (IBM 2026): granite_swa's attention, and granite's mixtures with shared experts.
 
 Source: transformers models/granitemoe_swa/{configuration,modeling}_granitemoe_swa.py. Files have the names of modules.
 """

@@ -1,5 +1,5 @@
 """Granite 4 (IBM 2025): Mamba-2 in most layers, attention in the others, mostly without positions, and granite's
-multipliers; feed-forwards are mixtures with a shared expert, or where there are no experts that one alone.
+multipliers. Feed-forwards are mixtures with a shared expert, or only this expert.
 
 Source: transformers models/granitemoehybrid/{configuration,modeling}_granitemoehybrid.py.
 """

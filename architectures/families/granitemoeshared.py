@@ -1,4 +1,4 @@
-"""Granite 3 MoE with shared experts (IBM 2025), of which research checkpoints alone were released.
+"""Granite 3 MoE with shared experts (IBM 2025), released only as research checkpoints.
 
 Source: transformers models/granitemoeshared/{configuration,modeling}_granitemoeshared.py.
 """

@@ -1,4 +1,4 @@
-"""Helium 1 (Kyutai 2025): llama whose neighbours turn together.
+"""Helium 1 (Kyutai 2025): llama with RoPE on adjacent pairs.
 
 Source: transformers models/helium/{configuration,modeling}_helium.py.
 """

@@ -1,4 +1,4 @@
-"""Hunyuan dense (Tencent 2025): llama with norms on query and key heads behind their positions.
+"""Hunyuan dense (Tencent 2025): llama with norms on query and key heads after RoPE.
 
 Source: transformers models/hunyuan_v1_dense/{configuration,modeling}_hunyuan_v1_dense.py.
 """

@@ -1,5 +1,5 @@
-"""Hunyuan A13B (Tencent 2025): hunyuan_v1_dense with a mixture in every layer, a shared expert as wide as the others,
-and a router in fp32.
+"""Hunyuan A13B (Tencent 2025): hunyuan_v1_dense with a mixture in every layer, a shared expert of the same width, and a
+router in fp32.
 
 Source: transformers models/hunyuan_v1_moe/{configuration,modeling}_hunyuan_v1_moe.py. Numbers of experts may be listed
 by layer; here all layers have as many.

@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think (Naver 2025): Granite with a norm behind each sub-layer too, and logits that are multiplied.
+"""HyperCLOVA X SEED Think (Naver 2025): Granite with norms also after each sub-layer, and multiplied logits.
 
 Source: transformers models/hyperclovax/{configuration,modeling}_hyperclovax.py.
 """

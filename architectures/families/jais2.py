@@ -1,4 +1,4 @@
-"""Jais 2 (Inception 2025): llama with layer norms, biases everywhere, and a plain feed-forward of squared ReLU.
+"""Jais 2 (Inception 2025): llama with LayerNorms, biases everywhere, and a plain feed-forward with squared ReLU.
 
 Source: transformers models/jais2/{configuration,modeling}_jais2.py.
 """

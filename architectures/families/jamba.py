@@ -1,5 +1,5 @@
 """Jamba (AI21 2403.19887): Mamba with norms in most layers, attention without positions in some, and a mixture of
-experts in every other.
+experts in every second layer.
 
 Source: transformers models/jamba/{configuration,modeling}_jamba.py.
 """

@@ -1,5 +1,5 @@
-"""LFM2 (Liquid AI 2511.23404): short convolutions between two gates, and attention with norms on query and key heads in
-some layers; its final norm has a name of its own.
+"""LFM2 (Liquid AI 2511.23404): gated short convolutions, and attention with norms on query and key heads in some
+layers. Its final norm has a name of its own.
 
 Source: transformers models/lfm2/{configuration,modeling}_lfm2.py.
 """

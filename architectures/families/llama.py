@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al. 2302.13971), whose fields and names most families of today began with.
+"""LLaMA (Touvron et al. 2302.13971), the origin of most of today's config fields and tensor names.
 
 Source: transformers models/llama/{configuration,modeling}_llama.py. Checkpoints are pure renames.
 """

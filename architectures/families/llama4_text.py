@@ -1,6 +1,7 @@
-"""Llama 4 (Meta 2025), its text model: attention within chunks of the text, and in every fourth layer over all of it,
-without positions and with queries that grow with them; norms without weights on query and key heads behind their
-positions; and mixtures whose experts are given a weighed input, beside a shared one, in all layers or every other one.
+"""Llama 4 (Meta 2025), its text model. Three of four layers attend within chunks of the text and have RoPE, and after
+it norms without weights on query and key heads. The fourth attends to all tokens, without positions, with queries
+scaled by position. All or every second layer has a mixture with a shared expert, and the input of an expert is
+multiplied by its weight.
 
 Source: transformers models/llama4/{configuration,modeling}_llama4.py. Of a checkpoint with a vision tower the language
 model is read; what stands beside it is left out. One tensor holds all experts, [in, out].

@@ -1,4 +1,4 @@
-"""Mamba (Gu & Dao 2312.00752): its mixer alone in every layer, on a stream in fp32.
+"""Mamba (Gu & Dao 2312.00752): only Mamba mixers, with the residual stream in fp32.
 
 Source: transformers models/mamba/{configuration,modeling}_mamba.py.
 """

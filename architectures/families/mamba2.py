@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2405.21060): its mixer alone in every layer, on a stream in fp32.
+"""Mamba-2 (Dao & Gu 2405.21060): only Mamba-2 mixers, with the residual stream in fp32.
 
 Source: transformers models/mamba2/{configuration,modeling}_mamba2.py.
 """

@@ -1,5 +1,5 @@
-"""Marian (Junczys-Dowmunt et al. 1804.00344), as OPUS-MT's translators are: the Transformer of the paper, an encoder
-and a decoder with norms behind sums and sinusoidal positions.
+"""Marian (Junczys-Dowmunt et al. 1804.00344), used by the OPUS-MT translators: the original Transformer, an encoder and
+a decoder with post-norm and sinusoidal positions.
 
 Source: transformers models/marian/{configuration,modeling}_marian.py. Files may hold the sines and cosines as a table.
 """

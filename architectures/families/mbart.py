@@ -1,4 +1,4 @@
-"""mBART (Liu et al. 2001.08210): BART of many languages, with norms before each part of a layer and behind the last.
+"""mBART (Liu et al. 2001.08210): BART for many languages, with pre-norm and a final norm.
 
 Source: transformers models/mbart/{configuration,modeling}_mbart.py.
 """

@@ -1,4 +1,5 @@
-"""Mellum 2 (JetBrains 2026): qwen3-moe with a window in some layers, and rotary positions of their own in either kind.
+"""Mellum 2 (JetBrains 2026): qwen3-moe with a window in some layers, and separate RoPE settings for the two kinds of
+layer.
 
 Source: transformers models/mellum/{configuration,modeling}_mellum.py. Tensors of `mtp.`, which draft tokens, are left
 out there too.

@@ -1,5 +1,5 @@
-"""MiniCPM 3 (OpenBMB 2024, 2404.06395): dense, with DeepSeek-V2's latent attention, whose rotary pairs lie in halves,
-and multipliers on the embedding, the branches and the states before the head.
+"""MiniCPM 3 (OpenBMB 2024, 2404.06395): a dense model with DeepSeek-V2's latent attention, but RoPE pairs in halves,
+and with multipliers on the embedding, the branches and the final hidden states.
 
 Source: transformers models/minicpm3/{configuration,modeling}_minicpm3.py.
 """

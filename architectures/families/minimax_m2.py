@@ -1,5 +1,5 @@
-"""MiniMax-M2 (MiniMax 2025): norms on all query heads, and on all key heads, at once, a part of each head turned, and
-mixtures with sigmoid scores and a bias of the choice in every layer.
+"""MiniMax-M2 (MiniMax 2025): one norm over all query heads and one over all key heads, RoPE on a part of each head, and
+mixtures in every layer with a sigmoid router and a bias for the choice.
 
 Source: transformers models/minimax_m2/{configuration,modeling}_minimax_m2.py. Its tensors are named as mixtral's.
 """

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral 2025): mistral with YaRN, and queries that grow with their positions.
+"""Ministral 3 (Mistral 2025): mistral with YaRN, and queries scaled by position.
 
 Source: transformers models/ministral3/{configuration,modeling}_ministral3.py. What the queries grow by stands among the
 rotary parameters.

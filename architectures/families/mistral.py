@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2310.06825): llama with one sliding window for all layers.
+"""Mistral (Jiang et al. 2310.06825): llama with one sliding window in all layers.
 
 Source: transformers models/mistral/{configuration,modeling}_mistral.py. An absent `sliding_window` means 4096 there,
 null means none.

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2401.04088): mistral with a mixture of experts for a feed-forward.
+"""Mixtral (Jiang et al. 2401.04088): mistral with mixtures of experts as feed-forwards.
 
 Source: transformers models/mixtral/{configuration,modeling}_mixtral.py. Checkpoints have a tensor for every expert's
 w1 (gate), w2 (down) and w3 (up), as transformers 4 had modules; since 5.0 its modules hold all experts' gate and up in

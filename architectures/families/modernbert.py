@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2412.13663): an encoder with rotary positions, gated feed-forwards, norms before sub-layers
-but for the first, and a window on both sides in two layers of three, which turn by a base of their own.
+"""ModernBERT (Warner et al. 2412.13663): an encoder with RoPE, gated feed-forwards and pre-norm, except before the
+first attention. Two of three layers have a window in both directions and a separate RoPE base.
 
 Source: transformers models/modernbert/{configuration,modeling}_modernbert.py.
 """

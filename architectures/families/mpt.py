@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): ALiBi, layer norms without bias, no bias anywhere, and clipped queries, keys and values in some.
+"""MPT (MosaicML 2023): ALiBi, LayerNorms without bias, no biases, and clipped queries, keys and values in some models.
 
 Source: transformers models/mpt/{configuration,modeling}_mpt.py, which has no sdpa path. ALiBi counts back from the last
 key; its slopes are the paper's, with 8 for a maximum whatever the config says.

@@ -1,5 +1,5 @@
-"""nanochat (Karpathy 2025): norms without weights, on the embedding, query and key heads too, relu squared, a cap on
-logits, and positions that turn backward.
+"""nanochat (Karpathy 2025): norms without weights, also on the embedding and on query and key heads, squared ReLU,
+capped logits, and RoPE that rotates in the opposite direction.
 
 Source: transformers models/nanochat/{configuration,modeling}_nanochat.py.
 """

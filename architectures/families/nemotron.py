@@ -1,5 +1,5 @@
-"""Nemotron 3 and 4, Minitron (NVIDIA 2402.16819, 2407.14679): llama with layer norms whose weight is one less than
-their factor, half of each head turned, and a plain feed-forward of squared ReLU.
+"""Nemotron 3 and 4, Minitron (NVIDIA 2402.16819, 2407.14679): llama with LayerNorms that multiply by 1 + weight, RoPE
+on half of each head, and a plain feed-forward with squared ReLU.
 
 Source: transformers models/nemotron/{configuration,modeling}_nemotron.py.
 """

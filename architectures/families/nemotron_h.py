@@ -1,5 +1,5 @@
-"""Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer a layer, Mamba-2, attention without positions, a plain
-feed-forward with squared ReLU, or a mixture of such.
+"""Nemotron-H (NVIDIA 2504.03624) and Nemotron 3 Nano: one mixer per layer, which is Mamba-2, attention without
+positions, a plain feed-forward with squared ReLU, or a mixture of these.
 
 Source: transformers models/nemotron_h/{configuration,modeling}_nemotron_h.py. Tensors of `mtp.`, which draft tokens,
 are carried along.

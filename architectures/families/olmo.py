@@ -1,4 +1,4 @@
-"""OLMo 1 (2402.00838): llama with layer norms that have neither weight nor bias, and clipped queries, keys and values.
+"""OLMo 1 (2402.00838): llama with LayerNorms without weight and bias, and clipped queries, keys and values.
 
 Source: transformers models/olmo/{configuration,modeling}_olmo.py.
 """

@@ -1,5 +1,5 @@
-"""OLMo 2 (2501.00656): llama with norms behind each sub-layer and none before, and norms on all query heads, and on all
-key heads, at once.
+"""OLMo 2 (2501.00656): llama with norms after each sub-layer instead of before, one norm over all query heads, and one
+over all key heads.
 
 Source: transformers models/olmo2/{configuration,modeling}_olmo2.py.
 """

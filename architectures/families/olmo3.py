@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2 2025): OLMo 2 with a window in three layers of four, and rotary scaling in the others alone.
+"""OLMo 3 (Ai2 2025): OLMo 2 with a window in three of four layers, and RoPE scaling only in the others.
 
 Source: transformers models/olmo3/{configuration,modeling}_olmo3.py.
 """

@@ -1,4 +1,5 @@
-"""OLMoE (2409.02060): OLMo with norms on all query heads, and on all key heads, at once, and a mixture in every layer.
+"""OLMoE (2409.02060): OLMo with one norm over all query heads, one over all key heads, and a mixture of experts in
+every layer.
 
 Source: transformers models/olmoe/{configuration,modeling}_olmoe.py. Queries, keys and values are clipped behind their
 norms, which are as wide as the hidden size says: it has no heads of another width.

@@ -1,4 +1,4 @@
-"""GPT (Radford et al. 2018): GPT-2 with norms behind the sums, and none at the end.
+"""GPT (Radford et al. 2018): GPT-2 with post-norm (norms after the residual sums), and no final norm.
 
 Source: transformers models/openai/{configuration,modeling}_openai.py, which has no sdpa path and no cache. Its "gelu"
 is the tanh approximation.

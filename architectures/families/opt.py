@@ -1,5 +1,5 @@
-"""OPT (Zhang et al. 2205.01068): ReLU, and a table of positions that begins with its third row and does not count
-padding. 350m has norms behind its sums, none at the end, and a vocabulary half as wide as the stream.
+"""OPT (Zhang et al. 2205.01068): ReLU, and a position table that starts at its third row and does not count padding.
+OPT-350m has post-norm, no final norm, and an embedding half as wide as the hidden states.
 
 Source: transformers models/opt/{configuration,modeling}_opt.py. Queries are scaled before they meet keys.
 """

@@ -1,5 +1,5 @@
-"""Persimmon (Adept 2023): layer norms, on the queries and keys of every head too, half of each head turned, a plain
-feed-forward of squared ReLU, q, k and v fused head by head.
+"""Persimmon (Adept 2023): LayerNorms, also on the queries and keys of every head, RoPE on half of each head, a plain
+feed-forward with squared ReLU, and q, k and v fused head by head.
 
 Source: transformers models/persimmon/{configuration,modeling}_persimmon.py.
 """

@@ -1,5 +1,5 @@
-"""Phi-3.5-MoE (Microsoft 2024, 2404.14219): layer norms with biases, LongRoPE, and mixtures that weigh each of two
-experts by a softmax of its own (SparseMixer).
+"""Phi-3.5-MoE (Microsoft 2024, 2404.14219): LayerNorms with biases, LongRoPE, and mixtures that weigh each of two
+experts with a separate softmax (SparseMixer).
 
 Source: transformers models/phimoe/{configuration,modeling}_phimoe.py, which takes two experts whatever is said, and
 turns longer texts than the original context by the short factors still, where the model's own code takes the long ones:

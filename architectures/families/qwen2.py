@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (2407.10671): llama with biases on q, k and v, and a window on the upper layers where switched on.
+"""Qwen2 and Qwen2.5 (2407.10671): llama with biases on q, k and v, and optionally a window in the upper layers.
 
 Source: transformers models/qwen2/{configuration,modeling}_qwen2.py.
 """

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): qwen2 with mixtures of small experts, of which one is shared and has a gate
-of its own; any layer may be dense.
+"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): qwen2 with mixtures of small experts and a shared expert with its own gate.
+Any layer may be dense.
 
 Source: transformers models/qwen2_moe/{configuration,modeling}_qwen2_moe.py, and conversion_mapping.py, by which most
 families of experts name their tensors since: one an expert in files, one of all experts in modules. Of the windows that

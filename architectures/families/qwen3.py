@@ -1,4 +1,4 @@
-"""Qwen3 (2505.09388), dense: llama with an RMSNorm on every query and key head, and a head_dim of its own.
+"""Qwen3 (2505.09388), dense: llama with an RMSNorm on every query and key head, and a separate head_dim.
 
 Source: transformers models/qwen3/{configuration,modeling}_qwen3.py.
 """

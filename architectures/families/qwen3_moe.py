@@ -1,4 +1,4 @@
-"""Qwen3-MoE (2505.09388): qwen3 with mixtures of small experts and none that is shared.
+"""Qwen3-MoE (2505.09388): qwen3 with mixtures of small experts, without a shared one.
 
 Source: transformers models/qwen3_moe/{configuration,modeling}_qwen3_moe.py.
 """

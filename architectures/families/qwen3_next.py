@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen 2025): gated DeltaNet in three layers of four and gated attention in the others, norms by one more
-than their weight, a part of each head turned, and mixtures of small experts, of which one is shared and has a gate.
+"""Qwen3-Next (Qwen 2025): gated DeltaNet in three of four layers and gated attention in the others, norms that multiply
+by 1 + weight, RoPE on a part of each head, and mixtures of small experts with a gated shared one.
 
 Source: transformers models/qwen3_next/{configuration,modeling}_qwen3_next.py. Tensors of `mtp.`, which draft tokens,
 are carried along.

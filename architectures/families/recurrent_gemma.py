@@ -1,5 +1,5 @@
-"""RecurrentGemma (Google 2404.07839): Griffin's recurrent units in two layers of three, and attention to a window in
-the third, with norms, a scaled table and a cap on logits as in Gemma.
+"""RecurrentGemma (Google 2404.07839): Griffin's recurrent units (RG-LRU) in two of three layers and attention with a
+window in the third. Norms, scaled embedding and capped logits are Gemma's.
 
 Source: transformers models/recurrent_gemma/{configuration,modeling}_recurrent_gemma.py. Its class keeps the states of
 recurrences in its own modules, and masks no padding in them.

@@ -1,5 +1,5 @@
-"""RoBERTa (Liu et al. 1907.11692): BERT's layers, and a table of positions in which tokens of padding are not counted
-and have a row of their own, whatever the attention mask says. XLM-RoBERTa and CamemBERT are it under other names.
+"""RoBERTa (Liu et al. 1907.11692): BERT's layers. Its table of positions does not count padding tokens, which have a
+row of their own, whatever the attention mask contains. XLM-RoBERTa and CamemBERT have the same layers.
 
 Source: transformers models/roberta/{configuration,modeling}_roberta.py.
 """

@@ -1,5 +1,5 @@
-"""RWKV-4 (Peng et al. 2305.13048): a weighted mean over time and a mixing of channels in every layer, each of which
-reads a token and the one before it.
+"""RWKV-4 (Peng et al. 2305.13048): every layer has a weighted mean over time and a channel mixing, and both read a
+token and the token before it.
 
 Source: transformers models/rwkv/{configuration,modeling}_rwkv.py. When it does not train, its class halves the stream
 behind every `rescale_every` layers, and what is written into it as often. All of that is exact in binary, and gives the

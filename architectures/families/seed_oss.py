@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance 2025): llama with biases on q, k and v, and a switch of its own for the output's.
+"""Seed-OSS (ByteDance 2025): llama with biases on q, k and v, and a separate switch for the output's bias.
 
 Source: transformers models/seed_oss/{configuration,modeling}_seed_oss.py.
 """

@@ -1,4 +1,4 @@
-"""SmolLM 3 (Hugging Face 2025): llama without positions in every fourth layer.
+"""SmolLM 3 (Hugging Face 2025): llama, without positions in every fourth layer.
 
 Source: transformers models/smollm3/{configuration,modeling}_smollm3.py.
 """

@@ -1,4 +1,5 @@
-"""StableLM (Stability AI 2023): llama with layer norms, a quarter of each head turned, and parallel blocks in some.
+"""StableLM (Stability AI 2023): llama with LayerNorms, RoPE on a quarter of each head, and parallel blocks in some
+models.
 
 Source: transformers models/stablelm/{configuration,modeling}_stablelm.py. In StableLM 2 12B every head has a norm of
 its own, each a tensor.

@@ -1,4 +1,4 @@
-"""StarCoder 2 (2402.19173): llama's attention with layer norms, biases everywhere and a plain feed-forward.
+"""StarCoder 2 (2402.19173): llama's attention with LayerNorms, biases everywhere and a plain feed-forward.
 
 Source: transformers models/starcoder2/{configuration,modeling}_starcoder2.py.
 """

@@ -1,6 +1,6 @@
-"""T5 (Raffel et al. 1910.10683): an encoder and a decoder, whose layers add biases of distances to scores that nothing
-scales, and norms without a mean. v1.1 and FLAN have gated feed-forwards and a head of their own, T5 itself a tied one
-that reads scaled states.
+"""T5 (Raffel et al. 1910.10683): an encoder and a decoder with relative position biases, unscaled scores and RMSNorms.
+v1.1 and FLAN have gated feed-forwards and an untied head. The original T5 has a tied head that reads scaled hidden
+states.
 
 Source: transformers models/t5/{configuration,modeling}_t5.py, whose heads are tied unless files hold another.
 """

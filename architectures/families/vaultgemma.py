@@ -1,4 +1,4 @@
-"""VaultGemma (2510.15001): Gemma 2 without the norms behind its sub-layers.
+"""VaultGemma (2510.15001): Gemma 2 without the norms after its sub-layers.
 
 Source: transformers models/vaultgemma/{configuration,modeling}_vaultgemma.py.
 """

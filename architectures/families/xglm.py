@@ -1,5 +1,5 @@
-"""XGLM (Lin et al. 2112.10668): GPT-2 with linears as they are, a scaled embedding, and sines of positions that begin
-with the third.
+"""XGLM (Lin et al. 2112.10668): GPT-2 with ordinary linear layers, a scaled embedding, and sinusoidal positions that
+start at the third row.
 
 Source: transformers models/xglm/{configuration,modeling}_xglm.py, which has no sdpa path. Queries are scaled before
 they meet keys.

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa (Conneau et al. 1911.02116): RoBERTa with a vocabulary of a hundred languages.
+"""XLM-RoBERTa (Conneau et al. 1911.02116): RoBERTa with a vocabulary for a hundred languages.
 
 Source: transformers models/xlm_roberta/{configuration,modeling}_xlm_roberta.py.
 """

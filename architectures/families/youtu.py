@@ -1,4 +1,4 @@
-"""Youtu-LLM (Tencent 2025): dense, with the latent attention of DeepSeek-V3.
+"""Youtu-LLM (Tencent 2025): a dense model with DeepSeek-V3's latent attention.
 
 Source: transformers models/youtu/{configuration,modeling}_youtu.py.
 """

@@ -1,5 +1,5 @@
-"""Zamba2 (Zyphra 2411.15242): Mamba-2 in every layer, and before it in some a transformer block that reads the stream
-beside the embeddings. There are few such blocks, which layers run in turn, each with adapters of its own.
+"""Zamba2 (Zyphra 2411.15242): Mamba-2 in every layer. Before it, some layers run a transformer block that reads the
+hidden states and the embeddings. Layers share these few blocks and have their own adapters.
 
 Source: transformers models/zamba2/{configuration,modeling}_zamba2.py.
 """

@@ -131,14 +131,14 @@ def others() -> str:
     for each in families_json(everything=True)["others"]:
         reasons.setdefault(each["why"], []).append(f"`{each['model_type']}`")
     rows = sorted(([why, str(len(kinds)), ", ".join(kinds)] for why, kinds in reasons.items()), key=lambda row: row[0])
-    return table(["what they have", "types", "`model_type`"], rows, right=[1])
+    return table(["because of", "types", "`model_type`"], rows, right=[1])
 
 
 def how_many() -> str:
     """How many of the installed transformers' causal language models are read."""
     exact, counted, types = (families_json()["counts"][name] for name in ("exact", "counted", "types"))
     whose = f"causal language models of transformers {version('transformers')}"
-    return f"{exact} of the {types} {whose} (parameters are counted of {counted})"
+    return f"{exact} of the {types} {whose} (and counts the parameters of {counted})"
 
 
 def paths() -> str:
@@ -167,7 +167,7 @@ def presets_table(*only: str) -> str:
             total = count(architecture.spec(preset.config)).total
             aliases = ", ".join(f"`{alias}`" for alias in preset.aliases)
             rows.append([f"`{preset.name}`", aliases, f"{total:,}", sourced(preset.source)])
-    return table(["preset", "also", "parameters", "taken from"], rows, right=[2])
+    return table(["preset", "other names", "parameters", "source"], rows, right=[2])
 
 
 def presets_page() -> str:
@@ -235,7 +235,7 @@ def names_table(reference: str) -> str:
     some = [each for each in open_checkpoint(reference, offline=True).spec.parameters() if each.layer in (None, 0)]
     shape = [" × ".join(f"{size:,}" for size in each.shape) for each in some]
     rows = [[f"`{each.name}`", size, each.component] for each, size in zip(some, shape, strict=True)]
-    return table(["shared name", "shape", "counted under"], rows)
+    return table(["shared name", "shape", "component"], rows)
 
 
 def components_page() -> str:
@@ -288,7 +288,7 @@ def swaps_table(*options: str) -> str:
         if swap.source not in (known := sources.setdefault(f"`{spelled(swap.option)}`", [])):
             known.append(swap.source)
     told = "\n".join(f"- {option}: {linked('; '.join(known))}" for option, known in sources.items())
-    return f"{table(['asked for as', 'from → to', 'at best', 'needs'], rows)}\n\nWhere they come from:\n\n{told}"
+    return f"{table(['option', 'from → to', 'at best', 'needs'], rows)}\n\nSources:\n\n{told}"
 
 
 def swap_options() -> str:
