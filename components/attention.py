@@ -32,40 +32,47 @@ __all__ = ["Attention"]
 
 
 class Attention(Mixer, Component, frozen=True):
-    """Self-attention with `heads` query heads and `kv_heads` key and value heads (MHA, GQA, MQA): of each token over
-    itself and those before it, or where it is not `causal` over those behind it too (BERT), of which no cache is kept.
+    """Self-attention with `heads` query heads and `kv_heads` key-value heads (MHA, GQA, MQA).
 
-    `scale` multiplies q·k; with `scaling` "divide" the scores are divided by its inverse instead, with "queries" the
-    queries are multiplied before the product (OPT). `window` w lets position t see t-w+1 … t, or with `chunked`
-    those of its own chunk of w tokens (Llama 4); without `causal` t-w+1 … t+w-1 (ModernBERT). `cap` c makes
-    c · tanh(s / c) of every score s, before the mask (Gemma 2). `kv_expansion` says when a key head becomes one a query
-    head: "repeat" after the cache, "broadcast" inside the matrix product, "projection" before positions are applied.
-    `fused` computes q, k and v in one matrix product, a key-value head's queries, its key and its value together, or
-    with `fused_rows` "by part" all queries, all keys, all values (with "conv1d" always); `softmax` runs in fp32 at
-    least, or in the dtype of its input. Where the scores are written out (not in a fused kernel), `scores` "float32"
-    makes them of q and k in fp32 at least, the scale inside their product; "float32, then scaled" after it (GPT-J,
-    GPT-Neo); and "product" has it inside in the dtype of the input (GPT-NeoX-Japanese). `kept` says what a cache holds
-    of a window's tokens: those that are seen yet, or all (GPT-Neo), whose weights are 0 then; `lie` how keys and values
-    lie in memory where there is no cache: as one would hold them, head by head, or as they were projected (MPT).
-    With `kernel` "eager" scores are written out whatever kernel is asked for, since the family has no other.
+    If it is `causal`, a token attends to itself and to earlier tokens. Otherwise it attends to all tokens (BERT),
+    and there is no KV cache.
 
-    `clip` c keeps every element of q, k and v between -c and c (OLMo, DBRX), with `clip_normed` q and k behind their
-    norms (OLMoE). `q_norm` and `k_norm` are on each head,
-    or, as wide as all heads, on all of them at once (OLMo 2); with `norm_order` "after" they come behind the positions
-    (Hunyuan). `v_norm` is on each head's values (Gemma 4). `mixed_norm` is on what all heads give, before the output
-    projection (BitNet); with `gated` each element of that is multiplied by σ(gate(x)) (2505.06708, AFMoE), where the
-    gate may have a bias, and is made "apart" or in one product "with queries", a head's behind its query (Qwen3-Next).
-    With `sinks`
-    a head has one more score, of a key with no value (gpt-oss); `sunk` says whether it is among those of the softmax,
-    kept in fp32 in a model of any dtype or not, or what heads give is multiplied by what it leaves to the others
-    (Granite). `temperature` is on the queries, last of
-    all.
+    Scores: `scale` multiplies q·k. With `scaling` "divide", the scores are divided by the inverse of the scale
+    instead. With "queries", the queries are multiplied before the product (OPT). `cap` c replaces every score s by
+    c · tanh(s / c), before the mask (Gemma 2). `temperature` multiplies the queries last.
 
-    `key_multiplier` scales keys before they turn (Falcon-H1).
+    Window: with `window` w, position t attends to t-w+1 … t. With `chunked`, it attends to the tokens of its own
+    chunk of w tokens (Llama 4). Without `causal`, it attends to t-w+1 … t+w-1 (ModernBERT).
 
-    `kv_from` says what keys and values are made of: the "input", each by a projection; with "keys" one projection makes
-    both, and values are what it gives before the norm and the positions of keys (Gemma 4); with "earlier" they are
-    those of the nearest layer before that makes its own, in as many heads as wide behind the same window (Gemma 3n).
+    Norms and limits: `clip` c limits every element of q, k and v to -c … c (OLMo, DBRX). With `clip_normed`, q and
+    k are limited after their norms (OLMoE). `q_norm` and `k_norm` normalise each head, or all heads at once if they
+    are as wide as all heads (OLMo 2). With `norm_order` "after", they come after the positions (Hunyuan). `v_norm`
+    normalises the values of each head (Gemma 4). `mixed_norm` normalises the output of all heads before the output
+    projection (BitNet). `key_multiplier` scales keys before they are rotated (Falcon-H1).
+
+    Gates and sinks: with `gated`, each element of the heads' output is multiplied by σ(gate(x)) (2505.06708,
+    AFMoE). The gate may have a bias (`gate_bias`). `gate` says whether its projection is "apart", or in one product
+    "with queries", where each head's gate comes after its query (Qwen3-Next). With `sinks`, each head has one more
+    score, for a key without a value (gpt-oss). `sunk` says how the sink acts. Either it is one of the scores of the
+    softmax, in fp32 for any model dtype or not, or the heads' output is multiplied by the share that the sink
+    leaves to the other scores (Granite).
+
+    Sources of keys and values: with `kv_from` "input", keys and values have separate projections. With "keys", one
+    projection gives both, and values are its result before the keys' norm and positions (Gemma 4). With "earlier",
+    they are those of the nearest earlier layer that computes its own, which has the same number and width of heads
+    and the same window (Gemma 3n).
+
+    Rounding: `kv_expansion` says when a key head is repeated for its query heads: "repeat" after the cache,
+    "broadcast" inside the matrix product, "projection" before positions are applied. `fused` computes q, k and v in
+    one matrix product. Its rows have the queries, key and value of one key-value head after the other, or with
+    `fused_rows` "by part" first all queries, then all keys, then all values (always with "conv1d"). `softmax` runs
+    in at least fp32, or in the dtype of its input. If the scores are written out, and not computed in a fused
+    kernel, `scores` "float32" computes them from q and k in at least fp32, with the scale inside the product.
+    "float32, then scaled" multiplies by the scale afterwards (GPT-J, GPT-Neo). "product" has the scale inside, in
+    the dtype of the input (GPT-NeoX-Japanese). `kept` says which tokens of a window a cache contains: those that
+    are still visible, or all, with weights of 0 (GPT-Neo). `lie` is the memory layout of keys and values without a
+    cache: as in a cache, head by head, or as they were projected (MPT). With `kernel` "eager", scores are written
+    out with any requested kernel, because the family has no other.
     """
 
     label = "attention"

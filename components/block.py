@@ -31,14 +31,15 @@ _PLACES = {"norm": "pre", "output_norm": "output", "sum_norm": "post"}
 class SubLayer(Component, frozen=True):
     """A mixer and its norms: y = mixer(norm(x)), x = sum_norm(x + multiplier · output_norm(y)).
 
-    Norms that are None are left out: pre-norm has `norm` alone, a sandwich (Gemma 2) `norm` and `output_norm`, OLMo 2
-    `output_norm`, and post-norm (Vaswani et al. 2017) `sum_norm`. `multiplier` scales the branch (Granite). With
-    `low_rank` r x becomes (x + output_norm(y) + r(norm(x))) / √2 (Gemma 3n). In a layer with `altup` what goes `onto`
-    "others" is added to all streams but the first, and is of the active one of the corrected streams. What goes onto
-    the "next" sub-layer is added to the stream for that one's norm alone, and leaves the stream as it is (Zamba).
+    Norms that are None are left out. Pre-norm has only `norm`, a sandwich (Gemma 2) has `norm` and `output_norm`,
+    OLMo 2 has `output_norm`, and post-norm (Vaswani et al. 2017) has `sum_norm`. `multiplier` scales the branch
+    (Granite), and `input_multiplier` scales only the input of the mixer. With `low_rank` r, x becomes (x +
+    output_norm(y) + r(norm(x))) / √2 (Gemma 3n).
 
-    `input_multiplier` scales what the mixer alone reads. With `beside` it reads what the sub-layer before it read, and
-    the results of both are added to the stream together (Falcon-H1).
+    `onto` says where the result is added. In a layer with `altup`, "others" is all streams except the first, and
+    the sub-layer reads the active one of the corrected streams. "next" adds the result only to the input of the
+    next sub-layer's norm, and leaves the stream unchanged (Zamba). With `beside`, the sub-layer reads the same
+    input as the one before it, and both results are added to the stream together (Falcon-H1).
     """
 
     tells = ("mixer", *_NORMS, "input_multiplier")
@@ -92,7 +93,7 @@ class SubLayer(Component, frozen=True):
 
 
 class BlockScale(Component, frozen=True):
-    """A number by which all that leaves a block is multiplied, and which training leaves as it is (Gemma 4)."""
+    """A number that multiplies the output of a block, and that is not trained (Gemma 4)."""
 
     label = "norms"
 
@@ -107,17 +108,17 @@ class BlockScale(Component, frozen=True):
 
 
 class Block(Component, frozen=True):
-    """One layer: its sub-layers, one after the other, and what multiplies the stream behind them, `scale`. With `altup`
-    the stream is several, of which they compute one.
+    """A layer: its sub-layers in order, and `scale`, which multiplies the stream after them. With `altup`, there
+    are several streams, and the sub-layers compute one of them.
 
-    With `parallel` all of them read the layer's input, through norms of their own or, where one has none, through the
-    first one's, and their results are added to it together: the last one's and then those before, or with `sums`
-    "stream first" each to the stream before the next (StableLM). With `residual`
-    "normed" a sub-layer's result is added to its norm's output, not to the stream (BLOOM's
-    apply_residual_connection_post_layernorm). With `wide` the stream leaves in fp32 at least, and norms before
-    sub-layers read it as narrow as the model is (Mamba).
+    With `parallel`, all sub-layers read the layer's input, through their own norms or, without one, through the
+    first sub-layer's norm. Their results are added to the input together, the last one first. With `sums` "stream
+    first", they are added to the stream one after the other (StableLM). With `residual` "normed", a sub-layer's
+    result is added to the output of its norm and not to the stream (BLOOM's
+    apply_residual_connection_post_layernorm). With `wide`, the stream is in at least fp32 after the layer, and
+    norms before sub-layers read it in the model's dtype (Mamba).
 
-    A sub-layer's parts go by its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
+    The names of a sub-layer's parts begin with its mixer's slot: `blocks.3.attention_norm`, `blocks.3.attention`.
     """
 
     rounds = ("sums", "wide")

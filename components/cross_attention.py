@@ -13,8 +13,9 @@ __all__ = ["CrossAttention"]
 
 
 class CrossAttention(Mixer, Component, frozen=True):
-    """Attention of each token over the source, which an encoder has read (Vaswani et al. 2017): queries are made of the
-    stream, keys and values of the encoder's output, once for each source. Its fields are `Attention`'s.
+    """Attention of each token to the source, which an encoder has read (Vaswani et al. 2017). Queries come from the
+    stream. Keys and values come from the encoder's output, and are computed once per source. The fields are those
+    of `Attention`.
     """
 
     label = "cross-attention"

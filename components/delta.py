@@ -19,18 +19,20 @@ _CHUNK = 64  # tokens that are read at once
 
 
 class GatedDeltaNet(Mixer, Component, frozen=True):
-    """The state S (key_dim, value_dim) of each of `heads` heads decays, is corrected at the token's key by what it
-    lacks of the token's value, and is read at its query (Yang et al. 2412.06464):
+    """A recurrence with a state S (key_dim, value_dim) for each of `heads` heads (Yang et al. 2412.06464). At each
+    token, the state decays, adds the difference between the token's value and its own value for the token's key,
+    and is read by the token's query:
 
         S ← eᵍ S,  S ← S + k (β (v − Sᵀk))ᵀ,  y = Sᵀq
 
-    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias), β = σ(beta_proj(x)), and queries and keys of length 1, the
-    queries over √key_dim, in fp32 at least. Each of `key_heads` queries and keys is for heads / key_heads heads in a
-    row. Queries, keys and values go through a causal convolution, a kernel of `kernel` tokens a channel, and the
-    `activation`; y of each head is normed and multiplied by silu(gate_proj(x)).
+    with g = −exp(A_log) · softplus(decay_proj(x) + dt_bias) and β = σ(beta_proj(x)). Queries and keys have length
+    1, and queries are divided by √key_dim. All of this is in at least fp32. Each of `key_heads` queries and keys is
+    for heads / key_heads consecutive heads. Queries, keys and values pass through a causal convolution with a
+    kernel of `kernel` tokens per channel, and then the `activation`. The y of each head is normalised and
+    multiplied by silu(gate_proj(x)).
 
-    `fused` says what one matrix product makes: queries, keys and values ("by part", Qwen3.5), or a key head's query,
-    key, values and gates, and in another its β and decays ("by head", Qwen3-Next).
+    `fused` says what one matrix product computes: queries, keys and values ("by part", Qwen3.5), or the query, key,
+    values and gates of a key head, with β and decays in a second product ("by head", Qwen3-Next).
     """
 
     label = "recurrence"

@@ -14,8 +14,8 @@ __all__ = ["HeadTransform", "Pooler", "TokenTypes"]
 
 
 class TokenTypes(Component, frozen=True):
-    """A table with a row for each of `count` types of tokens, added to their embeddings: which segment of a text each
-    is of (BERT, 1810.04805). Where nobody gives types, all are of the first.
+    """A table with a row for each of `count` token types, added to the embeddings. A type says to which segment of
+    a text a token belongs (BERT, 1810.04805). Without types, all tokens have the first.
     """
 
     label = "embedding"
@@ -46,7 +46,7 @@ class TokenTypes(Component, frozen=True):
 
 
 class HeadTransform(Component, frozen=True):
-    """norm(activation(dense(x))): what hidden states go through before the head of a masked language model (BERT)."""
+    """norm(activation(dense(x))), applied to hidden states before the head of a masked language model (BERT)."""
 
     label = "head"
     forgotten: ClassVar[dict[str, str]] = {"bias": "bias before the head dropped"}
@@ -82,8 +82,8 @@ class HeadTransform(Component, frozen=True):
 
 
 class Pooler(Component, frozen=True):
-    """activation(dense(x)) of a text's first token: a vector of the whole (BERT). It is no part of what a model gives
-    for each token, and is computed where somebody asks for it.
+    """activation(dense(x)) of a text's first token, as one vector for the text (BERT). It is not part of the
+    model's output per token, and is computed only on request.
     """
 
     label = "pooler"

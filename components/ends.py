@@ -17,12 +17,13 @@ __all__ = ["Embedding", "Head", "LayerEmbedding"]
 
 
 class Embedding(Component, frozen=True):
-    """The token table; its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them before
-    the first block (BLOOM). With `width` rows are so wide, and a matrix takes them to the stream (OPT 350m). The table
-    of an encoder that is `shared` is that of the model whose encoder it is, and is stored once. The row of the token
-    `blank` counts as zeros, whatever it holds, in a tied head too (Youtu's padding token).
+    """The token table. Its rows are multiplied by `multiplier` (√hidden in Gemma), and `norm` is applied to them
+    before the first block (BLOOM). With `width`, rows have this width, and a matrix projects them to the stream
+    (OPT 350m). If an encoder's table is `shared`, it is the table of the model that has the encoder, and is stored
+    once. The row of the token `blank` counts as zeros, whatever it contains, also in a tied head (Youtu's padding
+    token).
 
-    `scaling` "rounded" rounds the multiplier to the dtype of the rows before it multiplies them.
+    `scaling` "rounded" rounds the multiplier to the dtype of the rows first.
     """
 
     label = "embedding"
@@ -81,10 +82,12 @@ class Embedding(Component, frozen=True):
 
 
 class LayerEmbedding(Component, frozen=True):
-    """What a token has for each layer beside the stream: `width` numbers for each of so many layers, side by side in
-    one row of a table (Gemma 3n). They are summed · (row + norm(projected · projection(x))), x the token's embedding;
-    each layer's are normed by themselves, and its `LayerInput` takes them in. A token beyond the table's rows has the
-    first. `scaling` "rounded" rounds both numbers to the dtype of the rows before they multiply.
+    """An additional input per layer for each token: a table whose rows have `width` numbers for each layer (Gemma
+    3n).
+
+    The inputs are summed · (row + norm(projected · projection(x))), where x is the token's embedding. They are
+    normalised separately for each layer, and its `LayerInput` reads them. A token beyond the table's rows has the
+    first row. `scaling` "rounded" rounds both numbers to the dtype of the rows before they multiply.
     """
 
     label = "embedding"
@@ -159,11 +162,13 @@ class LayerEmbedding(Component, frozen=True):
 
 
 class Head(Component, frozen=True):
-    """Logits from hidden states. `tied`: its weight is the embedding's, and is stored once. Logits are multiplied by
-    `multiplier` (Cohere), with `scaling` "divide" divided by its inverse (Granite), with "divide states" the states are
-    before (MiniCPM), or with "multiply states" multiplied by it (T5); then `cap` c makes c · tanh(x / c) of every logit
-    x (Gemma 2). With `width` a matrix takes hidden states to so many dimensions first (OPT 350m); with a `transform`
-    they go through that before (BERT). `added` says where a bias is, inside the matrix product or behind it (BART).
+    """Logits from hidden states. If it is `tied`, its weight is the embedding's and is stored once.
+
+    Logits are multiplied by `multiplier` (Cohere). With `scaling` "divide", they are divided by its inverse
+    (Granite). With "divide states", the hidden states are divided before the product (MiniCPM), and with "multiply
+    states" they are multiplied (T5). Then `cap` c replaces every logit x by c · tanh(x / c) (Gemma 2). With
+    `width`, a matrix projects hidden states to this width first (OPT 350m). With a `transform`, they pass through
+    it first (BERT). `added` says whether a bias is added inside the matrix product or after it (BART).
     """
 
     label = "head"

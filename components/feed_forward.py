@@ -18,8 +18,8 @@ _USUAL = {"activation": ("the activation {}", tuple(each for each in get_args(Ac
 
 
 class FeedForward(Mixer, Component, frozen=True):
-    """down(activation(up(x))); an activation may have parameters of its own (`activations.LEARNT`). With `inside` it
-    reads and writes a latent of the component that it is part of, not the residual stream.
+    """down(activation(up(x))). An activation may have parameters of its own (`activations.LEARNT`). With `inside`,
+    it reads and writes a latent of the component that contains it, and not the residual stream.
     """
 
     label = "feed-forward"
@@ -91,7 +91,7 @@ class FeedForward(Mixer, Component, frozen=True):
 
 
 class ExpertLatent(Component, frozen=True):
-    """The projections between the residual stream and a latent of `width` numbers, which experts read and write
+    """The projections between the residual stream and a latent of width `width`, which experts read and write
     (Nemotron 3 Super).
     """
 
@@ -116,13 +116,15 @@ class ExpertLatent(Component, frozen=True):
 
 
 class GatedFeedForward(Mixer, Component, frozen=True):
-    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); SwiGLU where the activation is silu.
+    """down(activation(gate(x)) · up(x)) (Shazeer 2002.05202); called SwiGLU if the activation is silu.
 
-    `limit` l keeps gate(x) no larger than l, and up(x) between -l and l; `up_shift` is added to up(x), behind that
-    (gpt-oss 2508.10925). `gate_multiplier` scales gate(x), before all that (Falcon-H1). With `sparsity` s about that
-    share of a token's units are 0: of gate(x) there is left what is above mean + Φ⁻¹(s) · deviation of its units
-    (Gemma 3n). `inner_norm` is on the product, before the projection back (BitNet). `fused` computes gate and up in one
-    matrix product; with `down_turned` what writes the stream lies [in, out] in memory, and the others do not (DBRX).
+    `limit` l limits gate(x) to at most l, and up(x) to -l … l. Then `up_shift` is added to up(x) (gpt-oss
+    2508.10925). `gate_multiplier` scales gate(x) before these steps (Falcon-H1). With `sparsity` s, about this
+    share of a token's units is 0: gate(x) is reduced to its part above mean + Φ⁻¹(s) · deviation of the units
+    (Gemma 3n). `inner_norm` normalises the product before the down projection (BitNet).
+
+    `fused` computes gate and up in one matrix product. With `down_turned`, the down projection is stored as [in,
+    out], and the others are not (DBRX).
     """
 
     label = "feed-forward"
@@ -230,7 +232,9 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
 
 class LayerInput(Mixer, Component, frozen=True):
-    """down(activation(gate(x)) · e), e what the model's `LayerEmbedding` has for the token in this layer (Gemma 3n)."""
+    """down(activation(gate(x)) · e), where e is the entry of the model's `LayerEmbedding` for the token in this
+    layer (Gemma 3n).
+    """
 
     label = "layer inputs"
     slot = "layer_input"

@@ -19,23 +19,24 @@ __all__ = ["LatentAttention"]
 class LatentAttention(Mixer, Component, frozen=True):
     """Multi-head latent attention (DeepSeek-V2 2405.04434, section 2.1; TransMLA 2502.07864).
 
-    Of each token a latent c = kv_down(x), `kv_rank` wide, with `kv_norm` where there is one, is what keys and values
-    are made of: k_up(c) gives `nope_dim` elements of a key a head, v_up(c) `value_dim` elements of a value a head.
-    Positions are on keys of their own, `rope_heads` of them, `position.dim` wide, k_rope(x), which all heads share. A
+    For each token, a latent c = kv_down(x) of width `kv_rank`, with `kv_norm` if there is one, gives keys and
+    values: k_up(c) is `nope_dim` elements of a key per head, and v_up(c) is `value_dim` elements of a value per
+    head. Positions have `rope_heads` separate keys k_rope(x) of width `position.dim`, which all heads share. A
     query head has nope_dim elements and then one rotated part for each of these keys:
 
         score = (q_nope · k_nope + Σ_r q_rope[r] · k_rope[r]) · scale
 
-    With `rope_heads` key-value heads, and queries that are zero but for their own, it is grouped attention (GQA) as it
-    was. The cache holds c and the rotated k_rope.
+    With as many `rope_heads` as key-value heads, and query parts that are zero except for the head's own key, this
+    is grouped-query attention. The cache contains c and the rotated k_rope.
 
-    With `q_rank` queries come from a latent of their own, q_up(q_down(x)), so wide, with `q_norm` where there is one.
-    `qkv_bias` is on all that reads the stream: q or its latent, the latent and k_rope; `kv_bias` on the latter two
-    alone. One on k_up would add the same to all of a query's scores, and one on v_up is an output bias.
+    With `q_rank`, queries come from their own latent of this width, q_up(q_down(x)), with `q_norm` if there is one.
+    `qkv_bias` adds a bias to every projection that reads the stream: q or its latent, the latent c, and k_rope.
+    `kv_bias` adds it only to the last two. There is no bias on k_up, since it would add the same number to all
+    scores of a query, and none on v_up, since it equals a bias of the output.
 
-    `fused`: the latent and k_rope are of one matrix product, and so are k_up and v_up, a head's key and its value
-    together. `gathered`: where neighbours turn together, the first of all pairs lie before the second ones afterwards
-    (DeepSeek-V3), so that scores sum them in another order.
+    `fused`: one matrix product gives the latent and k_rope, and another gives k_up and v_up, with the key and value
+    of each head together. `gathered`: if adjacent pairs are rotated, the first elements of all pairs come before
+    the second ones afterwards (DeepSeek-V3), so scores sum them in another order.
     """
 
     label = "attention"

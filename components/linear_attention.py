@@ -17,14 +17,16 @@ _CHUNK = 128  # tokens that are read at once
 
 
 class LinearAttention(Mixer, Component, frozen=True):
-    """Attention whose weight of an earlier token is not eˢ, s = scale · q·k, but the first terms of its series, times
-    what decays have left of it since (Arora et al. 2402.18668; the gates of Yang et al. 2312.06635, one a head):
+    """Attention in which an earlier token does not have the weight eˢ, s = scale · q·k, but the first terms of its
+    series, reduced by the decays since then (Arora et al. 2402.18668; the gates of Yang et al. 2312.06635, one per
+    head):
 
         y = Σ w v / Σ w,  w = (1 + s + s²/2) · exp(Σ g),  g = −softplus(gate_proj(x))
 
-    where the sum of g is over the tokens behind it. w > 0 whatever s is, and is a product of what is known of q and of
-    k alone: of `key_features` numbers, each times the values, is the state of each of `kv_heads` heads, in fp32 at
-    least. `position` turns queries and keys; `q_norm` and `k_norm` are on each head, before that.
+    where the sum of g is over the tokens after the earlier token. w is above 0 for any s, and is a product of
+    features of q and features of k. So the state of each of `kv_heads` heads has `key_features` numbers times the
+    values, in at least fp32. `position` rotates queries and keys. `q_norm` and `k_norm` normalise each head before
+    that.
     """
 
     label = "recurrence"

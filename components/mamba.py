@@ -21,17 +21,17 @@ _STEP = math.log(math.expm1(0.01))  # softplus of it is the mean of the steps wi
 
 
 class Mamba(Mixer, Component, frozen=True):
-    """The state S (inner, state_size) of `inner` channels decays, takes each channel's input at the token's b, and is
-    read at its c (Gu & Dao 2312.00752):
+    """A recurrence with a state S (inner, state_size) for `inner` channels (Gu & Dao 2312.00752). At each token,
+    the state decays, adds each channel's input times the token's b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) ⊙ S + (Δ ⊙ x) bᵀ,  y = S c + D ⊙ x
 
-    with Δ = softplus(dt_proj(dt) + its bias). dt, of `rank` numbers, b and c are projections of x, which has gone
-    through a causal convolution, a kernel of `kernel` tokens a channel, and the `activation`. `dt_norm`, `b_norm` and
-    `c_norm` are on these (Jamba, Falcon Mamba). y is multiplied by silu(gate_proj(x)).
+    with Δ = softplus(dt_proj(dt) + its bias). x has passed through a causal convolution, with a kernel of `kernel`
+    tokens per channel, and the `activation`. dt, with `rank` numbers, b and c are projections of x. `dt_norm`,
+    `b_norm` and `c_norm` normalise them (Jamba, Falcon Mamba). y is multiplied by silu(gate_proj(x)).
 
-    Tokens that are read at once are taken one behind the other, in fp32 at least, as the state is. With `bias` the
-    linears that meet the stream have one, with `conv_bias` the convolution.
+    The tokens of a text are processed one after the other, in at least fp32, like the state. With `bias`, the
+    linear layers that read or write the stream have one, and with `conv_bias` the convolution.
     """
 
     label = "recurrence"

@@ -20,19 +20,20 @@ _MIXED = ("x", "b", "c")  # what the convolution is of
 
 
 class Mamba2(Mixer, Component, frozen=True):
-    """The state S (head_dim, state_size) of each of `heads` heads decays, takes the token's input at its b, and is read
-    at its c (Dao & Gu 2405.21060):
+    """A recurrence with a state S (head_dim, state_size) for each of `heads` heads (Dao & Gu 2405.21060). At each
+    token, the state decays, adds the token's input times its b, and is read by its c:
 
         S ← e^(−Δ · exp(A_log)) S + Δ x bᵀ,  y = S c + D x
 
-    with Δ = softplus(dt_proj(x) + dt_bias), which is kept between `least` and `most` where tokens are read at once.
-    Each of `groups` b and c is for heads / groups heads in a row. x, b and c go through a causal convolution, a kernel
-    of `kernel` tokens a channel, and the `activation`. y is multiplied by silu(gate_proj(x)) and normed, or with
-    `gated` "behind norm" the other way round. The projections gate, x, b, c and dt are scaled by `multipliers`, each as
-    narrow as the model (Falcon-H1).
+    with Δ = softplus(dt_proj(x) + dt_bias), which is limited to `least` … `most` when several tokens are read at
+    once. Each of `groups` b and c is for heads / groups consecutive heads. x, b and c pass through a causal
+    convolution, with a kernel of `kernel` tokens per channel, and the `activation`. y is multiplied by
+    silu(gate_proj(x)) and then normalised, or with `gated` "behind norm" in the opposite order. `multipliers` scale
+    the projections gate, x, b, c and dt, each in the model's dtype (Falcon-H1).
 
-    Tokens that are read at once are taken in chunks of `chunk`, in fp32 at least, as states are. With `bias` the
-    linears that read the stream have one, with `output_bias` what writes it, with `conv_bias` the convolutions.
+    A text is processed in chunks of `chunk` tokens, in at least fp32, like the states. With `bias`, the linear
+    layers that read the stream have one, with `output_bias` the layer that writes it, and with `conv_bias` the
+    convolutions.
     """
 
     label = "recurrence"

@@ -32,33 +32,36 @@ MOST_EXPERTS = 1024  # as many as a mixture may have
 
 
 class MixtureOfExperts(Mixer, Component, frozen=True):
-    """`experts` feed-forwards of one kind, of which a router takes `top_k` for each token (Shazeer 1701.06538).
+    """`experts` feed-forwards of the same form, from which a router chooses `top_k` for each token (Shazeer
+    1701.06538).
 
-    p = scores(router(x)), a softmax over all experts or a sigmoid of each (DeepSeek-V3 2412.19437); the output is
-    Σ p_e · expert_e(x) over the top_k largest p. With `normalise` these are divided by their sum (Mixtral 2401.04088),
-    so that experts which are alike give what one of them gives, or by it and `added` (LFM2-MoE); then they are
-    multiplied by `multiplier`. With `jitter` j each is weighed by a softmax of its own (SparseMixer 2409.12136):
-    over the experts without those that were chosen before it, and without those whose logits are below its own l by
-    more than 2j · max(|logit|, l).
+    Router: p = scores(router(x)), a softmax over all experts or a sigmoid for each (DeepSeek-V3 2412.19437). The
+    output is Σ p_e · expert_e(x) over the top_k largest p. With `normalise`, these p are divided by their sum
+    (Mixtral 2401.04088), or by their sum plus `added` (LFM2-MoE). So identical experts give the output of one of
+    them. The p are then multiplied by `multiplier`. With `jitter` j, each chosen expert has a separate softmax
+    (SparseMixer 2409.12136). This softmax leaves out the experts that were chosen before, and those whose logits
+    are below the expert's own l by more than 2j · max(|logit|, l).
 
-    `choice_bias` is added to p where experts are chosen, or with `biased` "logits" to what p is made of, and is in no
-    weight (2408.15664). With `groups` experts are
-    first chosen by group: the `top_groups` whose `group_best` largest p have the largest sum. `shared` is one that
-    every token goes through beside its experts (several of one width are one of their widths' sum); with `shared_gate`
-    it is multiplied by σ(gate(x)), one number a token, and with `averaged` the output is half of the sum. With `weighs`
-    "inputs" an expert is given p_e · x, and its output is taken as it is (Llama 4). The router reads
-    `router_multiplier` · `router_norm`(x) and experts `expert_norm`(x), where there are such, and with `expert_scale`
-    the weights that they have in the end are each multiplied by a number of the expert's own (Gemma 4). With a
-    `latent` experts are as wide as that is, read its projection of x, and their sum is projected back.
+    Choice: `choice_bias` is added to p when experts are chosen, or with `biased` "logits" to the logits. It is not
+    part of the weights (2408.15664). With `groups`, the router first chooses `top_groups` groups, those in which
+    the sum of the `group_best` largest p is largest.
 
-    How it rounds: `routed_in`, the dtype of the router's product; `chosen_by`, whether p is computed of all experts or
-    of those of the largest logits alone, or a sigmoid of all, where these are taken of it (Llama 4); `scored_in`, the
-    dtype of p; `in_order`, whether experts are summed in the order of their p, or in that in which they are found;
-    `rounded`, whether weights are rounded to the dtype of x before they weigh; `wide_router`, `wide_choice`: what is
-    kept in fp32 in a model of any dtype; `summed`, whether a token's experts are summed at once, or each is added, and
-    rounded, in the order of their numbers (DBRX), or every gated expert is given all tokens, as zeros where it was not
-    chosen, in one product of all, which costs as much as if all were (Llama 4); `total`, whether what `normalise`
-    divides by comes of a sum or of a norm, which is the same but for its order (DBRX).
+    Experts: `shared` is an expert that every token uses (several shared experts equal one with the sum of their
+    widths). With `shared_gate`, it is multiplied by σ(gate(x)), one number per token. With `averaged`, the output
+    is half of the sum. With `weighs` "inputs", an expert reads p_e · x, and its output is not weighted (Llama 4).
+    The router reads `router_multiplier` · `router_norm`(x), and experts read `expert_norm`(x), if there are such
+    norms. With `expert_scale`, each final weight is multiplied by a number of its expert (Gemma 4). With a
+    `latent`, experts have its width and read its projection of x, and their sum is projected back.
+
+    Rounding: `routed_in` is the dtype of the router's product, and `scored_in` that of p. `chosen_by` says whether
+    p is computed for all experts, only for those with the largest logits, or as a sigmoid of all, from which these
+    are taken (Llama 4). `in_order` says whether experts are summed in the order of their p, or in the order in
+    which they are listed. `rounded` says whether weights are rounded to the dtype of x first. `wide_router` and
+    `wide_choice` say what is stored in fp32 for any model dtype. `summed` says whether a token's experts are summed
+    at once; or each is added, and rounded, in the order of the experts' numbers (DBRX); or every expert gets all
+    tokens, as zeros if it was not chosen, in one product, which costs as much as if all experts were chosen (Llama
+    4). `total` says whether `normalise` computes its divisor as a sum or as a norm, which differ only in the order
+    of the addition (DBRX).
     """
 
     label = "router"
@@ -382,8 +385,8 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
 
 class DenseBesideExperts(Mixer, Component, frozen=True):
-    """A feed-forward that every token goes through and a mixture, which read the same and are added, each behind a norm
-    of its own (Gemma 4). The feed-forward has a norm before it too; the mixture's are its own.
+    """A feed-forward that every token uses and a mixture, whose results are added (Gemma 4). Both read the same
+    input, and each has a norm after it. The feed-forward also has a norm before it, and the mixture has its own.
     """
 
     slot = "feed_forward"

@@ -25,14 +25,15 @@ __all__ = ["ModelSpec", "differences", "without_rounding"]
 
 
 class ModelSpec(Component, Shown, frozen=True, kw_only=True):
-    """A language model of one stack of layers: a decoder, or an encoder where attention looks in both directions. A
-    decoder may have an `encoder` of its own, a tree without a head, which reads another text, the source; each of its
-    layers then has a `CrossAttention` over what that gives.
-    `context_length` is the longest sequence it was trained for, where known. Without
-    a `final_norm` the head reads the last block's output (where norms stand behind the sums, say). With `streams` each
-    layer passes on several, and has an `altup`, and `joined` makes one of them behind the last. `first_norm` is on the
-    sum of all that is embedded (BERT). Without a `head` it gives hidden states; a `pooler` makes one vector of these.
-    A `relative_bias` is what all layers add to their scores whose positions are `Buckets` (T5).
+    """A language model with one stack of layers: a decoder, or an encoder if attention is bidirectional.
+
+    A decoder may have an `encoder`, which is a tree without a head and reads another text, the source. Each decoder
+    layer then has a `CrossAttention` to the encoder's output. `context_length` is the longest sequence that the
+    model was trained for, if it is known. Without a `final_norm`, the head reads the last block's output, for
+    example in post-norm models. `first_norm` normalises the sum of all embeddings (BERT). Without a `head`, the
+    model returns hidden states, and a `pooler` makes one vector of them. `relative_bias` is what all layers with
+    `Buckets` as positions add to their scores (T5). With `streams`, layers pass on several streams and have an
+    `altup`, and `joined` combines the streams after the last layer.
     """
 
     tells = (

@@ -61,9 +61,10 @@ class Norm(Open, frozen=True):
 class LayerNorm(Norm, Component, frozen=True):
     """(x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016).
 
-    `groups` cuts a row into so many, each normed by itself with its part of the weight (StableLM's and Cohere's norms
-    of every head). With `apart` the part of each is a tensor of its own (StableLM). `cast` says where it is computed:
-    in torch's kernel, in that kernel in fp32 at least (OLMo), or written out in fp32 at least (Cohere).
+    `groups` is the number of parts of a row. Each part is normalised separately with its part of the weight, as in
+    StableLM's and Cohere's norms of every head. With `apart`, the weight of each part is a separate tensor
+    (StableLM). `cast` says where the norm is computed: in torch's kernel, in this kernel in at least fp32 (OLMo),
+    or written out in at least fp32 (Cohere).
     """
 
     label = "norms"
@@ -117,10 +118,10 @@ class LayerNorm(Norm, Component, frozen=True):
 
 
 class RMSNorm(Norm, Component, frozen=True):
-    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in fp32 at least.
+    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in at least fp32.
 
-    `groups` cuts a row into so many, each normed by itself with its part of the weight (Mamba-2's). `cast` says where
-    the result returns to the model's dtype: llama multiplies by the weight after it.
+    `groups` is the number of parts of a row. Each part is normalised separately with its part of the weight
+    (Mamba-2). `cast` says where the result returns to the model's dtype. Llama multiplies by the weight afterwards.
     """
 
     label = "norms"

@@ -31,10 +31,12 @@ __all__ = [
 
 
 class LearnedPositions(Component, frozen=True):
-    """A table added to the token embeddings. A token's row is its position and `offset` (OPT has 2), so that the table
-    has `offset` rows more than the model has tokens. `counts` says what a position is where nobody gives one: how many
-    tokens come before, those of padding among them, or "real tokens" alone (OPT). With `padding` tokens of that id are
-    not counted, whatever the mask says, and have the row before the first position's (RoBERTa).
+    """A table that is added to the token embeddings.
+
+    A token's row is its position plus `offset` (2 in OPT), so the table has `offset` rows more than the longest
+    sequence. `counts` says how positions are counted by default: all earlier tokens, including padding, or only
+    "real tokens" (OPT). With `padding`, tokens with this id are not counted, whatever the mask contains, and have
+    the row before the first position (RoBERTa).
     """
 
     label = "positions"
@@ -68,10 +70,11 @@ class LearnedPositions(Component, frozen=True):
 
 
 class SinusoidalPositions(Component, frozen=True):
-    """Sines and then cosines of a token's position and `offset` added to its embedding (Vaswani et al. 2017), for
-    sequences up to `length`. With `ends` "both" the slowest pair turns once in 2π · 10,000 tokens (XGLM,
-    tensor2tensor), else the one that would come behind it does (the paper, CTRL). `made` says in which dtype angles
-    are computed.
+    """Sines and then cosines of a token's position plus `offset`, added to its embedding (Vaswani et al. 2017), for
+    sequences up to `length`.
+
+    With `ends` "both", the slowest pair has a period of 2π · 10,000 tokens (XGLM, tensor2tensor). Otherwise the
+    pair after the slowest one would have it (the paper, CTRL). `made` is the dtype in which angles are computed.
     """
 
     label = "positions"
@@ -110,7 +113,7 @@ class LinearScaling(Component, frozen=True):
 
 
 class DynamicScaling(Component, frozen=True):
-    """NTK-aware base that grows once the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
+    """An NTK-aware base that grows if the sequence is longer than `original_context` (bloc97, emozilla 2023)."""
 
     factor: Positive
     original_context: Size
@@ -120,7 +123,9 @@ class DynamicScaling(Component, frozen=True):
 
 
 class YarnScaling(Component, frozen=True):
-    """YaRN (Peng et al. 2309.00071): interpolate slow pairs, keep fast ones, a ramp between; cos and sin scaled."""
+    """YaRN (Peng et al. 2309.00071): slow pairs are interpolated, fast pairs are unchanged, with a ramp between
+    them, and cos and sin are scaled.
+    """
 
     forgotten: ClassVar[dict[str, str]] = {
         "beta_fast": "YaRN's beta_fast forgotten",
@@ -140,10 +145,11 @@ class YarnScaling(Component, frozen=True):
 
 
 class LongRopeScaling(Component, frozen=True):
-    """LongRoPE (2402.13753): one divisor a pair, another set beyond `original_context`; cos and sin scaled.
+    """LongRoPE (2402.13753): one divisor per pair, another set of divisors beyond `original_context`, and scaled
+    cos and sin.
 
-    `renewed`: whether a text that grows past `original_context` has the keys of all its tokens made anew, as if it had
-    been read at once (Phi-3), or goes on with those that were turned by the other set (llama).
+    `renewed` says what happens when a text grows past `original_context`. Either the keys of all tokens are
+    computed again, as if the text had been read at once (Phi-3), or the old keys stay as they are (llama).
     """
 
     rounds = ("renewed",)
@@ -158,7 +164,9 @@ class LongRopeScaling(Component, frozen=True):
 
 
 class Llama3Scaling(Component, frozen=True):
-    """Llama 3.1: slow pairs divided by `factor`, fast ones kept, a ramp in wavelength between."""
+    """Llama 3.1's scaling: slow pairs are divided by `factor`, fast pairs are unchanged, with a ramp in wavelength
+    between them.
+    """
 
     factor: Positive
     low_freq_factor: Positive
@@ -170,8 +178,8 @@ class Llama3Scaling(Component, frozen=True):
 
 
 class ProportionalScaling(Component, frozen=True):
-    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs turn, at frequencies divided by `factor`, and the
-    slower ones never do.
+    """p-RoPE (Barbero et al. 2410.06205): the `turning` fastest pairs rotate, at frequencies divided by `factor`,
+    and the slower ones never rotate.
     """
 
     factor: Turns
@@ -251,15 +259,18 @@ class Biasing(Position, frozen=True):
 class Rotary(Turning, Component, frozen=True):
     """Rotary positions (Su et al. 2104.09864) on the first `dim` elements of a head.
 
-    `pairs`: which elements turn together, i and i + dim/2 (GPT-NeoX, llama) or 2i and 2i + 1 (the paper, GPT-J). The
-    frequencies are the same. `rounding`: what is rounded to the dtype of what turns: cos, sin and their products
-    ("input"), the "result" alone (OLMo), of "keys" alone (CodeGen), or the "tables" of cos and sin and the result
-    (Cohere). "complex": the result alone, of products of complex numbers (DeepSeek-V2, where neighbours turn together).
-    `direction`: whether later tokens turn by larger or by smaller angles (nanochat). `joined`: what
-    turned is put beside what did not even where all of a head turns (GPT-NeoX), or one half beside the other (gpt-oss).
-    `lie`: how what is put together lies in memory, heads one behind the other or, as projected, tokens (GPT-J).
-    `spread`: pair i turns by base^(-2i / spread) a token, where that is not 2i / dim. transformers turns one element
-    more than an odd number in config.json says, and divides by that number.
+    `pairs` says which elements are rotated together: i and i + dim/2 (GPT-NeoX, llama), or 2i and 2i + 1 (the
+    paper, GPT-J). The frequencies are the same. `direction` says whether later tokens are rotated by larger or by
+    smaller angles (nanochat). `spread`: pair i rotates by base^(-2i / spread) per token, if that differs from 2i /
+    dim. If config.json has an odd number of dimensions, transformers rotates one element more and divides by the
+    odd number.
+
+    Rounding: `rounding` says what is rounded to the dtype of the queries and keys: cos, sin and their products
+    ("input"), only the "result" (OLMo), only the result of "keys" (CodeGen), or the "tables" of cos and sin and the
+    result (Cohere). "complex" rounds only the result of complex products (DeepSeek-V2, with adjacent pairs).
+    `joined` says whether rotated and other elements are concatenated even if the whole head is rotated (GPT-NeoX),
+    or one half with the other (gpt-oss). `lie` is the memory layout of the result: head by head, or token by token
+    as projected (GPT-J).
     """
 
     title = "RoPE"
@@ -337,9 +348,9 @@ class Rotary(Turning, Component, frozen=True):
 class ALiBi(Biasing, Component, frozen=True):
     """A bias of slope(head) · position of the key (Press et al. 2108.12409).
 
-    `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or stands outside it (BLOOM).
-    `rounding`: the dtype in which slopes and products are rounded before they join the scores; "apart" counts back from
-    the last key and adds to the scaled scores in fp32 (MPT).
+    `scaled`: the bias is multiplied by the attention scale together with q·k (Falcon), or is added after the
+    scaling (BLOOM). `rounding`: the dtype to which slopes and products are rounded before they are added to the
+    scores. "apart" counts positions back from the last key and adds the bias to the scaled scores in fp32 (MPT).
     """
 
     title = "ALiBi"
@@ -365,10 +376,12 @@ class ALiBi(Biasing, Component, frozen=True):
 
 
 class Buckets(Biasing, Component, frozen=True):
-    """A bias of each head for how far a key is off its query, looked up in the tree's `RelativeBias` (T5, 1910.10683).
+    """A bias per head that depends on the distance between key and query, and is looked up in the tree's
+    `RelativeBias` (T5, 1910.10683).
 
-    Distances have so many `buckets`: half of them are of one distance each, the others ever wider, and the last is for
-    `furthest` and beyond. With `both` keys behind the query have half of all buckets, and those before it the others.
+    There are `buckets` buckets of distances. Half of them have one distance each, the others have wider and wider
+    ranges, and the last has `furthest` and all longer distances. With `both`, one half of all buckets is for keys
+    after the query, and the other half for those before it.
     """
 
     title = "relative bias"
@@ -406,7 +419,7 @@ class Buckets(Biasing, Component, frozen=True):
 
 
 class RelativeBias(Component, frozen=True):
-    """A table of a number for each bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
+    """A table with a number per bucket and head, which all layers of a stack add to their scores (see `Buckets`)."""
 
     label = "attention"
     given = ("heads", "buckets")
@@ -438,8 +451,9 @@ class Temperature(Component, frozen=True):
 
         1 + growth · log(1 + floor((t + offset) / original_context))
 
-    `counts`: t is what the positions say, and the factor is rounded to the dtype of queries (Ministral 3), or t is how
-    many tokens come before, those of padding among them, and the result is rounded alone (Llama 4).
+    `counts` says what t is. Either it is the given position, and the factor is rounded to the dtype of queries
+    (Ministral 3). Or it is the number of earlier tokens, including padding, and only the result is rounded (Llama
+    4).
     """
 
     rounds = ("counts",)

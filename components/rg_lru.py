@@ -18,15 +18,15 @@ _GATES = ("input_gate", "decay_gate")
 
 
 class RGLRU(Mixer, Component, frozen=True):
-    """The state h of `inner` channels decays and takes each channel's input, both as far as gates let them (De et al.
-    2402.19427):
+    """A recurrence with a state h of `inner` channels (De et al. 2402.19427). One gate controls how fast each
+    channel decays, and another how much of its input is added:
 
         a = e^(−8 · softplus(decay) ⊙ σ(decay_gate(x))),  h ← a ⊙ h + √(1 − a²) ⊙ σ(input_gate(x)) ⊙ x
 
-    x is a projection that has gone through a causal convolution, a kernel of `kernel` tokens a channel. A gate is a
-    matrix for each of `heads` parts of the channels. The first token of a text begins the state: it is taken as if
-    a were 0. h is multiplied by activation(gate_proj(x)). The state is in fp32 at least. All linears and the
-    convolution have biases.
+    x is a projection that has passed through a causal convolution, with a kernel of `kernel` tokens per channel. A
+    gate has a matrix for each of `heads` parts of the channels. For the first token of a text, a is 0. h is
+    multiplied by activation(gate_proj(x)). The state is in at least fp32. All linear layers and the convolution
+    have biases.
     """
 
     label = "recurrence"

@@ -14,14 +14,15 @@ __all__ = ["ChannelMixing", "TimeMixing"]
 
 
 class TimeMixing(Mixer, Component, frozen=True):
-    """A mean of the values of all tokens so far, of which each counts e^key, less at each step behind it, and the token
-    itself e^bonus as much (RWKV-4, Peng et al. 2305.13048):
+    """A weighted mean of the values of all tokens so far (RWKV-4, Peng et al. 2305.13048). A token has the weight
+    e^key, which decays with every later step. The current token's weight has an additional factor e^bonus:
 
         a ← e^(−e^decay) ⊙ a + e^k ⊙ v,  b ← e^(−e^decay) ⊙ b + e^k,  y = (a + e^(bonus + k) ⊙ v) / (b + e^(bonus + k))
 
-    with a and b those of the token before in y. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x', x' being
-    the input of the token before and μ a number a column for each of the three; y is multiplied by σ(r). What is
-    carried are a and b, divided by e^m for the largest exponent m, and m, in fp32 at least, and x'.
+    where y uses the a and b of the previous token. k, v and the gate r are projections of μ ⊙ x + (1 − μ) ⊙ x',
+    where x' is the input of the previous token, and μ has one number per column, separately for the three. y is
+    multiplied by σ(r). The state consists of a and b, divided by e^m for the largest exponent m, of m, in at least
+    fp32, and of x'.
     """
 
     label = "recurrence"
@@ -82,8 +83,9 @@ class TimeMixing(Mixer, Component, frozen=True):
 
 
 class ChannelMixing(Mixer, Component, frozen=True):
-    """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²), where x_g and x_u are each μ ⊙ x + (1 − μ) ⊙ x', x' the input
-    of the token before, and μ a number a column for each of the two (RWKV-4, Peng et al. 2305.13048).
+    """σ(gate_proj(x_g)) ⊙ down_proj(relu(up_proj(x_u))²) (RWKV-4, Peng et al. 2305.13048). x_g and x_u are μ ⊙ x +
+    (1 − μ) ⊙ x', where x' is the input of the previous token, and μ has one number per column, separately for the
+    two.
     """
 
     label = "feed-forward"

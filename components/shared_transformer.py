@@ -28,15 +28,17 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
         y = stream_proj(down(activation(gate(a)) · up(a))),  a = inner_norm(attention(norm([x, e])))
 
-    e is what the first layer of the model reads, put beside x, so that queries, keys and values are made of twice the
-    stream's width; nothing is added to the stream in between. Of the blocks with one `number` the first stores the
-    weights, its `weights_from` being "own"; in those behind it they are those of the nearest "earlier" layer that does.
+    e is the input of the model's first layer, concatenated with x, so queries, keys and values are computed from
+    twice the stream's width. There is no residual connection in between. Among blocks with the same `number`, the
+    first stores the weights, and its `weights_from` is "own". The others have "earlier", and use the weights of the
+    nearest earlier one.
 
-    What belongs to each layer: stream_proj, and low-rank adapters, whose products are added to what the shared
-    projections give: with `rank` to gate(a) and up(a), which share the first matrix of theirs, with `attention_rank` to
-    queries, keys and values. `bias` is on the feed-forward. Keys and values are each layer's own, and so is its cache.
+    Each layer has its own stream_proj and low-rank adapters, whose products are added to those of the shared
+    projections. With `rank`, adapters are on gate(a) and up(a), which share their first matrix, and with
+    `attention_rank` on queries, keys and values. `bias` is on the feed-forward. Each layer has its own keys and
+    values in the cache.
 
-    `fused` makes gate and up in one matrix product.
+    `fused` computes gate and up in one matrix product.
     """
 
     label = "shared block"

@@ -13,10 +13,10 @@ __all__ = ["ShortConvolution"]
 
 
 class ShortConvolution(Mixer, Component, frozen=True):
-    """out(c ⊙ conv(b ⊙ x)), where x, b and c are projections of the input to `channels`, and the convolution is causal,
-    a kernel of `kernel` tokens a channel (LFM2, Liquid AI 2511.23404).
+    """out(c ⊙ conv(b ⊙ x)), where x, b and c are projections of the input to `channels`. The convolution is causal,
+    with a kernel of `kernel` tokens per channel (LFM2, Liquid AI 2511.23404).
 
-    The three are made in one matrix product: b, then c, then x. With `bias` all linears and the convolution have one.
+    One matrix product gives b, c and x, in this order. With `bias`, all linear layers and the convolution have one.
     """
 
     label = "convolution"

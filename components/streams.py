@@ -21,8 +21,9 @@ _Count = Annotated[int, Meta(ge=2, le=MOST_STREAMS)]
 
 
 class Streams(Component, frozen=True):
-    """A token's embedding as `count` streams: itself, and what matrices make of it, as long as it; or behind the last
-    layer the mean of the first and of what matrices make of the others, as long as the first (Gemma 3n).
+    """A token's embedding as `count` streams (Gemma 3n). The first is the embedding itself, and matrices compute
+    the others from it, scaled to its length. After the last layer, the result is the mean of the first stream and
+    of the others, which pass through matrices and are scaled to the length of the first.
     """
 
     label = "streams"
@@ -58,12 +59,13 @@ class Streams(Component, frozen=True):
 
 
 class AlternatingUpdates(Component, frozen=True):
-    """Layers that compute one of a token's streams and guess the others (AltUp, 2301.13310).
+    """Layers that compute one of a token's streams and predict the others (AltUp, 2301.13310).
 
-    Before the layer's sub-layers all streams are predicted of all by numbers that a router makes of the stream number
-    `active`; the sub-layers read that one. Behind them every stream is corrected: by what the active one was off, times
-    numbers that the same router makes of what they gave. `norm` is before the router, whose input is divided by its
-    width. Sub-layers `onto` the others read the active one of the corrected, times a weight.
+    Before the layer's sub-layers, all streams are predicted from all streams, with numbers that a router computes
+    from the stream number `active`. The sub-layers read the active stream. After them, every stream is corrected by
+    the error of the active one, times numbers that the same router computes from their result. `norm` is before the
+    router, whose input is divided by its width. Sub-layers `onto` the others read the active one of the corrected
+    streams, times a weight.
     """
 
     label = "streams"
@@ -153,7 +155,9 @@ class AlternatingUpdates(Component, frozen=True):
 
 
 class LowRankResidual(Component, frozen=True):
-    """x + norm(right(left(x))), `rank` wide between the two, beside what a mixer makes of x (LAuReL, 2411.07501)."""
+    """x + norm(right(left(x))) with `rank` dimensions between the two matrices, next to the mixer's result (LAuReL,
+    2411.07501).
+    """
 
     label = "low rank"
     given = ("hidden_size",)
