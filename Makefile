@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train clean
+.PHONY: help demo docs shown pictures test test-all pytest pytest-all test-slow cases test-browser soak lint types format wheel samples parity swaps healing healing-defaults healing-starts healing-smollm ablation bench bench-convert bench-surgery bench-params bench-audit bench-diff bench-train bench-gpu clean
 
 help:
 	@echo "make demo          the tour on the trained samples"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-audit   gptkit audit of 30 shards on a hub of our own, by headers alone"
 	@echo "make bench-diff    two checkpoints of 2 GB against each other, beside cmp and sha256sum"
 	@echo "make bench-surgery fewer key-value heads against mean-pooling; a 2.2 GB model within 600 MB"
+	@echo "make bench-gpu    parity, decoding and training on a GPU, against transformers and a plain loop"
 	@echo "make bench-train   gptkit train against a plain loop, as ratios (TEXT=tinyshakespeare.txt, NANOGPT=FOLDER)"
 	@echo "make format        let ruff rewrite the code"
 	@echo "make samples       train the samples again (TEXT=tinyshakespeare.txt)"
@@ -167,6 +168,11 @@ bench-diff: $(STAMP)
 bench-surgery: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kv_heads.py $(if $(WHEEL),--wheel $(WHEEL))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/surgery.py
+
+# An NVIDIA GPU, and eight minutes; on a CPU: $(BIN)/python benchmarks/gpu.py --small.
+bench-gpu: $(STAMP)
+	@mkdir -p build
+	$(BIN)/python benchmarks/gpu.py --out build/gpu.json
 
 TEXT ?= tinyshakespeare.txt
 bench-train: $(STAMP)

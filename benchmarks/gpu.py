@@ -347,6 +347,7 @@ def decoding(bench: Bench, name: str) -> None:
     bench.row("prefill", f"{name} prefill, 1 x {size.prefilled}", *pace, "tok/s", share)
 
     batch = ids.repeat(size.batch, 1)
+    _whole_size(bench, name, model, reference, ids)
     with torch.inference_mode():
         both = (lambda: model(batch)), (lambda: reference(batch, use_cache=False).logits)
         took = seconds_of(bench, *both, rounds=size.rounds)
@@ -355,6 +356,22 @@ def decoding(bench: Bench, name: str) -> None:
     bench.row("forward", f"{name} forward, {size.batch} x {size.prefilled}", *pace, "tok/s", share)
     if bench.device.type == "cuda":
         _launched(bench, name, _continue(model, reference, ids[:, : size.prompt], PROFILED))
+
+
+@torch.inference_mode()
+def _whole_size(bench: Bench, name: str, model: Decoder, reference: Any, ids: Tensor) -> None:
+    """Compare the logits of one text, and transformers' of the text alone and in a batch. Raises AssertionError."""
+    theirs = reference(ids, use_cache=False).logits
+    noise = _far(theirs, reference(ids.repeat(2, 1), use_cache=False).logits[:1])
+    difference = _far(model(ids), theirs)
+    rounding = torch.finfo(theirs.dtype).eps * theirs.abs().max().item()
+    passed = difference <= max(LIMIT * noise, rounding)
+    bench.result["whole_size"][name] = {
+        "difference": difference, "noise": noise, "rounding": rounding, "passed": passed
+    }  # fmt: skip
+    print(f"    logits differ by {difference:.2g}, transformers' own by {noise:.2g}", flush=True)
+    if not passed:
+        raise AssertionError(f"parity failed: {name} of the whole size")
 
 
 def profiled(bench: Bench, work: Callable[[], Any]) -> tuple[int, float]:
@@ -674,7 +691,7 @@ def main() -> None:
         "device": card, "cuda": torch.version.cuda, "torch": torch.__version__, "python": platform.python_version(),
         "transformers": transformers.__version__, "gptkit": gptkit.__version__, "date": time.strftime("%Y-%m-%d"),
         "small": given.small, "limit": LIMIT, "parity": [], "rows": [], "same_tokens": {}, "compile_seconds": {},
-        "launched": {},
+        "launched": {}, "whole_size": {},
         "errors": {}, "left_out": [], "seconds": {},
     }  # fmt: skip
     print(f"{card}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)

@@ -29,7 +29,7 @@ def gpu():
 
 
 def bench(gpu, **given):
-    result = {"parity": [], "rows": [], "same_tokens": {}, "launched": {}, "compile_seconds": {}}
+    result = {"parity": [], "rows": [], "same_tokens": {}, "launched": {}, "whole_size": {}, "compile_seconds": {}}
     result |= {"errors": {}, "left_out": [], "seconds": {}}
     about = {"device": gpu.torch.device("cpu"), "small": True, "end": time.monotonic() + 600, "out": None, **given}
     return gpu.Bench(**about, result=result)
@@ -48,6 +48,7 @@ def test_a_small_run_measures_everything_that_is_not_compiled(tmp_path, gpu):
     assert set(result["seconds"]) == set(gpu.SECTIONS) - set(gpu.COMPILED)
     assert {row["name"].split()[0] for row in result["parity"]} == set(gpu.FAMILIES)
     assert all(row["passed"] and row["cases"] == 4 for row in result["parity"])
+    assert {name: each["passed"] for name, each in result["whole_size"].items()} == {"gpt2": True, "llama": True}
     assert {row["section"] for row in result["rows"]} == {"decode", "prefill", "forward", "train", "heal"}
     assert all(
         row["ratio"] == pytest.approx(row["gptkit"] / row["peer"]) and row["share"] > 0 for row in result["rows"]
