@@ -25,7 +25,7 @@ def ablate(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Train or heal variants of a model under one budget, and compare."""
+    """Train or heal several variants of a model with the same budget, and compare them."""
     from ..report.ablation import ablation_page, ablation_report, run_line
     from ..training.ablate import Result
     from ..training.ablate import ablate as run
@@ -64,7 +64,7 @@ def fit_scaling(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Fit a scaling law to runs of several sizes, and tell the best of a budget."""
+    """Fit a scaling law to runs of several sizes, and predict the best size for a budget."""
     from ..report.scaling import scaling_page, scaling_report
     from ..training.scaling import fit_scaling as run
 

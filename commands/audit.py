@@ -37,7 +37,11 @@ def audit(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Find what is wrong with a checkpoint: lost tensors, a stale index, a config that is not its own, odd values."""
+    """Find what is wrong with a checkpoint: lost tensors, a stale index, a wrong config, odd values.
+
+    Use audit if a checkpoint does not load or its outputs look wrong; diff to see what changed between two checkpoints;
+    verify to prove that logits equal those of transformers; check to find damaged files.
+    """
     from ..parity import audit as audits
     from ..report.audit import audit_report
 

@@ -30,12 +30,17 @@ if TYPE_CHECKING:
 
 # What typer raises for a wrong call: of its classes typer names a subclass alone, and has moved the others.
 _WrongCall: type[Exception] = typer.BadParameter.__mro__[1]
-_ORDER = (
-    *("params", "compare", "show", "diff", "audit", "presets", "families", "draft", "recommend"),
-    *("load", "inspect", "convert", "extract", "check", "swap", "swaps", "verify", "generate"),
-    *("tokenize", "train", "heal", "ablate", "fit-scaling", "eval", "demo"),
-)
-"""The commands as the help lists them: looking first, which needs nothing, and then what touches weights."""
+_PANELS = {
+    "Look": ("params", "compare", "show", "diff", "audit", "presets", "families", "recommend"),
+    "Convert": ("convert", "extract", "load", "inspect", "check"),
+    "Change": ("swap", "swaps", "heal"),
+    "Prove": ("verify",),
+    "Train and use": ("tokenize", "train", "eval", "ablate", "fit-scaling", "generate"),
+    "More": ("demo", "draft"),
+}
+"""The commands in the groups and the order in which the help lists them."""
+_ORDER = [name for names in _PANELS.values() for name in names]
+_HIDDEN = {"inspect"}  # another name of `load`
 _WORDS = {"version": "gptkit --version", "help": "gptkit -h"}
 """What other tools have as commands, and how it is called here."""
 
@@ -350,9 +355,17 @@ def _lacks_memory(error: BaseException | None) -> bool:
 
 
 def command(*calls: str, name: str | None = None, words: str | None = None, **more: Any) -> Callable[[_F], _F]:
-    """A command of the app, with calls to try at the end of its help, and `_guarded`."""
-    how = {"cls": Command, **more}
-    return lambda function: app.command(name, help=words, epilog=_examples(*calls), **how)(_guarded(function))
+    """Return a decorator that adds a command to the app, with calls to try at the end of its help, and `_guarded`."""
+
+    def add(function: _F) -> _F:
+        called = name or function.__name__.replace("_", "-")
+        panel = next(panel for panel, names in _PANELS.items() if called in names)
+        how = {"cls": Command, "rich_help_panel": panel, "hidden": called in _HIDDEN, **more}
+        paragraphs = inspect.cleandoc(words or function.__doc__ or "").split("\n\n")
+        told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # the terminal breaks lines
+        return app.command(called, help=told, epilog=_examples(*calls), **how)(_guarded(function))
+
+    return add
 
 
 def _version(value: bool) -> None:

@@ -33,7 +33,7 @@ def compare(
     opening: ForTree,
     quiet: bool = QUIET,
 ) -> None:
-    """Compare components and costs of models, side by side."""
+    """Compare the components and costs of several models side by side."""
     from ..analysis.compare import comparison
     from ..analysis.figures import Asked
     from ..analysis.params import ModelCount, params

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..report.checkpoints import RandomModel
 
 
-@command("gptkit inspect sample:llama", name="inspect", words="The same as load, under the name that other tools have.")
+@command("gptkit inspect sample:llama", name="inspect", words="Another name of load.")
 @command("gptkit load sample:llama", "gptkit load --random gpt2 --out fresh")
 def load(
     model: str = MODEL,
@@ -32,7 +32,7 @@ def load(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Open, map and build a checkpoint, or a tree with random weights; report what it is and anything unexpected."""
+    """Load a checkpoint, or random weights, and report what it is and what is unexpected."""
     if random:
         drawn = _random(model, dtype, seed or 0, out, force, opening, quiet)
         answer(json, drawn.as_json, drawn.summary, quiet)
@@ -130,7 +130,7 @@ def convert(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """Convert to gptkit's own format, back to Hugging Face files, or to another format."""
+    """Convert a checkpoint to gptkit's format, to Hugging Face files, GGUF and others."""
     from ..converter.convert import Conversion
     from ..converter.convert import convert as run
     from ..converter.distributed import leads
@@ -161,7 +161,7 @@ def extract(
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
     quiet: bool = QUIET,
 ) -> None:
-    """Write the language model of a vision model as a checkpoint of its own."""
+    """Write the language model of a multimodal model as a checkpoint."""
     from ..converter.extract import extract as run
     from ..report.pages import counted
 
@@ -175,7 +175,11 @@ def extract(
 def check(
     folder: Path = argument("FOLDER", "A checkpoint's folder."), quiet: bool = QUIET, *, opening: ForWeights
 ) -> None:
-    """Hold a folder to its manifest, hashing its files again, or without one to its own headers, index and config."""
+    """Check that the files of a checkpoint are complete and undamaged.
+
+    It compares their hashes with manifest.json, or without one their headers with the index and the config. Use check
+    after copying or downloading; audit to find errors of an export; verify to prove that logits are right.
+    """
     from ..converter.checkpoint import Checkpoint, open_files
     from ..converter.manifest import MANIFEST, check_manifest
     from ..errors import CheckpointError, InvalidInput

@@ -10,7 +10,7 @@ from .base import QUIET, command, option
 
 @command("gptkit demo --keep tour")
 def demo(keep: Path | None = option("", "Keep the converted checkpoints in this folder."), quiet: bool = QUIET) -> None:
-    """Take a tour on the trained samples: count, convert, verify, swap, verify again, generate."""
+    """Take a tour of one minute on the samples: count, convert, verify, swap, generate."""
     from ..report.demo import tour
 
     shown = console(markup=True)

@@ -32,7 +32,11 @@ def diff(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """Compare two checkpoints tensor by tensor: what is missing, added, changed, and how."""
+    """Compare two checkpoints tensor by tensor: what is missing, added or changed.
+
+    Use diff to see where and by how much two checkpoints differ; verify to see whether they compute the same logits;
+    audit to find errors in one checkpoint.
+    """
     for library in ("OPENBLAS", "MKL"):  # read when numpy is imported, which is not yet: the threads are ours
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     rows = base.rows_by(by)

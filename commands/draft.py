@@ -21,7 +21,7 @@ def draft(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Draft a definition of a family that gptkit does not have, and run the four proofs on it."""
+    """Draft the definition of a model family that gptkit does not know, and test it."""
     from ..drafting.draft import draft as run
     from ..drafting.draft import lines
 

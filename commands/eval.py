@@ -42,7 +42,7 @@ def evaluate(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure perplexity, bits a byte and accuracy on texts."""
+    """Measure perplexity, bits per byte and accuracy on texts."""
     from ..report.evaluation import evaluation_page, evaluation_report
     from ..training.evaluate import evaluate as run
 

@@ -41,7 +41,7 @@ def generate(
     opening: ForWeights,
     quiet: bool = flag("-q --quiet", "Print what follows the prompt alone, and nothing else but errors."),
 ) -> None:
-    """Continue a prompt."""
+    """Generate text from a prompt."""
     from ..converter.checkpoint import open_checkpoint
     from ..converter.threads import suit
     from ..modules.text import generate as run

@@ -70,7 +70,7 @@ def params(
     opening: ForTree,
     quiet: bool = QUIET,
 ) -> None:
-    """Count parameters, and what they cost, from a config alone."""
+    """Count parameters, memory and FLOPs from a config, without weights."""
     from ..analysis.figures import Asked
     from ..analysis.params import ModelCount, with_figures
     from ..analysis.params import params as count_params
@@ -174,7 +174,7 @@ def families(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """List the families whose checkpoints gptkit reads, writes and computes to the bit."""
+    """List the model families that gptkit supports."""
     from ..report.families import families_json, families_table
 
     found = families_json([word.lower() for word in words or ()], everything=everything)

@@ -45,7 +45,7 @@ def recommend(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Choose components for a goal and a size, with costs and papers."""
+    """Propose an architecture for a goal and a size, with the cost of each choice."""
     from ..analysis.recommend import recommend as run
 
     if quiet and out is None and not json:

@@ -26,7 +26,7 @@ def show(
     opening: ForTree,
     quiet: bool = QUIET,
 ) -> None:
-    """Draw a model's tree with shapes, and the data's path through a layer."""
+    """Draw a model: its components with shapes, and the path of data through a layer."""
     from ..analysis.params import params
     from ..report.show import model_drawing, named_drawing, named_json, named_page, show_json, show_page
     from ..report.structure import structure

@@ -69,7 +69,7 @@ def swap(
     quiet: bool = QUIET,
     **asked: Any,
 ) -> None:
-    """Exchange components, with a guarantee measured from the files that were written."""
+    """Replace, shrink or merge components of a model, and measure the effect."""
     from ..report.healing import Healing, healing_report
     from ..report.surgery import dry_run_report, steps_report, swap_lines
     from ..training.heal import heal
@@ -116,7 +116,7 @@ def swaps(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """List the swaps: what each guarantees, on a MODEL or at best, and what it costs."""
+    """List the changes that swap can make, on MODEL if given, with guarantee and cost."""
     from ..report.surgery import listing_report, recipes_json, recipes_report, registry_json, registry_report
     from ..surgery.recipe import read_recipe, shipped
 

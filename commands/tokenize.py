@@ -22,7 +22,7 @@ def tokenize(
     force: bool = FORCE,
     quiet: bool = QUIET,
 ) -> None:
-    """Write texts as a folder of tokens, for train and eval."""
+    """Convert texts to a folder of tokens for train, heal and eval."""
     from ..training.data import tokenize as run
 
     *texts, out = files

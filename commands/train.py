@@ -97,7 +97,7 @@ def train(
     allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
     quiet: bool = QUIET,
 ) -> None:
-    """Train a model, from random weights or a checkpoint's, on texts."""
+    """Train a model on texts, from random weights or from a checkpoint."""
     from ..converter.distributed import leads
     from ..report.training import Watched, result_lines
     from ..training.train import train as run

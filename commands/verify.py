@@ -40,7 +40,11 @@ def verify(
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
-    """Compare logits with transformers."""
+    """Prove that a checkpoint or a port computes the same logits as transformers.
+
+    Use verify after a conversion, an exact swap or a port; diff to see which tensors differ; audit if a checkpoint does
+    not load; check to find damaged files.
+    """
     from ..report import verification as report
 
     if against is not None and (local is not None or card is not None):

@@ -47,13 +47,25 @@ def test_an_option_is_told_in_a_phrase(command: str) -> None:
         assert not re.search(r"(one|row|rows|threads|FLOPs) an? \w+", text), f"{parameter.name}: per, not a: {text}"
 
 
+def test_the_list_of_commands_is_grouped() -> None:
+    """Every command but a second name is in one group; of four that compare, each says when to use which."""
+    page = shown(80)
+    panels = re.findall(r"^╭─ (.+?) ─", page, re.M)
+    assert panels == ["Options", "Look", "Convert", "Change", "Prove", "Train and use", "More"]
+    listed = re.findall(r"^│ ([a-z][a-z-]*) ", page, re.M)
+    assert sorted(listed) == sorted(set(COMMANDS) - {"inspect"})
+    for command in ("check", "audit", "verify", "diff"):
+        told = GROUP.commands[command].help  # type: ignore[attr-defined]
+        assert f"Use {command} " in told and len({"check", "audit", "verify", "diff"} & set(told.split())) >= 3
+
+
 # --- other names ------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_is_load() -> None:
     load, inspect = (CliRunner().invoke(app, [name, "sample:gpt2"]) for name in ("load", "inspect"))
     assert (inspect.exit_code, inspect.output) == (load.exit_code, load.output) == (0, load.output)
-    assert "inspect" in COMMANDS and " inspect " in shown(80)
+    assert "inspect" in COMMANDS and " inspect " not in shown(80)
 
 
 def test_the_report_of_a_swap_is_a_page_too() -> None:
@@ -68,5 +80,5 @@ def test_the_shell_offers_other_names() -> None:
         env = {**asked, "_GPTKIT_COMPLETE": "complete_bash"}
         return CliRunner().invoke(app, [], prog_name="gptkit", env=env).stdout.split()
 
-    assert offered("ins") == ["inspect"]
+    assert offered("ins") == [] and offered("loa") == ["load"]
     assert "--html" in offered("swap", "sample:gpt2", "out", "--h")
