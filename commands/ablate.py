@@ -12,15 +12,19 @@ from .base import JSON, QUIET, Pictures, argument, command, flag, option
     "gptkit ablate plan.toml ablation --html ablation.html --resume",
 )
 def ablate(
-    plan: str = argument("PLAN", "A TOML file, or a plan that comes along: gpt2-to-llama, positions, norms, …"),
-    out: Path = argument("OUT", "The folder of all runs; OUT/ablation.json has the table."),
+    plan: str = argument(
+        "PLAN", "A TOML file, or a plan that comes with gptkit, such as gpt2-to-llama, positions or norms."
+    ),
+    out: Path = argument("OUT", "The folder for all runs. OUT/ablation.json gets the table."),
     *,
-    data: list[str] | None = option("--data FILE", "A text, or a folder of tokens, in place of the plan's."),
-    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU."),
-    resume: bool = flag("--resume", "Go on where OUT was left; what has ended is not run again."),
-    force: bool = flag("--force", "Begin anew in an OUT that an ablation made."),
+    data: list[str] | None = option("--data FILE", "A text file, or a folder of tokens, to use instead of the plan's."),
+    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one."),
+    resume: bool = flag("--resume", "Continue an interrupted ablation. Runs that ended are not repeated."),
+    force: bool = flag("--force", "Discard the runs in OUT, and start again."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
-    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    allow_pickle: bool = flag(
+        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+    ),
     drawn: Pictures,
     json: bool = JSON,
     quiet: bool = QUIET,
@@ -55,11 +59,13 @@ def ablate(
 def fit_scaling(
     runs: list[Path] = argument("RUNS…", "Folders that gptkit ablate wrote, of several sizes and budgets."),
     *,
-    flops: list[float] | None = option("--flops C", "Tell the best parameters and tokens of such a budget: 1e18."),
-    draws: int = option(
-        "N", "Fit so many times to runs drawn again, for intervals; 0 leaves them out.", default=100, min=0
+    flops: list[float] | None = option(
+        "--flops C", "Predict the best number of parameters and tokens for this budget of FLOPs, such as 1e18."
     ),
-    seed: int = option("N", "The seed of what is drawn.", default=0, min=0),
+    draws: int = option(
+        "N", "The number of bootstrap samples for the intervals. 0 computes no intervals.", default=100, min=0
+    ),
+    seed: int = option("N", "The seed of the bootstrap samples.", default=0, min=0),
     drawn: Pictures,
     json: bool = JSON,
     quiet: bool = QUIET,

@@ -17,22 +17,24 @@ from .completion import complete_model
 )
 def audit(
     model: str = argument(
-        "NEW", "A checkpoint of any family: a folder, a file of weights, org/name.", complete=complete_model
+        "NEW", "A checkpoint of any family: a folder, a weight file, or org/name on the hub.", complete=complete_model
     ),
     *,
     source: str | None = option(
-        "--source OLD", "Compare it with the checkpoint that it was made from: tensors, tokens, and what it computes."
+        "--source OLD", "Compare with the checkpoint that MODEL was made from: tensors, tokenizer, and logits."
     ),
     loader: str | None = option(
-        "--for PROGRAM", "Tell what it would be to this program: transformers, llama.cpp, vllm."
+        "--for PROGRAM", "Report what this program would do with the checkpoint: transformers, llama.cpp or vllm."
     ),
-    values: bool = flag("--values", "Read the weights too: NaN, infinities, zeros, copies, and what differs from OLD."),
+    values: bool = flag(
+        "--values", "Also read the weights, and report NaN, infinities, zeros, copies and differences from OLD."
+    ),
     everything: bool = flag("--all", "List every tensor of every finding."),
     fix: Path | None = option(
-        "--fix OUT", "Write it again with what can be mended without loss, unless gptkit load would refuse it still."
+        "--fix OUT", "Write a repaired copy to this folder. gptkit repairs only what loses nothing."
     ),
     force: bool = FORCE,
-    sarif: bool = flag("--sarif", "Print the findings as SARIF, for programs that gather them."),
+    sarif: bool = flag("--sarif", "Print the findings as SARIF, for code scanning in CI."),
     opening: ForTree,
     json: bool = JSON,
     quiet: bool = QUIET,

@@ -199,9 +199,9 @@ MODEL = argument(
     complete=complete_model,
 )
 JSON = flag("--json", "Print JSON instead of text.")
-FORCE = flag("--force", "Replace an existing checkpoint folder, in one step.")
+FORCE = flag("--force", "Replace an existing checkpoint. Your other files in the folder are kept.")
 QUIET = flag("-q --quiet", "Print nothing but errors.")
-WORKERS = option("N", "How many threads to use; by default one per core.", min=1)
+WORKERS = option("N", "The number of threads. The default is one per core.", min=1)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,9 @@ class _PictureFiles:
 
 
 def _pictures(page: str) -> _OptionGroup:
-    figure = option("--figure NAME", "Draw this figure of the page, by words of its title; by default the first.")
+    figure = option(
+        "--figure NAME", "The figure to draw, by words of its title. The default is the first figure of the page."
+    )
     options = {
         "html": (Path | None, option("--html FILE", page)),
         "png": (Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")),
@@ -256,8 +258,11 @@ def _pictures(page: str) -> _OptionGroup:
 
 
 _OFFLINE = flag("--offline", "Use local files and the hub's cache only.")
-_PICKLE = flag("--allow-pickle", "Read .bin files too (weights only); safetensors need no trust.")
-_EXTRA = flag("--allow-extra", "Leave out tensors that the model has no place for.")
+_PICKLE = flag(
+    "--allow-pickle",
+    "Also read pickles, such as .bin files. gptkit reads only weights from them, in a restricted process.",
+)
+_EXTRA = flag("--allow-extra", "Ignore tensors that the model does not have. Without this, they are an error.")
 _TREE = {"offline": (bool, _OFFLINE), "allow_pickle": (bool, _PICKLE)}
 
 Pictures = Annotated[_PictureFiles, _pictures("Write a page (HTML) that opens offline.")]
@@ -377,7 +382,9 @@ def _version(value: bool) -> None:
 @app.callback()
 def root(
     show_version: bool = flag("--version", "Show the version and exit.", callback=_version, is_eager=True),  # noqa: ARG001 - its callback answers
-    plugin: list[str] | None = option("--plugin MODULE", "Import this module or file: it registers families, …"),
+    plugin: list[str] | None = option(
+        "--plugin MODULE", "Import this module or file, which registers families, swaps or formats."
+    ),
 ) -> None:
     """The group itself imports plugins, and does nothing else."""
     load_plugins(plugin or ())
@@ -428,7 +435,7 @@ _ROWS: tuple[_By, ...] = get_args(_By)
 def by_option(panel: str | None = None) -> Any:
     """--by."""
     form = "--by component | layer | tensor"
-    return option(form, "What each row of the table stands for.", panel, default="component", complete=one_of(_ROWS))
+    return option(form, "What a row of the table is.", panel, default="component", complete=one_of(_ROWS))
 
 
 def rows_by(text: str) -> _By:

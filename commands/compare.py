@@ -16,15 +16,13 @@ from .base import JSON, MODELS, QUIET, ForTree, Pictures, command, flag, option,
 def compare(
     models: list[str] = MODELS,
     context: str | None = option(
-        "TOKENS", "The context that costs are for; by default one that all of the models are made for."
+        "TOKENS", "The context in tokens for the costs. The default is one that all the models support."
     ),
-    dtype: str = option("DTYPE", "The dtype of weights and KV cache: float32, bfloat16, …", default="bfloat16"),
-    only_differences: bool = flag("--only-differences", "Leave out the rows in which all models are alike."),
-    everything: bool = flag("--all", "Add the details in which all models are alike."),
-    swap: list[str] | None = option(
-        "OPTION=VALUE", "Also compare what a swap would make of each model: attention=gqa:8."
-    ),
-    recipe: str | None = option("NAME", "Also compare what a recipe of swaps would make of each model."),
+    dtype: str = option("DTYPE", "The dtype of weights and KV cache, such as float32 or bfloat16.", default="bfloat16"),
+    only_differences: bool = flag("--only-differences", "Leave out rows in which all models are the same."),
+    everything: bool = flag("--all", "Add details in which all models are the same."),
+    swap: list[str] | None = option("OPTION=VALUE", "Also show each model after a swap, such as attention=gqa:8."),
+    recipe: str | None = option("NAME", "Also show each model after the swaps of a recipe."),
     markdown: bool = flag("--markdown", "Print a Markdown table, for a README or a paper."),
     csv: bool = flag("--csv", "Print CSV instead of a table."),
     json: bool = JSON,

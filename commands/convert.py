@@ -22,10 +22,12 @@ def load(
     model: str = MODEL,
     *,
     dtype: str | None = option(
-        "DTYPE", "Load as float32, bfloat16, float16 or float64; by default as stored.", complete=one_of(FLOATS)
+        "DTYPE",
+        "The dtype to load: float32, bfloat16, float16 or float64. The default is the stored dtype.",
+        complete=one_of(FLOATS),
     ),
-    random: bool = flag("--random", "Draw random weights: a preset, a config.json or a tree is enough."),
-    seed: int | None = option("N", "The seed of --random; by default 0.", min=0),
+    random: bool = flag("--random", "Use random weights. A preset or a config.json is enough then."),
+    seed: int | None = option("N", "The seed of --random. The default is 0.", min=0),
     out: Path | None = option("FOLDER", "Write the random weights into this folder, in gptkit's own format."),
     force: bool = FORCE,
     opening: ForWeights,
@@ -116,17 +118,20 @@ def convert(
     ),
     dtype: str | None = option(
         "DTYPE",
-        "Store every tensor as float32, bfloat16, …; q8_0 in a GGUF; fp8: matrices of layers, with --to hf.",
+        "Store every tensor in this dtype, such as float32 or bfloat16. GGUF also has q8_0, and --to hf has "
+        "fp8 for the layers' matrices. The default keeps the dtypes.",
         complete=one_of((*FLOATS, "q8_0", "fp8")),
     ),
-    max_shard_size: str | None = option("SIZE", "Start another file before one grows beyond this: 2GB, 500MB."),
+    max_shard_size: str | None = option("SIZE", "The largest size of a weight file, such as 2GB or 500MB."),
     drop: list[str] | None = option(
-        "--drop GROUP", "Leave out tensors that are not computed, by the group that the notes tell: mtp, vision, …"
+        "--drop GROUP",
+        "Leave out a group of tensors that the language model does not use, such as mtp or vision. The "
+        "output lists the groups.",
     ),
     workers: int | None = base.WORKERS,
-    max_memory: str | None = option("SIZE", "Hold no more than this of tensors in memory at once: 500MB."),
+    max_memory: str | None = option("SIZE", "The most memory for tensors at one time, such as 500MB."),
     force: bool = FORCE,
-    dry_run: bool = flag("--dry-run", "Say what would be written; read no weights."),
+    dry_run: bool = flag("--dry-run", "Report the files, the disk space and the memory; write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
 ) -> None:
@@ -153,7 +158,7 @@ def convert(
 
 @command("gptkit extract text org/vision-model text-model")
 def extract(
-    part: str = argument("PART", "What to write by itself: text, the language model."),
+    part: str = argument("PART", "The part to write: text, which is the language model."),
     model: str = MODEL,
     out: Path = argument("OUT", "The folder to write."),
     *,
@@ -173,7 +178,7 @@ def extract(
 
 @command("gptkit check gpt2-local", "gptkit check ./any-checkpoint")
 def check(
-    folder: Path = argument("FOLDER", "A checkpoint's folder."), quiet: bool = QUIET, *, opening: ForWeights
+    folder: Path = argument("FOLDER", "The folder of the checkpoint."), quiet: bool = QUIET, *, opening: ForWeights
 ) -> None:
     """Check that the files of a checkpoint are complete and undamaged.
 

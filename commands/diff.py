@@ -24,7 +24,7 @@ def diff(
     b: str = argument("B", "The other checkpoint, of any format.", complete=complete_model),
     by: str = base.by_option(),
     everything: bool = flag("--all", "List every tensor that differs."),
-    rank: bool = option("--rank/--no-rank", "Tell the rank of each matrix's change.", default=True),
+    rank: bool = option("--rank/--no-rank", "Report the rank of each matrix's change.", default=True),
     workers: int | None = base.WORKERS,
     json: bool = JSON,
     *,

@@ -14,9 +14,9 @@ from .base import JSON, MODEL, QUIET, ForTree, command, option
 )
 def draft(
     model: str = MODEL,
-    out: Path = option("--out FILE", "Write the definition there, a file NAME.py.", default=...),
+    out: Path = option("--out FILE", "The Python file to write, such as FAMILY.py.", default=...),
     *,
-    without: list[str] | None = option("--without FAMILY", "Draft as if gptkit did not have this family."),
+    without: list[str] | None = option("--without FAMILY", "Draft as if gptkit did not know this family."),
     opening: ForTree,
     json: bool = JSON,
     quiet: bool = QUIET,

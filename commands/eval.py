@@ -22,21 +22,23 @@ def evaluate(
     model: str = MODEL,
     *,
     data: list[Path] = option(
-        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
     ),
-    against: str | None = option("MODEL", "Give another model the same text, and tell the difference."),
-    context: str | None = option("TOKENS", "Tokens of a window; by default the model's context, 2,048 at most."),
-    past: int = option("M", "Also look as far as M contexts.", default=1, min=1),
+    against: str | None = option("MODEL", "Also evaluate this model on the same text, and report the difference."),
+    context: str | None = option("TOKENS", "Tokens per window. The default is the model's context, at most 2,048."),
+    past: int = option("M", "Also evaluate positions up to M times the model's context.", default=1, min=1),
     rope: str | None = option(
-        "KIND:FACTOR", "Past the context, also with rotary positions scaled: yarn:4, linear:2, ntk:4."
+        "KIND:FACTOR", "With --past: also evaluate with scaled rotary positions, such as yarn:4, linear:2 or ntk:4."
     ),
-    stride: str | None = option("TOKENS", "Begin a window so many tokens behind the last; by default a whole window."),
-    top_k: str = option("K,K", "Count the tokens that are among the K likeliest.", default="1,5"),
+    stride: str | None = option(
+        "TOKENS", "The distance between the beginnings of two windows, in tokens. The default is a whole window."
+    ),
+    top_k: str = option("K,K", "Report how often the token is among the K most likely ones.", default="1,5"),
     dtype: str = option("DTYPE", "The dtype to compute in.", default="float32", complete=one_of(FLOATS)),
     attention: str = option(
-        "sdpa | eager", "How attention is computed.", default="sdpa", complete=one_of(("sdpa", "eager"))
+        "sdpa | eager", "The attention kernel.", default="sdpa", complete=one_of(("sdpa", "eager"))
     ),
-    device: str = option("NAME", "Where to compute: cpu, cuda, cuda:1.", default="cpu"),
+    device: str = option("NAME", "The device: cpu, cuda or cuda:1.", default="cpu"),
     drawn: Pictures,
     json: bool = JSON,
     opening: ForWeights,

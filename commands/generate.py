@@ -15,31 +15,33 @@ from .completion import FLOATS, one_of
 @command("gptkit generate sample:gpt2 'ROMEO:' -n 80 --temperature 0.8 --seed 1")
 def generate(
     model: str = MODEL,
-    text: str | None = argument("TEXT", "The prompt to continue; - reads standard input.", None),
+    text: str | None = argument("TEXT", "The prompt. A dash (-) reads standard input.", None),
     *,
-    ids: str | None = option("IDS", "Token ids instead of a text: '1 5 9'."),
-    max_new_tokens: int = option("-n --max-new-tokens N", "Stop after so many tokens.", default=100, min=0),
+    ids: str | None = option("IDS", "Token ids to use instead of a text, such as '1 5 9'."),
+    max_new_tokens: int = option(
+        "-n --max-new-tokens N", "The largest number of tokens to generate.", default=100, min=0
+    ),
     temperature: float | None = option(
         "T", "Sample at this temperature. 0 is greedy, the default unless --top-k or --top-p is given.", min=0
     ),
-    top_k: int | None = option("K", "Sample from the k likeliest tokens.", min=1),
+    top_k: int | None = option("K", "Sample only from the K most likely tokens.", min=1),
     top_p: float | None = option(
-        "P", "Sample from the likeliest tokens whose probabilities add up to p.", min=0, max=1
+        "P", "Sample only from the most likely tokens whose probabilities add up to P.", min=0, max=1
     ),
-    seed: int | None = option("N", "The seed of sampling, for the same text twice.", min=0),
-    beams: int | None = option("N", "Search with so many beams for the likeliest text.", min=2),
+    seed: int | None = option("N", "The seed of sampling. The same seed gives the same text.", min=0),
+    beams: int | None = option("N", "The number of beams of a beam search.", min=2),
     length_penalty: float | None = option(
-        "P", "With --beams: divide log-probabilities by lengths to this power, by default 1."
+        "P", "With --beams: divide log-probabilities by the length to this power. The default is 1."
     ),
-    early_stopping: bool = flag("--early-stopping", "With --beams: end with the first so many texts."),
+    early_stopping: bool = flag("--early-stopping", "With --beams: stop when as many texts as beams have ended."),
     dtype: str | None = option(
-        "DTYPE", "The dtype to compute in; by default the checkpoint's.", complete=one_of(FLOATS)
+        "DTYPE", "The dtype to compute in. The default is the checkpoint's.", complete=one_of(FLOATS)
     ),
     attention: str = option(
-        "sdpa | eager", "How attention is computed.", default="sdpa", complete=one_of(("sdpa", "eager"))
+        "sdpa | eager", "The attention kernel.", default="sdpa", complete=one_of(("sdpa", "eager"))
     ),
     opening: ForWeights,
-    quiet: bool = flag("-q --quiet", "Print what follows the prompt alone, and nothing else but errors."),
+    quiet: bool = flag("-q --quiet", "Print only the generated text, and errors."),
 ) -> None:
     """Generate text from a prompt."""
     from ..converter.checkpoint import open_checkpoint

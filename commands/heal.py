@@ -17,10 +17,12 @@ _HOW = "How to train"
     "gptkit heal changed out --teacher org/name --data tokens --time 5m --seeds 3",
 )
 def heal(
-    changed: str = argument("CHANGED", "The changed checkpoint, as gptkit swap wrote it.", complete=complete_model),
-    out: Path = argument("OUT", "The folder to write; OUT.healing has the runs' checkpoints and measurements."),
+    changed: str = argument(
+        "CHANGED", "The changed checkpoint, such as one that gptkit swap wrote.", complete=complete_model
+    ),
+    out: Path = argument("OUT", "The folder to write. OUT.healing gets the checkpoints and measurements of the runs."),
     *,
-    teacher: str = option("--teacher MODEL", "The original that it was made from.", default=...),
+    teacher: str = option("--teacher MODEL", "The original checkpoint that CHANGED was made from.", default=...),
     data: list[str] = option(
         "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
     ),
@@ -46,9 +48,15 @@ def heal(
     seeds: int = option(
         "N", "The number of seeds: each run is repeated with a different order of the text.", default=1, min=1
     ),
-    beside: bool = option("--beside/--alone", "Run the control and the floor too.", default=True),
-    batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
-    context: str | None = option("N", "Tokens per window; by default the models' context, 1,024 at most.", _HOW),
+    beside: bool = option(
+        "--beside/--alone",
+        "Also train the control (the original) and the floor (CHANGED from random weights), for comparison.",
+        default=True,
+    ),
+    batch: str | None = option(
+        "N", "Tokens per step. The default is 16 windows, or fewer if the budget is small.", _HOW
+    ),
+    context: str | None = option("N", "Tokens per window. The default is the models' context, at most 1,024.", _HOW),
     lr: float | None = option(
         "RATE",
         "AdamW's highest rate for the changed model. The default is chosen from the KL divergence and by trials.",
@@ -56,18 +64,23 @@ def heal(
         min=0,
     ),
     patience: int = option(
-        "N", "End a run after N evaluations without a better one, and keep the best; 0 never.", _HOW, default=0, min=0
+        "N", "End a run after N evaluations without a better one. 0 never does.", _HOW, default=0, min=0
     ),
-    held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
+    held_out: str = option(
+        "SHARE | FILE",
+        "What to evaluate on: a share of the text, such as 0.05, or another text file.",
+        _HOW,
+        default="0.05",
+    ),
     seed: int = option("N", "The seed of the first run.", _HOW, default=0, min=0),
     dtype: str | None = option(
         "float32 | bfloat16",
-        "Multiply in this; by default bfloat16 on GPUs.",
+        "The dtype of matrix products. The default is bfloat16 on a GPU and float32 on a CPU.",
         _HOW,
         complete=one_of(("float32", "bfloat16")),
     ),
     compiled: bool = flag("--compile", "Compile the models with torch.compile.", _HOW),
-    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
+    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one.", _HOW),
     every: int | None = option(
         "STEPS",
         "Evaluate and save a checkpoint every STEPS steps. By default, evaluations take a twentieth of the time.",
@@ -76,10 +89,14 @@ def heal(
     to: str | None = option(
         "--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or hf:auto.", _HOW
     ),
-    resume: bool = flag("--resume", "Go on from the last checkpoints of the same call."),
-    force: bool = flag("--force", "Replace OUT, and begin anew."),
+    resume: bool = flag(
+        "--resume", "Continue an interrupted call from its last checkpoints. Repeat the call with this option."
+    ),
+    force: bool = flag("--force", "Replace OUT, and discard an interrupted run."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
-    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    allow_pickle: bool = flag(
+        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+    ),
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:

@@ -31,38 +31,40 @@ def params(
         WEIGHTS,
         complete=one_of((*FLOATS, "float8", "int8", "int4", "q8_0", "q4_k_m", "q4_0", "nf4")),
     ),
-    explain: bool = flag("--explain", "Derive the total as a formula, with the model's numbers.", WEIGHTS),
-    stored: bool = flag("--stored", "Add the dtypes and bytes that the headers of the weight files tell.", WEIGHTS),
+    explain: bool = flag("--explain", "Derive the total number of parameters as a formula.", WEIGHTS),
+    stored: bool = flag(
+        "--stored", "Add the dtypes and bytes of the stored tensors, from the headers of the weight files.", WEIGHTS
+    ),
     kv: list[str] | None = option("--kv TOKENS", "Add the KV cache at these contexts: 8192, or 2k,128k.", COSTS),
-    kv_dtype: str | None = option("DTYPE", "The dtype of the KV cache; by default that of the activations.", COSTS),
+    kv_dtype: str | None = option("DTYPE", "The dtype of the KV cache. The default is that of the activations.", COSTS),
     flops: bool = flag("--flops", "Add the FLOPs per token, of a prefill, and of a training step.", COSTS),
     memory: bool = flag("--memory", "Add the memory to run the model, and to train it with Adam.", COSTS),
     context: str | None = option(
-        "TOKENS", "The context of --flops and --memory; by default the one that the models are made for.", COSTS
+        "TOKENS", "The context in tokens for --flops and --memory. The default is the model's context.", COSTS
     ),
-    batch: int = option("N", "How many sequences --kv, --flops and --memory are for.", COSTS, default=1),
+    batch: int = option("N", "The number of sequences for --kv, --flops and --memory.", COSTS, default=1),
     gpu: str | None = option(
         "--gpu SIZE",
         "Say what fits in a GPU's memory: which dtype, context and batch. 24GB is a card of 24 GB, which has 24 GiB.",
         COSTS,
     ),
     tp: int = option(
-        "--tp N", "Tell what each of N GPUs holds that share every layer.", COSTS, default=1, show_default=False
+        "--tp N", "Report memory per GPU under N-way tensor parallelism.", COSTS, default=1, show_default=False
     ),
     pp: int = option(
-        "--pp N", "Tell what each GPU holds with the layers in N stages.", COSTS, default=1, show_default=False
+        "--pp N", "Report memory per GPU with the layers in N pipeline stages.", COSTS, default=1, show_default=False
     ),
     fsdp: int = option(
         "--fsdp N",
-        "Tell with --memory what each of N processes takes that share out weights and Adam's moments.",
+        "With --memory: report memory per process if N processes shard weights and optimizer states (FSDP).",
         COSTS,
         default=1,
         show_default=False,
     ),
     swap: list[str] | None = option(
-        "OPTION=VALUE", "Also count what a swap would make of each model: attention=gqa:4.", SWAPS
+        "OPTION=VALUE", "Also count each model after a swap, such as attention=gqa:4.", SWAPS
     ),
-    recipe: str | None = option("NAME | FILE", "Also count what a recipe of swaps would make of each model.", SWAPS),
+    recipe: str | None = option("NAME | FILE", "Also count each model after the swaps of a recipe.", SWAPS),
     json: bool = JSON,
     csv: bool = flag("--csv", "Print CSV: a row per component, layer or tensor; of costs a row per model."),
     *,
@@ -133,7 +135,7 @@ def params(
 @command("gptkit presets", "gptkit presets qwen", "gptkit presets llama-2 --names   (for gptkit params $(…))")
 def presets(
     words: list[str] | None = argument(
-        "[WORD]...", "List only presets that have all of these words in their names.", None
+        "[WORD]...", "Words that the names of the presets contain, such as qwen. Without words, all are listed.", None
     ),
     names: bool = flag("-n --names", "Print names alone, one per line."),
     json: bool = JSON,
@@ -166,10 +168,10 @@ def presets(
 @command("gptkit families", "gptkit families olmo", "gptkit families --all --json")
 def families(
     words: list[str] | None = argument(
-        "[WORD]...", "List only families and model types that have all of these words in their names.", None
+        "[WORD]...", "Words that the families' names contain, such as olmo. Without words, all are listed.", None
     ),
     everything: bool = flag(
-        "--all", "List every causal language model of the installed transformers too, known or not."
+        "--all", "Also list the causal language models of transformers that gptkit does not support."
     ),
     json: bool = JSON,
     quiet: bool = QUIET,

@@ -31,16 +31,18 @@ def recommend(
         complete=one_of(_known_goals),
     ),
     params: str = option(
-        "NUMBER", "How many parameters the model is to have, 100k to 1T: 7B, 124M, 1.5e9.", default=...
+        "NUMBER", "The number of parameters, from 100k to 1T, such as 7B, 124M or 1.5e9.", default=...
     ),
     vocab: int | None = option(
-        "TOKENS", "The size of the vocabulary; by default 32,000, and less below 10M parameters."
+        "TOKENS", "The size of the vocabulary. The default is 32,000, or less for models below 10M parameters."
     ),
     context: str | None = option(
-        "TOKENS", "The context that the model is for; by default 4,096, or 131,072 for the goal context."
+        "TOKENS", "The context in tokens. The default is 4,096, or 131,072 for the goal context."
     ),
-    loadable: bool = flag("--loadable", "Choose only what a transformers family can hold."),
-    out: Path | None = option("FILE", "Write the model as a spec, FILE.json."),
+    loadable: bool = flag("--loadable", "Choose only components that a transformers class can hold."),
+    out: Path | None = option(
+        "FILE", "Write the architecture to this file, FILE.json, for params, show, load --random and train."
+    ),
     force: bool = flag("--force", "Replace FILE where it exists."),
     json: bool = JSON,
     quiet: bool = QUIET,

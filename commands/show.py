@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 )
 def show(
     model: str = MODEL,
-    layer: int | None = option("N", "Draw this layer, where layers differ. The first one is 0."),
+    layer: int | None = option("N", "The layer to draw, if layers differ. The first layer is 0."),
     json: bool = JSON,
     *,
     drawn: Pictures,

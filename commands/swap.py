@@ -45,26 +45,44 @@ def swap(
     out: Path = argument("OUT", "The folder to write."),
     *,
     recipe: str | None = option(
-        "FILE", "Run a recipe: a TOML file, a name out of gptkit swaps --recipes, or a folder that a swap wrote.", _HOW
+        "FILE", "Run a recipe: a TOML file, a name from gptkit swaps --recipes, or a folder that a swap wrote.", _HOW
     ),
-    blocks: str | None = option("LAYERS", "Change these layers alone: 3-7, or 0,2,4-.", _HOW),
-    approximate: bool = flag("--approximate", "Replace plainly instead of in the best form, whatever it loses.", _HOW),
-    calibrate: str | None = option("FILE", "Fit on this text; the samples have the bundled play.", _HOW),
+    blocks: str | None = option(
+        "LAYERS", "Change only these layers, such as 3-7 or 0,2,4-. The first layer is 0.", _HOW
+    ),
+    approximate: bool = flag(
+        "--approximate", "Make the plain replacement, even if an exact or fitted one exists or the loss is large.", _HOW
+    ),
+    calibrate: str | None = option(
+        "FILE",
+        "Fit and measure on this text file. Only the samples have a default, the play that comes with gptkit.",
+        _HOW,
+    ),
     calibrate_tokens: int | None = option(
-        "N", "Fit on N tokens of the text, as 8192; by default 2,048 and more are tried, while they help.", _HOW, min=1
+        "N",
+        "The number of tokens to fit on, such as 8192. By default gptkit tries 2,048 and more as long as that helps.",
+        _HOW,
+        min=1,
     ),
     to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", _HOW),
     dtype: str | None = option(
         "DTYPE",
-        "The dtype of computed tensors, and with --as hf of all; by default the output says which and why.",
+        "The dtype of computed tensors, or with --as hf of all tensors. The output says which dtype is the "
+        "default and why.",
         _HOW,
     ),
     no_measure: bool = flag("--no-measure", "Do not compare logits before and after."),
-    measure_steps: bool = flag("--measure-steps", "Measure each step by itself, of a large model too."),
-    report: Path | None = option("--report --html FILE", "Write what the swap costs, FILE.html and FILE.json."),
-    resume: bool = flag("--resume", "Go on with a recipe's healing that was stopped: the same call again."),
+    measure_steps: bool = flag(
+        "--measure-steps", "Also measure the effect of every step. Small models do this by default."
+    ),
+    report: Path | None = option(
+        "--report --html FILE", "Write a report on the loss by position, layer and component: FILE.html and FILE.json."
+    ),
+    resume: bool = flag(
+        "--resume", "Continue the healing step of a recipe that was interrupted. Repeat the call with this option."
+    ),
     force: bool = FORCE,
-    dry_run: bool = flag("--dry-run", "Say what would come out, and write nothing."),
+    dry_run: bool = flag("--dry-run", "Show the resulting architecture and its costs; write nothing."),
     opening: ForWeights,
     quiet: bool = QUIET,
     **asked: Any,
@@ -109,7 +127,9 @@ def swap(
 
 @command("gptkit swaps sample:gpt2", "gptkit swaps --recipes")
 def swaps(
-    model: str | None = argument("MODEL", "The model to try them on; without one, all swaps are listed.", None),
+    model: str | None = argument(
+        "MODEL", "The model to try the swaps on. Without a model, all swaps are listed.", None
+    ),
     *,
     recipes: bool = flag("--recipes", "List the recipes that come with gptkit."),
     json: bool = JSON,

@@ -10,15 +10,18 @@ from .base import FORCE, QUIET, argument, command, option
 @command("gptkit tokenize play.txt play-tokens", "gptkit tokenize a.txt b.jsonl tokens --tokenizer sample:gpt2")
 def tokenize(
     files: list[Path] = argument(
-        "FILE… OUT", "Texts, each a document; of a .jsonl each line; last, the folder to make."
+        "FILE… OUT",
+        "Text files, each one document, or .jsonl files with a document per line; and last, the folder to write.",
     ),
     *,
     tokenizer: str | None = option(
         "MODEL",
-        "Take this model's tokenizer, a tokenizer.json, or bytes (a token for each byte). Without it, a byte-level "
-        "BPE is trained.",
+        "The tokenizer: a model, a tokenizer.json, or bytes (one token per byte). Without this option, a byte-level "
+        "BPE is trained on the texts.",
     ),
-    vocabulary: int | None = option("N", "How many tokens one that is trained has at most; by default 4,096."),
+    vocabulary: int | None = option(
+        "N", "The largest vocabulary of a tokenizer that is trained. The default is 4,096."
+    ),
     force: bool = FORCE,
     quiet: bool = QUIET,
 ) -> None:

@@ -55,46 +55,64 @@ def told_once() -> Iterator[None]:
 )
 def train(
     model: str = MODEL,
-    out: Path = argument("OUT", "The folder to write; OUT.training has checkpoints and measurements."),
+    out: Path = argument("OUT", "The folder to write. OUT.training gets checkpoints and measurements."),
     *,
     data: list[str] = option(
-        "--data FILE", "A text, or a folder that gptkit tokenize wrote; as often as there are texts.", default=...
+        "--data FILE", "A text file, or a folder written by gptkit tokenize. Repeatable.", default=...
     ),
-    budget: str | None = option("--tokens N", "Train on so many tokens: 1M, 500k, 2e9."),
-    time: str | None = option("--time TIME", "Train for so long instead: 90s, 10m, 1.5h."),
-    batch: str | None = option("N", "Tokens per step; by default 16 windows, fewer of a small budget.", _HOW),
-    context: str | None = option("N", "Tokens per window; by default the model's context, 1,024 at most.", _HOW),
-    lr: float | None = option("RATE", "AdamW's highest rate, above 0; by default by the model's size.", _HOW, min=0),
-    warmup: float = option("SHARE", "Reach that rate within this share of the budget.", _HOW, default=0.05, min=0),
-    decay: float = option("NUMBER", "Decoupled weight decay of matrices.", _HOW, default=0.1, min=0),
-    clip: float = option("NORM", "Cut each gradient to this norm; 0 leaves it.", _HOW, default=1.0, min=0),
-    accumulate: int = option("N", "Compute each step in N parts, for less memory.", _HOW, default=1, min=1),
-    held_out: str = option("SHARE | FILE", "Hold out this share of the text, or another text.", _HOW, default="0.05"),
+    budget: str | None = option("--tokens N", "The number of tokens to train on, such as 500k, 1M or 2e9."),
+    time: str | None = option("--time TIME", "Train for this long instead: 90s, 10m or 1.5h."),
+    batch: str | None = option(
+        "N", "Tokens per step. The default is 16 windows, or fewer if the budget is small.", _HOW
+    ),
+    context: str | None = option("N", "Tokens per window. The default is the model's context, at most 1,024.", _HOW),
+    lr: float | None = option(
+        "RATE", "AdamW's highest learning rate. The default depends on the model's size.", _HOW, min=0
+    ),
+    warmup: float = option(
+        "SHARE", "The share of the budget in which the learning rate rises to its highest.", _HOW, default=0.05, min=0
+    ),
+    decay: float = option("NUMBER", "The weight decay of matrices (decoupled, as in AdamW).", _HOW, default=0.1, min=0),
+    clip: float = option("NORM", "Clip gradients to this norm. 0 does not clip.", _HOW, default=1.0, min=0),
+    accumulate: int = option("N", "Compute each step in N parts, which needs less memory.", _HOW, default=1, min=1),
+    held_out: str = option(
+        "SHARE | FILE",
+        "What to evaluate on: a share of the text, such as 0.05, or another text file.",
+        _HOW,
+        default="0.05",
+    ),
     tokenizer: str | None = option(
-        "MODEL", "Take this tokenizer for texts, or bytes (a token for each byte); by default the model's own.", _HOW
+        "MODEL", "The tokenizer for texts, or bytes (one token per byte). The default is the model's own.", _HOW
     ),
-    no_document_mask: bool = flag("--no-document-mask", "Let tokens look at other documents too.", _HOW),
-    random: bool = flag("--random", "Draw random weights for a checkpoint's tree too.", _HOW),
+    no_document_mask: bool = flag(
+        "--no-document-mask", "Let tokens attend to other documents in the same window.", _HOW
+    ),
+    random: bool = flag("--random", "Start from random weights, even if MODEL has weights.", _HOW),
     seed: int = option("N", "The seed of random weights and of the order of windows.", _HOW, default=0, min=0),
     dtype: str | None = option(
         "float32 | bfloat16",
-        "Multiply in this; by default bfloat16 on GPUs.",
+        "The dtype of matrix products. The default is bfloat16 on a GPU and float32 on a CPU.",
         _HOW,
         complete=one_of(("float32", "bfloat16")),
     ),
     compiled: bool = flag("--compile", "Compile the model with torch.compile.", _HOW),
-    device: str | None = option("NAME", "Compute on cpu, cuda or cuda:1; by default on a GPU.", _HOW),
-    every: int | None = option("STEPS", "Evaluate and keep a checkpoint every so many steps.", min=1),
-    sample: str | None = option("PROMPT", "Continue this prompt at every evaluation."),
-    metrics: Path | None = option("FILE", "Write the measurements (JSON lines) here as well."),
-    tensorboard: Path | None = option("--tensorboard FOLDER", "Write the measurements for TensorBoard."),
+    device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one.", _HOW),
+    every: int | None = option("STEPS", "The number of steps between two evaluations and checkpoints.", min=1),
+    sample: str | None = option("PROMPT", "Generate text from this prompt at every evaluation."),
+    metrics: Path | None = option("FILE", "Also write the measurements to this file, as JSON lines."),
+    tensorboard: Path | None = option(
+        "--tensorboard FOLDER", "Also write the measurements to this folder, for TensorBoard."
+    ),
     resume: bool = flag(
         "--resume",
-        "Go on from the last checkpoint of the same call; behind a loss that is no number, --lr and --clip may differ.",
+        "Continue an interrupted run from its last checkpoint. Repeat the call with this option. After a "
+        "loss that is not a number, --lr and --clip may differ.",
     ),
-    force: bool = flag("--force", "Replace OUT, and begin anew."),
+    force: bool = flag("--force", "Replace OUT, and discard an interrupted run."),
     offline: bool = flag("--offline", "Use local files and the hub's cache only."),
-    allow_pickle: bool = flag("--allow-pickle", "Read .bin files too (weights only)."),
+    allow_pickle: bool = flag(
+        "--allow-pickle", "Also read pickles, such as .bin files. gptkit reads only weights from them."
+    ),
     quiet: bool = QUIET,
 ) -> None:
     """Train a model on texts, from random weights or from a checkpoint."""

@@ -18,24 +18,29 @@ if TYPE_CHECKING:
 @command("gptkit verify sample:llama", "gptkit verify sample:gpt2 gpt2-local   (exit 0: the same, 3: different)")
 def verify(
     model: str = MODEL,
-    local: str | None = argument("LOCAL", "The checkpoint to compare with it; by default MODEL itself.", None),
+    local: str | None = argument("LOCAL", "The checkpoint that gptkit loads. The default is MODEL itself.", None),
     *,
-    dtype: str = option("DTYPE", "The dtype that both sides compute in.", default="float32"),
-    attention: str | None = option("sdpa | eager", "How both sides compute attention."),
-    prompt: list[str] | None = option("TEXT", "Also compare on this text, beside the probe."),
-    long: bool = flag("--long", "Also probe past windows of more than 1,024 tokens."),
-    up_to: str | None = option("--up-to TOKENS", "The longest sequence that matters."),
+    dtype: str = option("DTYPE", "The dtype in which transformers and gptkit compute.", default="float32"),
+    attention: str | None = option("sdpa | eager", "The attention kernel of both sides."),
+    prompt: list[str] | None = option("TEXT", "Also compare the logits on this text."),
+    long: bool = flag(
+        "--long", "Also test windows and original contexts of more than 1,024 tokens, which takes longer."
+    ),
+    up_to: str | None = option(
+        "--up-to TOKENS", "The longest sequence that matters to you, in tokens. Longer ones are not compared."
+    ),
     mutations: bool | None = option(
-        "--mutations/--no-mutations", "Make mistakes on purpose and count those that are caught."
+        "--mutations/--no-mutations",
+        "Make mistakes on purpose in the model itself, and count those that the comparison catches.",
     ),
     against: str | None = option(
-        "MODULE:CALLABLE", "Compare with a port of your own: a callable that returns your torch module."
+        "MODULE:CALLABLE", "Compare with your own module: MODULE:FUNCTION, where the function returns a torch module."
     ),
-    card: Path | None = option("FILE", "Write the verdict as a card, FILE.json and FILE.md."),
+    card: Path | None = option("FILE", "Write what was checked, and the result, to FILE.json and FILE.md."),
     drawn: HeatMap,
-    damage: bool | None = option("--damage/--no-damage", "Tell what LOCAL loses by position, layer and component."),
+    damage: bool | None = option("--damage/--no-damage", "Report the loss of LOCAL by position, layer and component."),
     text: Path | None = option("FILE", "Measure perplexity on this text."),
-    stream: bool = flag("--stream", "Run a layer at a time, for models larger than memory."),
+    stream: bool = flag("--stream", "Load one layer at a time, for models larger than memory."),
     json: bool = JSON,
     opening: ForWeights,
     quiet: bool = QUIET,
