@@ -25,7 +25,7 @@ class _SwapCommand(Command):
 
         found = super().get_params(ctx)
         for each in all_options():
-            fields: dict[str, Any] = {"count": True}
+            fields: dict[str, Any] = {"count": True, "metavar": " "}  # instead of its type
             if not each.flag:
                 values = one_of(forms(each.metavar))
                 complete = partial(lambda values, ctx, args, incomplete: values(incomplete), values)

@@ -254,7 +254,7 @@ OPTIONS = (
         "activation",
         FEED_FORWARD,
         2,
-        "Another activation, rescaled to be as near as can be.",
+        "The activation function. gptkit rescales it to be as close to the old one as possible.",
         "silu | gelu | relu | …",
         words="gelu_new; quick_gelu = gelu sigmoid; relu; gelu = gelu exact, gelu erf, gelu python; gelu_tanh = "
         "gelu pytorch tanh, gelu approximate; gelu_bloom = bloom gelu; silu = swish",

@@ -132,7 +132,7 @@ def _examples(spec: ModelSpec) -> tuple[str, ...]:
 
 
 ORDER = 125
-OPTIONS = (Option("experts", FEED_FORWARD, 4, "How many experts a mixture keeps.", "N"),)
+OPTIONS = (Option("experts", FEED_FORWARD, 4, "The number of experts that a mixture keeps.", "N"),)
 SWAPS = (
     Swap(
         option="experts",

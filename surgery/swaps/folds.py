@@ -239,7 +239,7 @@ OPTIONS = (
         "drop",
         WEIGHTS,
         2,
-        "Leave out biases: head.bias, key.bias, …",
+        "Remove biases, such as head.bias or key.bias.",
         "BIASES",
         words="head.bias = lm_head.bias; norm.bias = norms.bias; query.bias = q.bias, q_proj.bias; key.bias = k.bias, "
         "k_proj.bias; value.bias = v.bias, v_proj.bias; latent.bias = q_down_proj.bias, kv_down_proj.bias; "
@@ -250,7 +250,7 @@ OPTIONS = (
         "fold",
         WEIGHTS,
         3,
-        "Fold constants into the weights beside them.",
+        "Fold constants, such as norm gains, into neighbouring weights.",
         "value-bias | scale | norm",
         words="norm = norms; value-bias = value_bias; scale = scales",
     ),

@@ -278,7 +278,9 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
 
 ORDER = 170
 _PARTS: Parts = {"": ("dimensions", lambda spec: {spec.hidden_size})}
-OPTIONS = (Option("hidden", NORMS, 4, "The width of the residual stream.", "N", parts=_PARTS),)
+OPTIONS = (
+    Option("hidden", NORMS, 4, "The hidden size, which is the width of the residual stream.", "N", parts=_PARTS),
+)
 SWAPS = (
     Swap(
         option="hidden",

@@ -295,7 +295,7 @@ OPTIONS = (
         "attention",
         ATTENTION,
         1,
-        "How many key-value heads, how wide a latent, or a state in place of both.",
+        "The kind of attention: mha, mqa, gqa:N with N key-value heads, mla:N with a latent of N, or linear.",
         "mha | mqa | gqa:N | mla:N | linear",
         words="mha = multi-head, multi-head attention; mqa = multi-query, multi-query attention; gqa = "
         "grouped-query, grouped-query attention; mla = multi-head latent, multi-head latent attention, "

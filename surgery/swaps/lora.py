@@ -258,7 +258,9 @@ def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
 
 
 ORDER = 10
-OPTIONS = (Option("merge_lora", WEIGHTS, 1, "Merge an adapter of PEFT or mlx-lm into the weights.", "DIR"),)
+OPTIONS = (
+    Option("merge_lora", WEIGHTS, 1, "Merge a LoRA adapter of PEFT or mlx-lm into the weights. Repeatable.", "DIR"),
+)
 SWAPS = (
     Swap(
         option="merge_lora",

@@ -363,7 +363,7 @@ OPTIONS = (
         "mlp",
         FEED_FORWARD,
         1,
-        "The kind of feed-forward; moe:8x2 has 8 experts, 2 of them per token.",
+        "The kind of feed-forward. moe:8x2 is a mixture of 8 experts with 2 of them per token.",
         "gated | swiglu | plain | moe:ExK | dense",
         words="gated = glu; plain = ungated, vanilla; moe = mixture of experts, mixture, experts; dense",
         two={

@@ -321,7 +321,7 @@ OPTIONS = (
         "norm",
         NORMS,
         1,
-        "Which norm the layers and both ends have.",
+        "The kind of norm in all layers and after the last one.",
         "rmsnorm | layernorm",
         words="rmsnorm = rms, root mean square; layernorm = ln, layer",
     ),

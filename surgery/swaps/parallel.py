@@ -128,7 +128,8 @@ OPTIONS = (
         "block",
         NORMS,
         2,
-        "Run attention and feed-forward one after the other, or side by side.",
+        "How a layer runs attention and feed-forward: one after the other (serial), or both on the same "
+        "input (parallel).",
         "serial | parallel",
         words="parallel = side by side; serial = sequential",
     ),

@@ -323,12 +323,14 @@ OPTIONS = (
         "position",
         POSITIONS,
         1,
-        "How tokens know where they are.",
+        "The position encoding.",
         "rope | alibi | learned | none",
         words="rope = rotary, rotary embeddings, roformer; alibi = linear biases; learned = absolute, learned "
         "absolute, table; none = nope",
     ),
-    Option("context", POSITIONS, 5, "The length of the position table, or of the context.", "N", parts=_PARTS),
+    Option(
+        "context", POSITIONS, 5, "The context length in tokens, or the length of the position table.", "N", parts=_PARTS
+    ),
 )
 SWAPS = (
     _entry(

@@ -134,7 +134,7 @@ OPTIONS = (
         "quantize",
         WEIGHTS,
         4,
-        "Round weights to this many bits, on a text where there is one; they are stored as before.",
+        "Round weights to an int8 or int4 grid, with GPTQ if there is a text. They are stored in the old dtype.",
         "int8 | int4:64",
         words="int8 = 8 bit, i8; int4 = 4 bit, i4; int2; int3; int5; int6; int7",
     ),

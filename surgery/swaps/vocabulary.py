@@ -263,13 +263,13 @@ _tying = partial(Swap, form="", source="Press and Wolf 1608.05859")
 
 ORDER = 20
 OPTIONS = (
-    Option("tie", VOCABULARY, 2, "Share one table between embedding and head."),
-    Option("untie", VOCABULARY, 3, "Give the head a table of its own."),
+    Option("tie", VOCABULARY, 2, "Tie the head to the embedding, so that both share one table."),
+    Option("untie", VOCABULARY, 3, "Untie the head from the embedding, so that it has its own table."),
     Option(
         "vocab",
         VOCABULARY,
         1,
-        "How many tokens to have, or which.",
+        "The size of the vocabulary, or which tokens to keep.",
         "N | multiple:64 | prune:FILE",
         words="multiple = multiple of; prune; prune-text",
         parts={"": ("tokens", lambda spec: {spec.vocab_size})},

@@ -139,7 +139,7 @@ OPTIONS = (
         "intermediate",
         FEED_FORWARD,
         3,
-        "The width of the feed-forward.",
+        "The hidden size of the feed-forward.",
         "N | N:active",
         parts={"": ("dimensions", _widths)},
     ),
