@@ -192,7 +192,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
     if all(value == 1 for value in divisors):
         return None
     if min(divisors) < 1:
-        raise ConfigError(f"GGUF: {_FREQS} holds values below 1, which no scaling in the manner of Llama 3.1 gives")
+        raise ConfigError(f"GGUF: {_FREQS} has values below 1, which Llama 3.1's RoPE scaling never has")
     for high, original in _candidates(divisors, base, factor):
         if not (1 < high < math.inf and 1 <= original < 2**31):
             continue
@@ -203,7 +203,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
         again = llama3_divisors(found, base, len(divisors))
         if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
             return found
-    raise ConfigError(f"GGUF: no scaling in the manner of Llama 3.1 gives the values of {_FREQS}")
+    raise ConfigError(f"GGUF: the values of {_FREQS} match Llama 3.1's RoPE scaling for no parameters")
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:

@@ -130,7 +130,9 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         value = given.get(name)
         value = usual if value is None else value
         if type(value) is not int or not 0 < value < 2**31:
-            raise ConfigError(f"its arguments say {name}={shown(value, 40)}, which is no size")
+            raise ConfigError(
+                f"the arguments in the checkpoint have {name}={shown(value, 40)}, which is no positive integer"
+            )
         return value
 
     for name, allowed in _FIXED.items():

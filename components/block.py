@@ -146,7 +146,7 @@ class Block(Component, frozen=True):
         if len(widths) > 1:
             raise ConfigError(" and ".join(f"{name} of {size}" for size, name in widths.items()) + " in one block")
         if self.parallel and self.residual == "normed":
-            raise ConfigError("a parallel block adds to the stream itself, not to a norm's output")
+            raise ConfigError("a parallel block cannot take its residual from a norm's output")
         for sublayer in self.sublayers:
             if self.residual == "normed" and sublayer.norm is None:
                 raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")

@@ -113,7 +113,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
             raise ConfigError("an encoder gives hidden states: it has no head, no pooler and no encoder of its own")
         if encoder is not None and encoder.streams is not None:
-            raise ConfigError("an encoder gives one stream of a token")
+            raise ConfigError("an encoder cannot have several residual streams per token")
         if encoder is not None and encoder.embedding.shared and encoder.vocab_size != self.vocab_size:
             raise ConfigError(f"an encoder of {encoder.vocab_size} tokens shares a table of {self.vocab_size}")
         for layer, block in enumerate(self.blocks):
@@ -144,7 +144,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if heads in made or heads is None:
                 continue
             if getattr(block.attention, "kv_from", "") == "earlier":
-                raise ConfigError(f"layer {layer} takes keys of an earlier layer, and none makes such")
+                raise ConfigError(f"layer {layer} uses keys of an earlier layer, but no earlier layer makes them")
             made.add(heads)
 
     @property

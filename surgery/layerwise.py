@@ -89,7 +89,9 @@ def weighed(path: str, norm: Norm | None, *more: str) -> None:
     `more` are other gains that the swap knows.
     """
     if norm is not None and norm.gain not in ("weight", *more):
-        raise SwapRefused(f"{path} multiplies by {norm.gain}, and this swap knows norms that multiply by their weight")
+        raise SwapRefused(
+            f"{path} multiplies by {norm.gain}; this swap supports only norms that multiply by their weight"
+        )
 
 
 def regained(norm: Norm, name: str, change: Callable[[Wide], Wide]) -> Callable[[Model], Wide]:
@@ -213,7 +215,7 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
     """
     mixer, whole = block.feed_forward, f"blocks.{layer}.feed_forward"
     if getattr(mixer, "shared", None) is not None:
-        raise SwapRefused(f"{whole} has a shared expert (shared), and this swap knows experts of one kind")
+        raise SwapRefused(f"{whole} has a shared expert; this swap supports only mixtures without one")
     inner = getattr(mixer, "expert", mixer)
     for field in ("limit", "up_shift"):
         if getattr(inner, field, None):

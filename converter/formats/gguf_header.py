@@ -235,7 +235,7 @@ def _metadata(cursor: _Cursor, keys: int) -> tuple[dict[str, Any], dict[str, int
     for _ in range(keys):
         key = cursor.string("a metadata key", _MAX_NAME)
         if key in found:
-            raise CheckpointError(f"{cursor.where}: the metadata key {shown(key)} is there twice")
+            raise CheckpointError(f"{cursor.where}: the metadata key {shown(key)} occurs twice")
         (kind,) = cursor.numbers("I", "a type")
         what = f"the value of {shown(key)}"
         if kind == _STRING:
@@ -288,7 +288,9 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
         raise CheckpointError(f"{where} has the unknown type {code}")
     kind = TYPES[code]
     if min(sizes) < 1 or sizes[0] % kind.block:
-        raise CheckpointError(f"{where}: sizes {list(sizes)} are not those of {kind.name} ({kind.block} to a block)")
+        raise CheckpointError(
+            f"{where}: shape {list(sizes)} does not fit type {kind.name}, whose rows have blocks of {kind.block} values"
+        )
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
     if offset % alignment:
         raise CheckpointError(f"{where} begins at {offset}, which is not a multiple of {alignment}")
@@ -302,7 +304,7 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
         start, end = data + info.start, data + info.end
         if info.name in found:
-            raise CheckpointError(f"{where}: tensor {shown(info.name)} is there twice")
+            raise CheckpointError(f"{where}: tensor {shown(info.name)} occurs twice")
         if start != at:
             what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
             raise CheckpointError(f"{where}: tensor {shown(info.name)} {what} (byte {start}, {at} expected)")

@@ -341,7 +341,7 @@ class Texts(UserDict[str, bytes]):
         vocab: dict[str, int] = {}
         for index, token in enumerate(self._tokens):
             if self._types[index] != UNUSED and vocab.setdefault(token, index) != index:
-                raise self._error(f"the token {shown(token)} is there twice")
+                raise self._error(f"the token {shown(token)} occurs twice")
         return vocab
 
     def _unknown(self) -> int | None:

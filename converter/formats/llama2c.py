@@ -162,7 +162,9 @@ class _Header:
         nbytes = self.start
         for template, shape, count in self.sizes.stacked(self.version):
             if self.version == 2 and template in QUANTISED and math.prod(shape) % self.group:
-                raise CheckpointError(f"{path}: {template} of {list(shape)} is no multiple of {self.group}")
+                raise CheckpointError(
+                    f"{path}: {template} has shape {list(shape)}, which does not divide into groups of {self.group}"
+                )
             nbytes += _nbytes(template, shape, self.version, self.group) * count
         size = path.stat().st_size
         if size != nbytes:

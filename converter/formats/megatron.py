@@ -105,7 +105,7 @@ def distributed(folder: Path, found: Mapping[str, Chunked], beside: ModelSpec | 
         stacked = ours.startswith("decoder.layers.") and _LAYER.match(ours) is None
         for whole, each in _unstacked(folder, ours, tensor) if stacked else [(ours, tensor)]:
             if whole in tensors:
-                raise CheckpointError(f"{folder}: {shown(whole, 80)} is there twice", _HINT)
+                raise CheckpointError(f"{folder} has {shown(whole, 80)} twice", _HINT)
             tensors[whole] = each
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].shape else 0
     files = {chunk.stored.path for each in tensors.values() for chunk in each.chunks if chunk.stored.path is not None}
@@ -196,7 +196,7 @@ def _stages(
         match = _RANK.fullmatch(file.parent.name)
         place = (int(match[2] or 0), int(match[1])) if match else (0, 0)
         if place in found:
-            raise CheckpointError(f"{file.parent} is there twice", _HINT)
+            raise CheckpointError(f"{file.parent} occurs twice", _HINT)
         own = content.get("args") if isinstance(content, dict) else None
         if not isinstance(own, dict):
             raise CheckpointError(f"{file} has no arguments", _HINT)
@@ -238,7 +238,7 @@ def _flat(folder: Path, state: Any) -> dict[str, Stored]:
         if not isinstance(value, Stored):
             raise CheckpointError(f"{folder}: {shown(name, 80)} is no plain tensor")
         if ours in found:
-            raise CheckpointError(f"{folder}: {shown(name, 80)} is there under two names")
+            raise CheckpointError(f"{folder} has {shown(name, 80)} under two names")
         found[ours] = value
     return found
 

@@ -285,7 +285,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
     if now == length and (table is None or table.length == length):
-        raise SwapRefused(f"its context is {length:,} tokens already")
+        raise SwapRefused(f"the model's context is {length:,} tokens already")
     new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
     if table is not None and not isinstance(table, LearnedPositions):

@@ -153,7 +153,7 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
         hint = "A larger base (ntk) leaves no record: --position rope:BASE."
-        raise SwapRefused("its rotary positions are not scaled", hint)
+        raise SwapRefused("the model's rotary positions are not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
         raise SwapRefused("its rotary positions are neutral, not scaled", "--position rope turns them on.")
 

@@ -520,7 +520,7 @@ BPE = {
     ("change", "message"),
     [
         ({"tokenizer.ggml.tokens": list("abcdefghij")}, "10 tokens for a token table of 8 rows"),
-        ({"tokenizer.ggml.tokens": ["a", "b", "ab", "a"]}, "is there twice"),
+        ({"tokenizer.ggml.tokens": ["a", "b", "ab", "a"]}, "occurs twice"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokens for a token table"),
         ({"tokenizer.ggml.merges": ["a c"]}, "is not one of tokens"),
         ({"tokenizer.ggml.merges": ["ab"]}, "no merge of two tokens"),

@@ -324,7 +324,7 @@ def test_a_rank_that_is_missing_and_pickles_that_are_not_allowed(originals: Any,
         ({"rotary_percent": 0.5}, "of no family"),
         ({"normalization": "LayerNorm"}, "of no family"),
         ({"add_bias_linear": True}, "of no family"),
-        ({"hidden_size": -1}, "hidden_size=-1, which is no size"),
+        ({"hidden_size": -1}, "hidden_size=-1, which is no positive integer"),
         ({"num_layers": 2**40}, "tensors for"),
     ],
 )

@@ -284,8 +284,8 @@ def test_without_a_table_the_number_alone_changes(tmp_path: Path) -> None:
         ("gpt2", Step("position", "learned"), "a table of 256 positions already", "--context N"),
         ("gpt2", Step("position", "rope", blocks="0"), "reaches every layer", "first --position none"),
         ("bloom", Step("position", "learned"), "how many positions the table needs", "learned:LENGTH"),
-        ("gpt2", Step("context", "256"), "its context is 256 tokens already", None),
-        ("llama", Step("context", "256"), "its context is 256 tokens already", None),
+        ("gpt2", Step("context", "256"), "context is 256 tokens already", None),
+        ("llama", Step("context", "256"), "context is 256 tokens already", None),
     ],
 )
 def test_refusals(name: str, step: Step, reason: str, hint: str | None) -> None:
