@@ -289,7 +289,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     kind = TYPES[code]
     if min(sizes) < 1 or sizes[0] % kind.block:
         raise CheckpointError(
-            f"{where}: shape {list(sizes)} does not fit type {kind.name}: sizes are positive, and a row is a multiple of"
+            f"{where}: shape {list(sizes)} does not fit type {kind.name}: sizes are positive, and rows are multiples of"
             f" {kind.block}"
         )
     nbytes = math.prod(sizes) // kind.block * kind.nbytes
