@@ -24,8 +24,8 @@ class Average:
 
     def __init__(self, model: Decoder, group: Group) -> None:
         self.group = group
-        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self.tensors = {f"average {name}": each.detach().clone() for name, each in self.parameters.items()}
+        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.tensors = {f"average {name}": value.detach().clone() for name, value in self.parameters.items()}
 
     def add(self, step: int) -> None:
         """Take in the parameters after a step, the first of which is 1."""

@@ -16,18 +16,19 @@ from .loop import Batch, Logits, Loss
 
 
 class Answers:
-    """A teacher's logits on text that is evaluated again and again, of which the first `_REMEMBERED` bytes are kept."""
+    """A teacher that remembers its logits, up to `_REMEMBERED` bytes, for text that is evaluated repeatedly."""
 
     def __init__(self, teacher: Decoder) -> None:
         self.teacher, self.size = teacher, 0
-        self.known: dict[tuple[bytes, bytes, bool], Tensor] = {}
+        self.known: dict[tuple[torch.Size, bytes, bytes, bool], Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """Return the logits of a batch, (B, T, vocabulary)."""
         documents = b"" if batch.documents is None else batch.documents.cpu().numpy().tobytes()
-        key = batch.ids.cpu().numpy().tobytes(), documents, torch.is_autocast_enabled(batch.ids.device.type)
-        if (known := self.known.get(key)) is not None and known.shape[:2] == batch.ids.shape:
+        ids, narrow = batch.ids.cpu().numpy().tobytes(), torch.is_autocast_enabled(batch.ids.device.type)
+        key = batch.ids.shape, ids, documents, narrow
+        if (known := self.known.get(key)) is not None:
             return known
         logits: Tensor = self.teacher(batch.ids, documents=batch.documents)
         if self.size + logits.nbytes <= _REMEMBERED:

@@ -83,9 +83,9 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
         raise InvalidInput(f"{metrics.parent} cannot go on from its state.json: {error!s:.200}", _ANEW) from error
     lines = _lines(metrics, found.step, tokens)
     evaluated = [
-        Evaluation(each.step, each.tokens, each.loss, each.held_out, each.averaged)
-        for each in lines
-        if each.held_out is not None
+        Evaluation(line.step, line.tokens, line.loss, line.held_out, line.averaged)
+        for line in lines
+        if line.held_out is not None
     ]
     first, rest = (found.curve[:1], found.curve[1:]) if from_start else ([], found.curve)
     begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]

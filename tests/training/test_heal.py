@@ -28,7 +28,7 @@ from gptkit.parity.diff import diff
 from gptkit.surgery.recipe import read_recipe
 from gptkit.training import distillation, state
 from gptkit.training.data import Stretch, Windows
-from gptkit.training.distillation import block_local, distilled, divergence
+from gptkit.training.distillation import Answers, block_local, distilled, divergence
 from gptkit.training.heal import heal
 from gptkit.training.loop import Batch, Step
 from gptkit.training.rates import first_guess
@@ -175,6 +175,29 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(changed: Path, tmp_pat
         heal(changed, TEACHER, [PLAY], tmp_path / "parts", **options)
     heal(changed, TEACHER, [PLAY], tmp_path / "parts", **options, resume=True)
     assert diff(tmp_path / "whole", tmp_path / "parts", rank=False).same_bytes
+
+
+def test_the_teachers_logits_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same ids, shape, documents and dtype of products, as far as the memory for them goes."""
+    teacher, calls = load(TEACHER, "float32"), list[int]()
+    teacher.register_forward_hook(lambda *_: calls.append(1))
+    answers, some = Answers(teacher), batch()
+    wanted = teacher(some.ids)
+    assert all(torch.equal(answers(some), wanted) for _ in range(3)) and len(calls) == 2
+    flat = Batch(some.ids.reshape(1, -1), some.targets.reshape(1, -1), None)
+    apart = Batch(flat.ids, flat.targets, torch.arange(2).repeat_interleave(16)[None])
+    assert torch.equal(answers(apart).reshape(wanted.shape)[0], answers(flat)[0, :16])
+    assert not torch.allclose(answers(apart), answers(flat)) and len(calls) == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = answers(some)
+    assert len(calls) == 5 and not torch.equal(narrow.float(), wanted)
+    monkeypatch.setattr(distillation, "_REMEMBERED", wanted.nbytes - 1)
+    small = Answers(teacher)
+    assert torch.equal(small(some), wanted) and torch.equal(small(some), wanted) and len(calls) == 7
+    student = load(TEACHER, "float32")
+    student.embedding.weight.data *= 1.1
+    with torch.no_grad():  # an evaluation has the same loss with them
+        assert distilled(teacher, answers=answers)(student, some) == distilled(teacher)(student, some)
 
 
 @torch.no_grad()
