@@ -47,7 +47,10 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     text = config.get(_PART)
     if not isinstance(text, dict):
         if config.get("vision_config") is None:
-            raise InvalidInput(f"a model of the type {told} has no {_PART}: it is no composite", "Name one of images.")
+            raise InvalidInput(
+                f"a model of the type {told} has no {_PART}, so it is not a multimodal model",
+                "Name a model of images and text.",
+            )
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
     if quantisation(config) or quantisation(text):
         raise InvalidInput("its weights are quantised: what belongs to which tensor is not known by name")

@@ -152,8 +152,8 @@ class Bench:
 
     def row(self, section: str, name: str, ours: float, theirs: float, unit: str, share: float | None = None) -> None:
         """Print and keep two speeds, of which more is better."""
-        told = "" if share is None else f"{share:>7.1%}"
-        print(f"{name:<42}{_short(ours):>9}{_short(theirs):>9} {unit:<5}{ours / theirs:>6.2f}{told}", flush=True)
+        shown = "" if share is None else f"{share:>7.1%}"
+        print(f"{name:<42}{_short(ours):>9}{_short(theirs):>9} {unit:<5}{ours / theirs:>6.2f}{shown}", flush=True)
         about = {"section": section, "name": name, "gptkit": ours, "peer": theirs, "unit": unit}
         peer_share = None if share is None else share * theirs / ours  # for the work of both is the same
         self.result["rows"].append({**about, "ratio": ours / theirs, "share": share, "peer_share": peer_share})
@@ -169,7 +169,7 @@ def _short(value: float) -> str:
 
 
 def seconds_of(bench: Bench, *work: Callable[[], Any], rounds: int, warm: int = 2) -> list[float]:
-    """Return the median seconds of each, which take turns, after some rounds that warm up."""
+    """Return the median seconds of the functions, which take turns after some rounds of warm-up."""
     times: list[list[float]] = [[] for _ in work]
     for number in range(rounds + warm):
         for which in range(len(work)) if number % 2 else reversed(range(len(work))):
@@ -179,7 +179,7 @@ def seconds_of(bench: Bench, *work: Callable[[], Any], rounds: int, warm: int = 
             bench.wait()
             if number >= warm:
                 times[which].append(time.perf_counter() - start)
-    return [statistics.median(each) for each in times]
+    return [statistics.median(seconds) for seconds in times]
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
@@ -211,9 +211,9 @@ def parity(bench: Bench) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for row in _parity_rows(bench, family, dtype):
                 exact = f"{row['exact']}/{row['cases']}"
-                told = f"{row['difference']:>11.1e}{row['noise']:>11.1e}{row['ratio']:>7.2f}{exact:>7}"
+                figures = f"{row['difference']:>11.1e}{row['noise']:>11.1e}{row['ratio']:>7.2f}{exact:>7}"
                 bad = "" if row["passed"] else "  FAILED"
-                print(f"{row['name']:<26}{told}{row['error']:>7.2f}{bad}", flush=True)
+                print(f"{row['name']:<26}{figures}{row['error']:>7.2f}{bad}", flush=True)
                 bench.result["parity"].append(row)
                 bench.keep()
                 if not row["passed"]:
@@ -227,7 +227,7 @@ def _parity_rows(bench: Bench, family: str, dtype: torch.dtype) -> Iterator[dict
     kernels = architecture_of(config).reference(spec_of(config))
     references = {kernel: randomised_reference(config, dtype, kernel).to(bench.device) for kernel in kernels}
     exact = randomised_reference(config, torch.float32, kernels[0])
-    exact.load_state_dict({name: each.float() for name, each in references[kernels[0]].state_dict().items()})
+    exact.load_state_dict({name: value.float() for name, value in references[kernels[0]].state_dict().items()})
     exact = exact.double().to(bench.device)
     with torch.inference_mode():
         theirs = {kernel: _logits(bench, reference) for kernel, reference in references.items()}
@@ -240,20 +240,20 @@ def _parity_rows(bench: Bench, family: str, dtype: torch.dtype) -> Iterator[dict
             noise += [_far(whole["single"], whole["batch"][:1]), _far(whole["cached"], whole["continued"])]
             differences = {case: _far(ours[case], whole[case]) for case in ours}
             known = [case for case in ours if not truth[case].isnan().any()]  # BLOOM's padding overflows in float64
-            errors = (max(_far(each[case], truth[case]) for case in known) for each in (ours, whole))
+            errors = (max(_far(outputs[case], truth[case]) for case in known) for outputs in (ours, whole))
             difference, most = max(differences.values()), max(noise)
             yield {
                 "name": f"{family} {str(dtype).removeprefix('torch.')} {kernel}", "difference": difference,
                 "noise": most, "ratio": difference / most if most else (0.0 if not difference else math.inf),
-                "exact": sum(not each for each in differences.values()), "cases": len(differences),
+                "exact": sum(not gap for gap in differences.values()), "cases": len(differences),
                 "differences": differences, "error": next(errors) / max(next(errors), 1e-30),
                 "passed": difference <= max(LIMIT * most, torch.finfo(dtype).eps * whole["batch"].abs().max().item()),
             }  # fmt: skip
 
 
 def _far(first: Tensor, second: Tensor) -> float:
-    found = (first.double() - second.double()).abs().max().item()
-    return math.inf if math.isnan(found) else found
+    gap = (first.double() - second.double()).abs().max().item()
+    return math.inf if math.isnan(gap) else gap
 
 
 def _logits(bench: Bench, model: Any) -> dict[str, Tensor]:
@@ -267,16 +267,16 @@ def _logits(bench: Bench, model: Any) -> dict[str, Tensor]:
     mask[1, : length // 4] = mask[2, : length // 2] = 0
     ours = isinstance(model, Decoder)
     call: Callable[..., Tensor] = model if ours else lambda ids, mask=None: model(ids, attention_mask=mask).logits
-    found = {"single": call(ids[:1]), "batch": call(ids), "padded": call(ids, mask)[mask.bool()]}
+    outputs = {"single": call(ids[:1]), "batch": call(ids), "padded": call(ids, mask)[mask.bool()]}
     first = length - steps
     if ours:
         cache = Cache(model.spec)
         parts = [model(part, cache=cache) for part in (ids[:1, :first], *ids[:1, first:].split(1, dim=1))]
-        return {**found, "cached": torch.cat([part[:, -1] for part in parts[1:]])}
+        return {**outputs, "cached": torch.cat([part[:, -1] for part in parts[1:]])}
     kept, parts = transformers.DynamicCache(config=model.config), []
     for part in (ids[:1, :first], *ids[:1, first:].split(1, dim=1)):
         parts.append(model(part, past_key_values=kept, use_cache=True).logits[:, -1])
-    return {**found, "cached": torch.cat(parts[1:]), "continued": found["single"][0, first:]}
+    return {**outputs, "cached": torch.cat(parts[1:]), "continued": outputs["single"][0, first:]}
 
 
 # --- decoding and prefill --------------------------------------------------------------------------------------------
@@ -302,24 +302,24 @@ def pair(bench: Bench, name: str) -> tuple[Decoder, Any]:
 
 
 def _continue(model: Decoder, reference: Any, ids: Tensor, count: int, **how: Any) -> list[Any]:
-    """What writes `count` tokens with each."""
+    """Return the functions that generate `count` tokens with gptkit and with the peer."""
     mask = torch.ones_like(ids)
 
     def theirs() -> list[int]:
         written = reference.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **how)
-        found: list[int] = written[0, ids.shape[1] :].tolist()
-        return found
+        tokens: list[int] = written[0, ids.shape[1] :].tolist()
+        return tokens
 
     return [lambda: list(generate(model, ids, count)), theirs]
 
 
 def _decoded_bytes(spec: ModelSpec, tokens: int) -> float:
-    """Bytes that one step of decoding reads in bfloat16: each weight but tables that are looked up, and the cache."""
+    """Return the bytes that a step of decoding reads in bfloat16: the cache, and all weights but lookup tables."""
     read = sum(
-        each.count
-        for each in spec.parameters()
-        if not each.name.startswith("positions.")
-        and (spec.head is None or spec.head.tied or "embedding" not in each.name)
+        parameter.count
+        for parameter in spec.parameters()
+        if not parameter.name.startswith("positions.")
+        and (spec.head is None or spec.head.tied or "embedding" not in parameter.name)
     )
     return 2 * read + cache_bytes(spec, tokens).held
 
@@ -331,18 +331,18 @@ def decoding(bench: Bench, name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.spec.vocab_size, (1, size.prefilled), generator=generator).to(bench.device)
     work = _continue(model, reference, ids[:, : size.prompt], size.decoded)
-    texts = [each() for each in work]
+    texts = [write() for write in work]
     same = sum(a == b for a, b in zip(*texts, strict=True)) / size.decoded
     bench.result["same_tokens"][name] = same
     took = seconds_of(bench, *work, rounds=size.rounds, warm=1)
     share = _decoded_bytes(model.spec, size.prompt + size.decoded // 2) * size.decoded / took[0] / bench.copied
-    pace = [size.decoded / each for each in took]
+    pace = [size.decoded / seconds for seconds in took]
     bench.row("decode", f"{name} decode, 1 x {size.decoded}, DynamicCache", *pace, "tok/s", share)
 
     took = seconds_of(bench, *_continue(model, reference, ids, 1), rounds=2 * size.rounds)
     flops = forward_flops(model.spec, size.prefilled)
     needed = flops.causal - flops.products["head"] + flops.head_of_last
-    pace = [size.prefilled / each for each in took]
+    pace = [size.prefilled / seconds for seconds in took]
     share = needed / took[0] / bench.multiplied
     bench.row("prefill", f"{name} prefill, 1 x {size.prefilled}", *pace, "tok/s", share)
 
@@ -351,7 +351,7 @@ def decoding(bench: Bench, name: str) -> None:
     with torch.inference_mode():
         both = (lambda: model(batch)), (lambda: reference(batch, use_cache=False).logits)
         took = seconds_of(bench, *both, rounds=size.rounds)
-    pace = [batch.numel() / each for each in took]
+    pace = [batch.numel() / seconds for seconds in took]
     share = forward_flops(model.spec, size.prefilled, size.batch).causal / took[0] / bench.multiplied
     bench.row("forward", f"{name} forward, {size.batch} x {size.prefilled}", *pace, "tok/s", share)
     if bench.device.type == "cuda":
@@ -385,15 +385,15 @@ def profiled(bench: Bench, work: Callable[[], Any]) -> tuple[int, float]:
 
 def _launched(bench: Bench, name: str, work: list[Callable[[], Any]]) -> None:
     """Count the kernels of a decoded token, and how long the device computes them; `work` writes `PROFILED` tokens."""
-    found = [tuple(each / PROFILED for each in profiled(bench, one)) for one in work]
-    _tell_launched(bench, name, "token", found)
+    figures = [tuple(figure / PROFILED for figure in profiled(bench, one)) for one in work]
+    _tell_launched(bench, name, "token", figures)
 
 
-def _tell_launched(bench: Bench, name: str, what: str, found: list[Any]) -> None:
-    (ours, busy), (theirs, peer_busy) = found
+def _tell_launched(bench: Bench, name: str, what: str, figures: list[Any]) -> None:
+    (ours, busy), (theirs, peer_busy) = figures
     bench.result["launched"][name] = {"kernels": [ours, theirs], "busy_seconds": [busy, peer_busy]}
-    told = f"{ours:.0f}, {busy * 1e3:.2f} ms; {theirs:.0f}, {peer_busy * 1e3:.2f} ms"
-    print(f"    kernels of a {what}, and the device's time for them: {told}", flush=True)
+    shown = f"{ours:.0f}, {busy * 1e3:.2f} ms; {theirs:.0f}, {peer_busy * 1e3:.2f} ms"
+    print(f"    kernels of a {what}, and the device's time for them: {shown}", flush=True)
     bench.keep()
 
 
@@ -412,7 +412,7 @@ def static(bench: Bench, name: str) -> None:
     bench.result["compile_seconds"][name] = time.perf_counter() - start
     took = seconds_of(bench, ours, theirs, rounds=size.rounds, warm=1)
     moved = _decoded_bytes(model.spec, size.prompt + size.decoded // 2) * size.decoded / bench.copied
-    pace = [size.decoded / each for each in took]
+    pace = [size.decoded / seconds for seconds in took]
     label = "StaticCache, compiled" if how.get("compile_config") else "StaticCache"
     bench.row("decode", f"{name} decode, {label}", *pace, "tok/s", moved / took[0])
 
@@ -468,7 +468,7 @@ def plain_steps(bench: Bench, config: dict[str, Any], teaches: bool, compiled: b
     teacher = Plain(config).to(bench.device).eval().requires_grad_(False) if teaches else None
     call: Any = torch.compile(model) if compiled else model
     teach: Any = torch.compile(teacher) if compiled and teacher is not None else teacher
-    groups = [[each for each in model.parameters() if (each.dim() > 1) is wide] for wide in (True, False)]
+    groups = [[value for value in model.parameters() if (value.dim() > 1) is wide] for wide in (True, False)]
     kinds = [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(kinds, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
@@ -497,7 +497,7 @@ def plain_steps(bench: Bench, config: dict[str, Any], teaches: bool, compiled: b
 
 
 class Turns:
-    """Blocks of steps of gptkit's loop and of another, in turn; the first block of each warms up."""
+    """Run blocks of steps of gptkit's loop and of another in turn. Their first blocks warm up."""
 
     def __init__(self, bench: Bench, other: Callable[[Windows], None], windows: int) -> None:
         self.bench, self.other, self.windows = bench, other, windows
@@ -514,13 +514,13 @@ class Turns:
         return Windows(rows[:, :-1].copy(), rows[:, 1:].copy(), None)
 
     def batches(self, step: int) -> Windows:
-        """The windows of a step of gptkit's; before each block, let the other loop make one."""
+        """Return the windows of a step of gptkit. Before a block, let the other loop make one."""
         if step % self.bench.size.block == 0:
             self.end()
             windows = [self.drawn() for _ in range(self.bench.size.block)]
             self._begin()
-            for each in windows:
-                self.other(each)
+            for window in windows:
+                self.other(window)
             self._note(self.theirs, 1)
             self.given = iter([self.drawn() for _ in range(self.bench.size.block)])
             self._begin()
@@ -586,8 +586,8 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
         except Abandoned:
             pass
     pace = turns.paces()
-    each = training_flops(spec, size.context, windows)
-    flops = each.causal + (each.forward.causal if heals else 0)
+    cost = training_flops(spec, size.context, windows)
+    flops = cost.causal + (cost.forward.causal if heals else 0)
     share = flops / (windows * size.context) * pace[0] / bench.multiplied
     name = f"{'heal' if heals else 'train'} gpt2, {windows} x {size.context}{', compiled' if compiled else ''}"
     bench.row("heal" if heals else "train", name, *pace, "tok/s", share)
@@ -595,7 +595,7 @@ def training(bench: Bench, heals: bool, compiled: bool) -> None:
     row["first_block_seconds"] = {"gptkit": turns.ours[0], "peer": turns.theirs[0]}
     if turns.peaks[0]:
         row["step_memory"] = {"gptkit": max(turns.peaks[0][1:]), "peer": max(turns.peaks[1][1:])}
-        ours, theirs = (max(each[1:]) / 1e9 for each in turns.peaks)
+        ours, theirs = (max(peak[1:]) / 1e9 for peak in turns.peaks)
         print(f"    memory that a step adds: {ours:.2f} GB and {theirs:.2f} GB, {ours / theirs:.2f}", flush=True)
     bench.keep()
     if bench.device.type == "cuda" and not compiled:
@@ -659,9 +659,9 @@ def run(bench: Bench, names: list[str]) -> bool:
             with at_most(min(limit, left)):
                 work(bench)
         except (Exception, TooLong) as error:
-            told = traceback.format_exc().strip().splitlines()[-12:]
-            errors[name] = told
-            print(f"{name} failed: {type(error).__name__}", *told, sep="\n    ", flush=True)
+            trace = traceback.format_exc().strip().splitlines()[-12:]
+            errors[name] = trace
+            print(f"{name} failed: {type(error).__name__}", *trace, sep="\n    ", flush=True)
         torch.compiler.reset()
         gc.collect()
         if bench.device.type == "cuda":

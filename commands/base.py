@@ -367,8 +367,8 @@ def command(*calls: str, name: str | None = None, words: str | None = None, **mo
         panel = next(panel for panel, names in _PANELS.items() if called in names)
         how = {"cls": Command, "rich_help_panel": panel, "hidden": called in _HIDDEN, **more}
         paragraphs = inspect.cleandoc(words or function.__doc__ or "").split("\n\n")
-        told = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # the terminal breaks lines
-        return app.command(called, help=told, epilog=_examples(*calls), **how)(_guarded(function))
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # the terminal breaks lines
+        return app.command(called, help=text, epilog=_examples(*calls), **how)(_guarded(function))
 
     return add
 

@@ -100,7 +100,7 @@ def heal(
     json: bool = JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Train a changed model to answer as its original, beside a control."""
+    """Train a changed model to predict what its original predicts, and a control for comparison."""
     from ..converter.distributed import leads
     from ..report.healing import Healing, healing_report
     from ..training.heal import heal as run

@@ -48,7 +48,7 @@ def test_a_small_run_measures_everything_that_is_not_compiled(tmp_path, gpu):
     assert set(result["seconds"]) == set(gpu.SECTIONS) - set(gpu.COMPILED)
     assert {row["name"].split()[0] for row in result["parity"]} == set(gpu.FAMILIES)
     assert all(row["passed"] and row["cases"] == 4 for row in result["parity"])
-    assert {name: each["passed"] for name, each in result["whole_size"].items()} == {"gpt2": True, "llama": True}
+    assert {name: row["passed"] for name, row in result["whole_size"].items()} == {"gpt2": True, "llama": True}
     assert {row["section"] for row in result["rows"]} == {"decode", "prefill", "forward", "train", "heal"}
     assert all(
         row["ratio"] == pytest.approx(row["gptkit"] / row["peer"]) and row["share"] > 0 for row in result["rows"]
@@ -88,8 +88,8 @@ def test_a_section_that_fails_or_takes_too_long_lets_the_next_one_run(gpu, monke
     measured = bench(gpu)
     assert not gpu.run(measured, list(sections))
     assert len(ran) == 1 and set(measured.result["errors"]) == {"fails", "waits"}
-    told = capsys.readouterr().out
-    assert "ZeroDivisionError" in told and "more than 0 s" in told
+    printed = capsys.readouterr().out
+    assert "ZeroDivisionError" in printed and "more than 0 s" in printed
 
 
 def test_what_there_is_no_time_for_is_left_out(gpu):
@@ -100,6 +100,6 @@ def test_what_there_is_no_time_for_is_left_out(gpu):
 def test_a_step_of_decoding_reads_each_weight_once(gpu):
     config = bench(gpu).config("gpt2")
     spec = gpu.architecture_of(config).spec(config)
-    weights = sum(each.count for each in spec.parameters()) - config["n_positions"] * config["n_embd"]
+    weights = sum(parameter.count for parameter in spec.parameters()) - config["n_positions"] * config["n_embd"]
     kept = 2 * config["n_layer"] * config["n_embd"] * 10
     assert math.isclose(gpu._decoded_bytes(spec, 10), 2 * (weights + kept))

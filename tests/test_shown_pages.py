@@ -27,17 +27,17 @@ def block(output: str) -> str:
     ],
 )
 def test_lines_may_be_left_out_where_the_block_says_so(output: str, right: bool) -> None:
-    (found,) = shown(block(output))
-    assert agrees(PRINTED, found) == right
+    (shown_block,) = shown(block(output))
+    assert agrees(PRINTED, shown_block) == right
 
 
 @pytest.mark.parametrize("output", ["one\n…\nthree\n…\n", "…\nthree\nfour\n", "one\ntwo 1.25\n…\n", PRINTED])
 def test_what_is_written_again_leaves_out_the_same(output: str) -> None:
-    (found,) = shown(block(output.replace("1.25", "7.5")))
-    assert as_shown(PRINTED, found) == output.rstrip("\n")
+    (shown_block,) = shown(block(output.replace("1.25", "7.5")))
+    assert as_shown(PRINTED, shown_block) == output.rstrip("\n")
 
 
 def test_a_passage_that_is_printed_no_more_is_reported() -> None:
-    (found,) = shown(block("…\nfive\n…\n"))
+    (shown_block,) = shown(block("…\nfive\n…\n"))
     with pytest.raises(ValueError, match="five"):
-        as_shown(PRINTED, found)
+        as_shown(PRINTED, shown_block)

@@ -85,7 +85,7 @@ def _forgetting(mixer: LinearAttentionModule, inputs: tuple[Tensor, ...], wanted
         wanted: what its heads are to give, (B, T, H·d).
     """
     rows = max(1, TOKENS // wanted.shape[1])
-    (q, k, v, g), wanted, spec = (each[:rows] for each in inputs), wanted[:rows], mixer.spec
+    (q, k, v, g), wanted, spec = (tensor[:rows] for tensor in inputs), wanted[:rows], mixer.spec
     wanted = torch.unflatten(wanted, -1, (spec.heads, -1)).transpose(1, 2)
     value = v.repeat_interleave(spec.group, dim=1)
     factors = (1.0,) if mixer.q_norm is not None else _FACTORS  # whose gain all heads share

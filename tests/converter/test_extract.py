@@ -61,7 +61,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
 
     text = config["text_config"]
     refused("'opera' is not a family", text_config={**text, "model_type": "opera"})
-    refused("is no composite", text_config=None, vision_config=None)
+    refused("is not a multimodal model", text_config=None, vision_config=None)
     refused("quantised", quantization_config={"quant_method": "gptq"})
     refused("have no place in a llama", text_config={**text, "num_hidden_layers": 1})
     refused("are missing", text_config={**text, "num_hidden_layers": 3})
