@@ -79,7 +79,7 @@ COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 QUANTISED = ("quantization_config", "quantization")
 """The fields that say that weights are stored as something else than floating-point numbers: transformers', MLX's."""
 
-_FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_MAX = 3.4028234663852886e38
 _CONVERT = "gptkit convert --dtype bfloat16"
 _DEQUANTISED = {
     **dict.fromkeys(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"), _CONVERT),
@@ -271,7 +271,7 @@ class ConfigReader:
             number = math.inf
         if not 0 < number < math.inf:
             raise self.fail(name, value, "a finite number above zero")
-        if number > _FLOAT32_MAX:
+        if number > FLOAT32_MAX:
             raise self.fail(name, value, "a number that float32 can hold")
         return number
 

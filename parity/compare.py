@@ -142,7 +142,7 @@ def compare_heads(
                 a, b = (head(each[rows]).double() for head, each in zip(both, states, strict=True))
                 sums.add(a, b, part.start, None if targets is None else targets[rows])
                 del a, b
-            if step * count > _TRIMMED:
+            if (part.stop - part.start) * count > _TRIMMED:
                 trim_heaps()
         found = [sums.total() for sums in blocks]
     return Compared(*(torch.cat(column) for column in zip(*found, strict=True)))

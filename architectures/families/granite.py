@@ -3,14 +3,17 @@
 Source: transformers models/granite/{configuration,modeling}_granite.py.
 """
 
-from ..config import ConfigReader
+from ..config import FLOAT32_MAX, ConfigReader
 from ..decoder import USUAL, Decoder, Field
 from .llama import BIAS, LEAVES, LLAMA_DROPPED
 
 
 def _inverse(config: ConfigReader, name: str, default: float) -> float:
-    """What logits are multiplied by, of what they are divided by."""
-    return 1 / config.number(name, default)
+    """The factor of the logits, which config.json gives as a divisor."""
+    divisor = config.number(name, default)
+    if 1 / divisor > FLOAT32_MAX:
+        raise config.fail(name, divisor, "a number whose inverse float32 can hold")
+    return 1 / divisor
 
 
 DECODER = Decoder(

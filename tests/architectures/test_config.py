@@ -358,6 +358,8 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("zamba2", {"n_mamba_heads": 7}, "a divisor of all heads' width"),
         ("zamba2", {"mamba_ngroups": 3}, "a divisor of n_mamba_heads"),
         ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ("granite", {"logits_scaling": 1e-45}, "a number whose inverse float32 can hold"),
+        ("granite_swa", {"logits_scaling": 1e-320}, "a number whose inverse float32 can hold"),
         ("bloom", {"slow_but_exact": True}, "slow_but_exact"),
         ("falcon", {"head_dim": 12}, "head_dim"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),

@@ -25,7 +25,7 @@ from gptkit.parity.probe import Batch
 from gptkit.parity.sides import begin_anew
 from gptkit.parity.verify import verify
 
-FEW, MANY, OTHERS, APIECE = 4, 300, 60, 15
+FEW, MANY, OTHERS, APIECE = 3, 300, 60, 15
 families = pytest.mark.parametrize("family", ARCHITECTURES)
 
 
