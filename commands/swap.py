@@ -11,7 +11,8 @@ from ..terminal import answer, console, progress_bar, say, status
 from .base import FORCE, JSON, MODEL, QUIET, Command, ForWeights, argument, command, flag, option
 from .completion import forms, one_of
 
-_HOW = "How to swap"  # the heading in the help of `swap` of what is no swap
+_HOW, _GENERAL = "How to swap", "General"
+"""Headings in the help of `swap`, before and after the swaps themselves."""
 
 
 class _SwapCommand(Command):
@@ -23,7 +24,12 @@ class _SwapCommand(Command):
     def get_params(self, ctx: Any) -> list[Any]:
         from ..surgery.registry import all_options
 
-        found = super().get_params(ctx)
+        own: list[Any] = super().get_params(ctx)
+        options = (param for param in own if param.param_type_name == "option")
+        general = [param for param in options if getattr(param, "rich_help_panel", None) != _HOW]
+        for param in general:
+            param.rich_help_panel = _GENERAL
+        found = [param for param in own if param not in general]
         for each in all_options():
             fields: dict[str, Any] = {"count": True, "metavar": " "}  # instead of its type
             if not each.flag:
@@ -32,7 +38,7 @@ class _SwapCommand(Command):
                 fields = {"type": str, "multiple": True, "metavar": each.metavar, "autocompletion": complete}
             fields |= {"help": each.help, "rich_help_panel": each.group}
             found.append(TyperOption(param_decls=[each.name, each.spelled], **fields))
-        return found
+        return found + general
 
 
 @command(
