@@ -117,7 +117,7 @@ class ModelCount(Shown):
     def buffers(self) -> int:
         """How many of these numbers transformers stores as buffers and does not count as parameters.
 
-        For example the biases of the choice of experts of DeepSeek-V3. 0 for a tree of no family.
+        For example the biases of the choice of experts of DeepSeek-V3. 0 for a model of no family.
         """
         return 0 if self.tree is None else buffers(self.tree, ARCHITECTURES.get(self.family))
 

@@ -28,7 +28,7 @@ def register(family: Architecture) -> None:
     """
     taken = [kind for kind in (family.name, *family.model_types) if kind in {*ARCHITECTURES, *BY_MODEL_TYPE}]
     if taken:
-        raise ConfigError(f"there is a family {taken[0]} already")
+        raise ConfigError(f"there is already a family {taken[0]}")
     ARCHITECTURES[family.name] = family
     BY_MODEL_TYPE.update(dict.fromkeys(family.model_types, family))
 
@@ -53,9 +53,7 @@ def named(name: str) -> Architecture:
         UnknownFamily: with the list of known ones.
     """
     if name not in ARCHITECTURES:
-        raise UnknownFamily(
-            f"no family is called {shown(name)}", f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
-        )
+        raise UnknownFamily(f"gptkit has no family {shown(name)}", f"gptkit families lists all {len(ARCHITECTURES)}.")
     return ARCHITECTURES[name]
 
 
@@ -75,9 +73,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         UnknownFamily: no architecture file knows the model_type.
     """
     kind = config.get("model_type")
-    known = f"gptkit families lists the {len(ARCHITECTURES)} that it knows"
+    known = f"gptkit families lists all {len(ARCHITECTURES)}."
     if not isinstance(kind, str):
-        raise ConfigError("config.json names no model_type", known)
+        raise ConfigError("config.json has no model_type", known)
     if kind not in BY_MODEL_TYPE:
         near = difflib.get_close_matches(kind[:60], BY_MODEL_TYPE, 1, _NEAR) if not _in_transformers(kind) else []
         guess = f" (did you mean {near[0]}?)" if near else ""

@@ -48,19 +48,21 @@ def text_config(config: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]
     if not isinstance(text, dict):
         if config.get("vision_config") is None:
             raise InvalidInput(
-                f"a model of the type {told} has no {_PART}, so it is not a multimodal model",
-                "Name a model of images and text.",
+                f"the model type {told} has no {_PART}, so it is not a multimodal model",
+                "Give a model that reads images and text.",
             )
         text = {key: value for key, value in config.items() if not isinstance(value, dict) or key in _ROPES}
     if quantisation(config) or quantisation(text):
-        raise InvalidInput("its weights are quantised: what belongs to which tensor is not known by name")
+        raise InvalidInput(
+            "the weights are quantised, and their tensor names do not show which tensors belong together"
+        )
     found = next((each for each in ARCHITECTURES.values() if text.get("model_type") in each.texts), None)
     usual = {} if found is None else dict(found.texts[text["model_type"]])
     if found is None:
         try:
             found = architecture_of(text)
         except ConfigError as error:
-            raise InvalidInput(f"its language model is of no family: {error.message}") from error
+            raise InvalidInput(f"gptkit does not support the language model in it: {error.message}") from error
     if any(name in text for name in ("rope_theta", *_ROPES)):
         usual = {key: value for key, value in usual.items() if key not in _ROPES}
     ids = {key: config[key] for key in (*TOKEN_IDS, "dtype", "torch_dtype") if config.get(key) is not None}
@@ -109,7 +111,7 @@ def text_names(
         elif len(candidates) > 1 and not any(family.canonical_name(each, known, layers) is None for each in candidates):
             lost.append(name)
     if lost:
-        raise InvalidInput(f"{len(lost)} tensors have no place in a {family.name}: {', '.join(lost[:8])}")
+        raise InvalidInput(f"{len(lost)} tensors do not belong to a {family.name}: {', '.join(lost[:8])}")
     missing = sorted(known.keys() - found.values())
     if missing:
         raise InvalidInput(f"{len(missing)} tensors of its language model are missing: {', '.join(missing[:8])}")

@@ -127,7 +127,9 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_VALUES:
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         if max(raw.count(b"{") + raw.count(b"["), raw.count(b":")) > MAX_CONFIG_VALUES:
-            raise ConfigError(f"{where} holds more than {MAX_CONFIG_VALUES:,} values: not a config.json")
+            raise ConfigError(
+                f"{where} has more than {MAX_CONFIG_VALUES:,} values, which is too many for a config.json"
+            )
     if not text.strip():
         raise ConfigError(f"{where} is empty")
     try:
@@ -135,7 +137,7 @@ def parse_config_text(text: str | bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{where} holds a JSON {type(data).__name__}, not an object")
+        raise ConfigError(f"{where} contains a JSON {type(data).__name__}, but an object is needed")
     return data
 
 
@@ -152,7 +154,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
                 raise _too_long(str(path), os.fstat(file.fileno()).st_size)
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: it is no text at all (no UTF-8 at byte {error.start:,})") from error
+        raise ConfigError(f"{path} is not JSON: byte {error.start:,} is not valid UTF-8") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     return parse_config_text(text, str(path)), text
@@ -160,7 +162,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], str]:
 
 def _too_long(where: str, size: int) -> ConfigError:
     """The error for a file of so many bytes, to be raised by the caller."""
-    return ConfigError(f"{where} has {size:,} bytes: not a config.json")
+    return ConfigError(f"{where} has {size:,} bytes, which is too large for a config.json")
 
 
 _KINDS_OF_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}

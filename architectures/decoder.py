@@ -242,7 +242,9 @@ def one_of(config: ConfigReader, layers: int, usual: list[str] | None, other: st
         wanted = f"{layers} values of {' or '.join(known)}, as many as num_hidden_layers"
         raise config.fail("layer_types", types, wanted)
     if "full_attention" not in types:
-        raise config.fail("layer_types", types, "full_attention somewhere: transformers' cache fails without")
+        raise config.fail(
+            "layer_types", types, "at least one full_attention layer: without one, transformers' cache fails"
+        )
     return types
 
 
@@ -457,7 +459,11 @@ class Decoder:
         expert = replace(dense, intermediate_size=width, **self.mixtures.expert)
         size = values.get("shared_size") or width * (values.get("shared_experts") or 0)
         if size > 2**31 - 1:
-            raise config.fail(names["shared_experts"], values["shared_experts"], "experts of less than 2^31 units")
+            raise config.fail(
+                names["shared_experts"],
+                values["shared_experts"],
+                "fewer experts: together they must have less than 2^31 units",
+            )
         shared = replace(dense, intermediate_size=size, **self.mixtures.shared) if size else None
         return MixtureOfExperts(hidden_size=dense.hidden_size, expert=expert, shared=shared, **own)
 
@@ -471,7 +477,9 @@ class Decoder:
         heads, head_dim, hidden = values["heads"], values["head_dim"], values["hidden"]
         if self.square and heads * head_dim != hidden:
             quotient = f"{names['hidden']} / {names['heads']} ({hidden} / {heads})"
-            raise config.fail(names["head_dim"], head_dim, f"{quotient}: gptkit computes no other for this family")
+            raise config.fail(
+                names["head_dim"], head_dim, f"{quotient}: gptkit supports no other value for this family"
+            )
 
     def attentions(
         self, config: ConfigReader, values: Mapping[str, Any], own: Mapping[str, Any], norm: Mapping[str, Any]
@@ -515,7 +523,7 @@ class Decoder:
                 transformers refuses.
         """
         if spec.head is None:
-            raise CannotExpress("there is no Head where one should be: this family gives logits")
+            raise CannotExpress("the model has no head, but this family outputs logits")
         first = next((block for block in spec.blocks if block.mixer("attention") is not None), spec.blocks[0])
         attention = of_kind(first.attention, self.mixer)
         inners: list[Any] = [block.feed_forward for block in spec.blocks]
@@ -526,10 +534,13 @@ class Decoder:
             dense = mixture.shared if apart and mixture.shared is not None else mixture.expert
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
-            raise CannotExpress(f"transformers refuses {spec.hidden_size} wide with {attention.heads} heads")
+            raise CannotExpress(
+                f"transformers refuses this model: the hidden size {spec.hidden_size} is not divisible by "
+                f"{attention.heads} heads"
+            )
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
         if norm is None:
-            raise CannotExpress("a model without any norm")
+            raise CannotExpress("the model has no norm, but this family needs one")
         sizes = {
             "vocab": spec.vocab_size,
             "hidden": spec.hidden_size,

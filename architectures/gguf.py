@@ -25,7 +25,7 @@ def gguf_rows(name: object) -> list[GgufArchitecture]:
     found = [row for row in GGUF.values() if row.name == name]
     if not found:
         known = ", ".join(dict.fromkeys(row.name for row in GGUF.values()))
-        raise UnknownFamily(f"the GGUF architecture {shown(name)} is not one gptkit knows", f"known: {known}")
+        raise UnknownFamily(f"gptkit does not support the GGUF architecture {shown(name)}", f"known: {known}")
     return found
 
 

@@ -132,7 +132,9 @@ class GgufArchitecture:
     def read(self, facts: Facts) -> dict[str, Any]:
         """The fields of a config.json. Raises ConfigError: the metadata say what this family is not."""
         if "expert_count" not in self.fields and facts.raw("expert_count") not in (None, 0):
-            raise facts.fail("expert_count", facts.raw("expert_count"), "none: this family has no mixtures of experts")
+            raise facts.fail(
+                "expert_count", facts.raw("expert_count"), "no such field: this family has no mixture of experts"
+            )
         width = None if self.latent else facts.head_dim(only=WIDTH not in {**self.fields, **self.always})
         absent = {"attention.head_count_kv": facts.raw("attention.head_count"), WIDTH: width, **self.absent}
         found: dict[str, Any] = {"vocab_size": facts.vocab_size}
@@ -169,7 +171,7 @@ class GgufArchitecture:
             sliding = [(layer + 1) % every != 0 for layer in range(layers)]
         sliding = sliding if isinstance(sliding, list) else []
         if len(sliding) != layers or any(type(each) is not bool for each in sliding):
-            raise facts.fail(PATTERN, pattern, f"{layers} booleans, or how many layers there are to one without it")
+            raise facts.fail(PATTERN, pattern, f"{layers} booleans, or a number N: every N-th layer differs")
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
         return {"sliding_window": width, "layer_types": types}
 
@@ -195,7 +197,7 @@ class GgufArchitecture:
         if self.square:
             attention = of_kind(spec.blocks[0].attention, Attention)
             if attention.heads * attention.head_dim != spec.hidden_size:
-                raise CannotExpress(f"it wants heads times head_dim to be the width, {spec.hidden_size}")
+                raise CannotExpress(f"llama.cpp needs heads · head_dim = hidden size ({spec.hidden_size})")
         config = self.architecture.write(spec)
         found: dict[str, Value | None] = {key: _get(config, name) for key, name in self.fields.items()}
         if WIDTH in self.fields:
@@ -245,7 +247,9 @@ class GgufArchitecture:
             return _one_eps(spec) if self.latent else spec, _completed(config, family.write(spec))
         except ConfigError as error:
             # The message speaks of a config.json, which lies nowhere.
-            raise ConfigError(f"its metadata, written as {error.message}", error.hint) from error
+            raise ConfigError(
+                f"the GGUF metadata is invalid: as config.json it gives: {error.message}", error.hint
+            ) from error
 
 
 def _completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Facts:
         """The rows of the token table; what the metadata say must agree."""
         shape = self.shapes.get("token_embd.weight", ())
         if len(shape) != 2:
-            raise ConfigError("GGUF: there is no token_embd.weight of two dimensions")
+            raise ConfigError("GGUF: token_embd.weight is missing or does not have two dimensions")
         self.require("vocab_size", self.integer("vocab_size", shape[0]), shape[0])
         return shape[0]
 
@@ -128,7 +128,7 @@ def fp32(value: float) -> float:
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError as error:
-        raise ConfigError(f"{value!r} is beyond fp32, in which GGUF keeps numbers") from error
+        raise ConfigError(f"{value!r} is too large for float32, the type of numbers in GGUF") from error
     return rounded
 
 

@@ -38,7 +38,7 @@ def read_scaling(
         raise facts.fail("rope.scaling.type", kind, "none, linear, yarn or longrope")
     for name, *scalings in ((LONG, "longrope"), (_SHORT, "longrope"), (_FREQS, "llama3", "proportional")):
         if name in facts.shapes and not {*scalings} & {*divisors}:
-            raise ConfigError(f"GGUF: llama.cpp reads no {name} of {facts.name}")
+            raise ConfigError(f"GGUF: llama.cpp does not read {name} for {facts.name}")
     if LONG in facts.shapes or _SHORT in facts.shapes:
         return {
             "rope_type": "longrope",
@@ -48,13 +48,13 @@ def read_scaling(
             "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
         }
     if kind == "longrope":
-        raise ConfigError(f"GGUF: rope.scaling.type is longrope, and there is no {LONG}")
+        raise ConfigError(f"GGUF: rope.scaling.type is longrope, but {LONG} is missing")
     if "proportional" in divisors:
         return _read_proportional(_values(facts, _FREQS, dim))
     if _FREQS in facts.shapes:
         found = _values(facts, _FREQS, dim)
         if kind == "yarn" or (kind == "linear" and factor != 1.0):
-            raise ConfigError(f"GGUF: {_FREQS} beside a rope.scaling.type of {kind} is not understood")
+            raise ConfigError(f"GGUF: {_FREQS} together with rope.scaling.type {kind} is not supported")
         return _said(Rotary(dim=dim, base=base, scaling=fit_llama3(found, base))) or None
     if kind == "yarn":
         yarn = _read_yarn(facts, factor, original)
@@ -68,7 +68,7 @@ def _read_proportional(divisors: list[float]) -> dict[str, Any] | None:
     """Of positions some pairs of which never turn: their divisors are as good as infinite."""
     turning = [value for value in divisors if value < _STILL / 10]
     if {*turning} - {*turning[:1]} or turning != divisors[: len(turning)]:
-        raise ConfigError(f"GGUF: {_FREQS} has other divisors than one for the first pairs and {_STILL:g} for the rest")
+        raise ConfigError(f"GGUF: {_FREQS} must have 1 for the first pairs and {_STILL:g} for the rest")
     if turning == divisors and turning[:1] == [1]:
         return None
     # The half is for the floor that transformers takes.
@@ -112,7 +112,7 @@ def _values(facts: Facts, name: str, head_dim: int) -> list[float]:
         raise ConfigError(f"GGUF: {name} has shape {facts.shapes.get(name)}, expected {(head_dim // 2,)}")
     values = [shortest(value) for value in facts.floats(name)]
     if not all(0 < value < math.inf for value in values):
-        raise ConfigError(f"GGUF: {name} holds values that are not finite and above zero")
+        raise ConfigError(f"GGUF: {name} has values that are not finite and positive")
     return values
 
 
@@ -203,7 +203,7 @@ def fit_llama3(divisors: list[float], base: float) -> Llama3Scaling | None:
         again = llama3_divisors(found, base, len(divisors))
         if all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(again, divisors, strict=True)):
             return found
-    raise ConfigError(f"GGUF: the values of {_FREQS} match Llama 3.1's RoPE scaling for no parameters")
+    raise ConfigError(f"GGUF: the values of {_FREQS} do not match Llama 3.1's RoPE scaling with any parameters")
 
 
 def _candidates(divisors: list[float], base: float, factor: float) -> list[tuple[float, int]]:

@@ -391,7 +391,9 @@ def _shared_layers(facts: Facts) -> int:
     key, windowed = "attention.shared_kv_layers", _sliding(facts)
     shared = facts.value(key, 0) and facts.integer(key)
     if shared and windowed[: facts.layers - shared][-2:] != [True, False]:
-        raise facts.fail(key, shared, "0, or layers behind one with a window and one without")
+        raise facts.fail(
+            key, shared, "0, or fewer layers, so that a layer with and one without a window come before them"
+        )
     return shared
 
 

@@ -31,9 +31,10 @@ def gguf_types(spec: ModelSpec, family: str, kind: str) -> list[tuple[Parameter,
     name = next((each.name for each in GGUF.values() if family in each.written), "")
     latent = any(hasattr(node, "kv_rank") for node in spec.components())
     if name not in _KNOWN or latent:
-        what = "latent attention" if latent else family or "a tree of no family"
+        what = "latent attention" if latent else family or "a model of no family"
         raise CannotExpress(
-            f"no type of llama.cpp's is known for {what}", "nf4, int8 and int4 are counted of any tree."
+            f"gptkit does not know llama.cpp's types for {what}",
+            "Use nf4, int8 or int4, which gptkit counts for every model.",
         )
     return [(each, _type(each, spec, name, kind)) for each in spec.parameters()]
 
@@ -51,7 +52,7 @@ def _type(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:
         return _NARROWER[chosen] if row % 32 == 0 else "F16"
     if chosen == "Q8_0":  # as convert_hf_to_gguf.py writes it; llama-quantize gives up
         return "F16"
-    raise CannotExpress(f"llama.cpp has no {chosen} for rows of {row:,} weights ({parameter.name})")
+    raise CannotExpress(f"llama.cpp cannot store rows of {row:,} weights as {chosen} ({parameter.name})")
 
 
 def _wanted(parameter: Parameter, spec: ModelSpec, name: str, kind: str) -> str:

@@ -149,7 +149,7 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
     """A tree's sizes as a header has them. Raises CannotExpress: they are none of such a model."""
     _, attention, feed_forward = usual_layer(spec)
     if spec.context_length is None:
-        raise CannotExpress("it does not say how long its context is")
+        raise CannotExpress("the model has no context length, which this format needs")
     sizes = Sizes(
         dim=spec.hidden_size,
         hidden_dim=feed_forward.intermediate_size,

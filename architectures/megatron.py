@@ -131,13 +131,15 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         value = usual if value is None else value
         if type(value) is not int or not 0 < value < 2**31:
             raise ConfigError(
-                f"the arguments in the checkpoint have {name}={shown(value, 40)}, which is no positive integer"
+                f"the arguments in the checkpoint have {name}={shown(value, 40)}, expected a positive integer"
             )
         return value
 
     for name, allowed in _FIXED.items():
         if given.get(name) not in allowed:
-            raise ConfigError(f"its arguments say {name}={shown(given[name], 40)}, which is not read here")
+            raise ConfigError(
+                f"the checkpoint's arguments have {name}={shown(given[name], 40)}, which gptkit does not support"
+            )
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     width, eps = size("kv_channels", hidden // heads), given.get("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
     groups = size("num_query_groups", heads) if given.get("group_query_attention") else heads
@@ -160,7 +162,7 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
     if kind == ("RMSNorm", True, True, False) and not (qkv_bias and qk_norm) and turned == 1:
         family = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
         if family == "qwen2" and width * heads != hidden:
-            raise ConfigError(f"its arguments say kv_channels={width}, which {family} has no field for")
+            raise ConfigError(f"the checkpoint's arguments have kv_channels={width}, which {family} has no field for")
         config |= {**sizes, **base, "num_key_value_heads": groups, "rms_norm_eps": eps}
         return {"model_type": family, **config, **({} if family == "qwen2" else {"head_dim": width})}
     plain = not qk_norm and groups == heads and width * heads == hidden
@@ -170,13 +172,15 @@ def config_of(given: Mapping[str, Any], rows: int) -> dict[str, Any]:
         return {"model_type": "gpt2", **config}
     if kind == ("LayerNorm", True, False, True) and plain:
         if "rope_scaling" in base:
-            raise ConfigError("its arguments say use_rope_scaling, which is not read here for gpt_neox")
+            raise ConfigError(
+                "the checkpoint's arguments have use_rope_scaling, which gptkit does not support for gpt_neox"
+            )
         rotary = {"rope_type": "default", "rope_theta": base["rope_theta"], "partial_rotary_factor": turned}
         config |= {**sizes, "rope_parameters": rotary, "layer_norm_eps": eps}
         return {"model_type": "gpt_neox", **config, "use_parallel_residual": False, "hidden_act": _gelu(given)}
     told = ("normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
     words = ", ".join(f"{name}={shown(given.get(name), 20)}" for name in told)
-    raise ConfigError(f"its arguments describe a model of no family that is read here ({words})")
+    raise ConfigError(f"gptkit does not support the model that the checkpoint's arguments describe ({words})")
 
 
 def _gelu(given: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ Kinds = frozenset[type[Component]]
 _STRUCTURE: Kinds = frozenset({ModelSpec, Embedding, Block, SubLayer, Head})
 """What every tree has, and no target has to declare."""
 
-OWN_FORMAT = "gptkit's own format holds any tree: convert --to local"
+OWN_FORMAT = "gptkit's own format can hold any model: convert --to local"
 _MOST = 12
 """Obstacles that a message lists."""
 
@@ -123,9 +123,9 @@ class Expression:
         """The error that lists what is in the way."""
         owner, told = self.target.owner, self.told
         if not told:
-            return CannotExpress(f"{owner} cannot express this tree: {self.reason}", hint)
+            return CannotExpress(f"{owner} cannot express this model: {self.reason}", hint)
         lines = "\n".join(f"  {each}" for each in told[:_MOST])
-        return CannotExpress(f"{owner} cannot express {len(told)} of the tree's components:\n{lines}", hint)
+        return CannotExpress(f"{owner} cannot express {len(told)} components of this model:\n{lines}", hint)
 
 
 def never(_name: str) -> bool:
@@ -217,7 +217,7 @@ def of_kind(node: Any, kind: type[Component], other: type[Component] | None = No
     kinds = (kind,) if other is None else (kind, other)
     if not isinstance(node, kinds):
         names = " or ".join(each.__name__ for each in kinds)
-        raise CannotExpress(f"there is no {names} where one should be, but {short(node) if node else 'nothing'}")
+        raise CannotExpress(f"expected {names}, but the model has {short(node) if node else 'nothing'}")
     return node
 
 

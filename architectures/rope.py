@@ -93,11 +93,11 @@ def read_rotary(
     if kind.usual is not None and not config.inner(which).data:
         base = config.number(kind.theta, kind.usual.get("rope_theta", kind.base))
         if base != kind.usual.get("rope_theta", base):
-            raise config.fail(kind.theta, base, "rope_parameters with it: without them this family takes its own")
+            raise config.fail(kind.theta, base, "rope_parameters as well: without them, this family uses its defaults")
         rope = config.inner("rope_parameters", more={"rope_theta": base, **kind.usual})
         return _rotary(rope, dim, rope.number("rope_theta"), context_length, kind, tables)
     if any(isinstance(value, dict) for value in config.inner(which).data.values()):
-        raise ConfigError("config.json: rope parameters by layer type are not known for this family")
+        raise ConfigError("config.json: gptkit does not support RoPE parameters per layer type for this family")
     rope = config.inner(which, more=_said_elsewhere(config, which, kind))
     beside = config.raw(kind.theta) if kind.theta else None  # which counts where it is not among the parameters
     base = rope.number("rope_theta") if rope.raw("rope_theta") is not None else kind.base
@@ -131,7 +131,9 @@ def read_rotaries(
             rope = by_kind.inner(name, more=before.data)
             before.used |= {before.place + field for field in before.data}  # read under the kind's name
         if rope.raw("truncate") is False:  # modeling_rope_utils.py looks for it beside the kinds
-            raise rope.fail("truncate", False, "true: by kind of layer transformers truncates whatever it says")
+            raise rope.fail(
+                "truncate", False, "true: with RoPE parameters per layer type, transformers always truncates"
+            )
         old = config.number(kind.theta, kind.base) if kind.theta else kind.base
         base = old if rope.raw("rope_theta") is None else rope.number("rope_theta")
         found[name] = _rotary(rope, dim, base, context_length, kind)
@@ -163,7 +165,9 @@ def _rotary(
         scaling, alpha = "default", rope.number("alpha")
         grown = dim / (dim - 2) if dim > 2 else math.inf
         if not abs(math.log(base) + grown * math.log(alpha)) < 700:
-            raise rope.fail("alpha", alpha, f"what makes a finite base above 0 of {base:g} in heads {dim} wide")
+            raise rope.fail(
+                "alpha", alpha, f"a number that gives a finite base above 0 (rope_theta {base:g}, head_dim {dim})"
+            )
         base *= alpha**grown
         rope.used |= {rope.place + name for name in rope.data}  # transformers looks at none of them beside an alpha
     rest: dict[str, Any] = {
@@ -175,7 +179,7 @@ def _rotary(
     }
     if scaling == "proportional":
         if tables not in (None, dim):
-            raise rope.fail("rope_type", scaling, f"default: the tables are of heads {tables} wide")
+            raise rope.fail("rope_type", scaling, f"default: the RoPE tables have the head dimension {tables}")
         return Rotary(dim=dim, scaling=_read_proportional(rope, dim), **rest)
     head, turned = dim, dim if tables is None else tables
     if kind.part:
@@ -184,12 +188,12 @@ def _rotary(
         turned = int(dim * part)
         dim = turned + turned % 2
         if not 0 < dim <= head or (kind.even and turned % 2):
-            raise rope.fail(PART, part, f"what makes an even number of dimensions of {head}, not {turned}")
+            raise rope.fail(PART, part, f"a number that gives an even number of the {head} dimensions, not {turned}")
     # By default other families rotate whole heads whatever this says, and scaled ones are not made for a part.
     elif kind.entire or scaling != "default":
         turned = int(turned * part) if _is_number(part) and 0 < part < 2 else 0
         if turned + turned % 2 != dim and turned != tables:
-            raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family rotates whole heads")
+            raise rope.fail(PART, part, f"1: with rope_type {shown(scaling)} this family always rotates the whole head")
     found = _read_scaling(scaling, rope, turned, base, context_length, kind.renewed)
     if turned + turned % 2 != dim:
         rest["base"], turned = _one_frequency(dim, turned, scaling, kind), dim
@@ -232,9 +236,9 @@ def _read_scaling(
 ) -> RopeScaling | None:
     if context_length is None:
         if kind != "default":
-            raise rope.fail("rope_type", kind, "default: the model states no context, which others scale")
+            raise rope.fail("rope_type", kind, "default: other types need a context length, and config.json has none")
         if rope.raw(ORIGINAL) is not None:
-            raise rope.fail(ORIGINAL, rope.raw(ORIGINAL), "nothing, since the model states no context")
+            raise rope.fail(ORIGINAL, rope.raw(ORIGINAL), "no such field, since config.json has no context length")
         return None
     original = rope.integer(ORIGINAL, context_length)
     if kind == "default":
@@ -243,7 +247,7 @@ def _read_scaling(
         return LinearScaling(factor=rope.number("factor"))
     if kind == "dynamic":
         if dim == 2:
-            raise ConfigError("config.json: dynamic rope scaling divides by head_dim - 2, which is 0 here")
+            raise ConfigError("config.json: dynamic RoPE scaling divides by head_dim - 2, which is 0")
         return DynamicScaling(factor=rope.number("factor"), original_context=context_length)
     if kind == "llama3":
         return Llama3Scaling(
@@ -254,11 +258,13 @@ def _read_scaling(
         )
     if kind in ("yarn", "longrope") and dim % 2:
         raise rope.fail(
-            "rope_type", kind, f"default: transformers fails where an odd number of dimensions ({dim}) turns"
+            "rope_type", kind, f"default: transformers fails if RoPE rotates an odd number of dimensions ({dim})"
         )
     if kind == "yarn":
         if base == 1:
-            raise ConfigError("config.json: yarn divides by the logarithm of rope_theta, which is 0 for 1")
+            raise ConfigError(
+                "config.json: YaRN divides by the logarithm of rope_theta, which is 0 because rope_theta is 1"
+            )
         factor = _number_or(rope, "factor", context_length / original)
         return YarnScaling(
             factor=factor,
@@ -303,7 +309,9 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     if rope.raw("mscale") and rope.raw("mscale_all_dim"):
         ratio = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
         if not 0 < ratio < math.inf:
-            raise rope.fail("mscale", rope.raw("mscale"), "a ratio to mscale_all_dim that is finite and above zero")
+            raise rope.fail(
+                "mscale", rope.raw("mscale"), "a number whose ratio to mscale_all_dim is finite and above zero"
+            )
         return ratio
     return _mscale(factor, 1.0)
 
@@ -322,7 +330,7 @@ def read_mscale(config: ConfigReader) -> float:
         raise rope.fail("mscale_all_dim", weight, "a number")
     found = _mscale(rope.number("factor"), weight)
     if not 0 < found < math.inf:
-        raise rope.fail("mscale_all_dim", weight, "what makes a finite factor above zero")
+        raise rope.fail("mscale_all_dim", weight, "a number that gives a finite factor above zero")
     return found
 
 
@@ -335,11 +343,11 @@ def write_mscale(scaling: dict[str, Any] | None, scale: float, usual: float) -> 
     if scale == usual:
         return scaling
     if not scaling:
-        raise CannotExpress(f"scores are multiplied by {usual:.4g} here where rotary positions are not scaled")
+        raise CannotExpress(f"this family multiplies scores by {usual:.4g} if RoPE is not scaled")
     factor = scaling.get("factor", 0.0)
     factor = factor if factor > 1 else 2.0  # of LongRoPE, which has none, any will do
     if scaling.get("factor", factor) != factor:
-        raise CannotExpress(f"scores are multiplied by {usual:.4g} here where positions are not divided")
+        raise CannotExpress(f"this family multiplies scores by {usual:.4g} if positions are not divided")
     wanted = (math.sqrt(scale / usual) - 1) / (0.1 * math.log(factor))
     tried = (float(f"{wanted:.{digits}g}") for digits in range(1, 18))
     made = ((each, _mscale(factor, each)) for each in tried)
@@ -357,7 +365,7 @@ def _numbers(rope: ConfigReader, name: str, length: int) -> tuple[float, ...]:
         raise rope.fail(name, values, f"a list of {length} numbers")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            raise rope.fail(name, value, "finite numbers above zero alone")
+            raise rope.fail(name, value, "only finite numbers above zero")
     return tuple(float(value) for value in values)
 
 

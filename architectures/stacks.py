@@ -67,7 +67,7 @@ class _Fields(dict[str, Any]):
 
     def fail(self, name: str) -> ConfigError:
         """The error for a field of such a value, to be raised by the caller."""
-        return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not read here")
+        return ConfigError(f"{self._file}: {name}={shown(self.get(name))} is not supported")
 
     def matches(self, asked: _Said) -> bool:
         """Whether the fields are these, which are read where they are."""
@@ -300,7 +300,7 @@ def _litgpt(said: _Said, rows: int | None) -> dict[str, Any]:
     found = next((row for row in _LITGPT_FAMILIES if c.matches(row[1])), None)
     if found is None:
         told = ", ".join(f"{name}={shown(c[name], 40)}" for name in ("mlp_class_name", "norm_class_name", "bias"))
-        raise ConfigError(f"model_config.yaml describes a model of no family that is read here ({told}, …)")
+        raise ConfigError(f"gptkit does not support the model that model_config.yaml describes ({told}, …)")
     family, _, fill = found
     usual = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
     usual |= {"vocab_size": "padded_vocab_size", "max_position_embeddings": "block_size"}
@@ -333,7 +333,7 @@ def _meta(said: _Said, rows: int | None) -> dict[str, Any]:
     }  # fmt: skip
     if c["use_scaled_rope"] and c["rope_scaling_factor"] is None:
         hint = 'Add "rope_scaling_factor" to it: 8 for Llama 3.1, 32 for Llama 3.2.'
-        raise ConfigError("params.json: use_scaled_rope does not say by what positions are scaled", hint)
+        raise ConfigError("params.json: use_scaled_rope is true, but the factors of the scaling are missing", hint)
     window, mistral = (
         c["sliding_window"] or c["_sliding_window"],
         {*said} & {"multiple_of", "hidden_dim"} == {"hidden_dim"},

@@ -160,15 +160,20 @@ class Attention(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.chunked and self.window is None:
-            raise ConfigError("chunks of no width: chunked is of a window")
+            raise ConfigError("attention is chunked, but has no window: chunked needs one")
         if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, ALiBi)):
-            raise ConfigError("attention in both directions has no chunks, no keys of other layers and no ALiBi")
+            raise ConfigError("bidirectional attention cannot be chunked, use the keys of another layer or have ALiBi")
         if isinstance(self.position, Buckets) and (self.window is not None or self.group > 1):
-            raise ConfigError("buckets of distances are of attention without a window, and without groups of heads")
+            raise ConfigError(
+                "bucketed position biases (T5) need attention without a window, with as many key-value heads "
+                "as query heads"
+            )
         if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+            raise ConfigError(f"{self.heads} query heads are not divisible by {self.kv_heads} key-value heads")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
-            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+            raise ConfigError(
+                f"the rotary dimension {self.position.dim} is larger than the head dimension {self.head_dim}"
+            )
         if isinstance(self.position, Biasing) and self.scores != "input":
             raise ConfigError(
                 "scores with a bias of positions are computed in the dtype of their input, not in float32"
@@ -177,36 +182,49 @@ class Attention(Mixer, Component, frozen=True):
             )
         if self.kv_expansion == "broadcast" and self.group > 1:
             if self.kv_heads > 1:
-                raise ConfigError(f"kv_expansion broadcast is of one key-value head, not of {self.kv_heads}")
+                raise ConfigError(f"kv_expansion broadcast needs one key-value head, but there are {self.kv_heads}")
             if self.scores in ("float32", "product") or (
                 isinstance(self.position, Biasing) and not self.position.scaled
             ):
-                raise ConfigError("kv_expansion broadcast has no product with the scale, or a bias, inside it")
+                raise ConfigError(
+                    "kv_expansion broadcast supports neither scores in fp32, nor a scale inside the product, "
+                    "nor unscaled position biases"
+                )
         for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads)):
             if norm is not None and norm.size not in (self.head_dim, heads * self.head_dim):
-                raise ConfigError(f"q/k norm of size {norm.size} does not fit {heads} heads of {self.head_dim}")
+                raise ConfigError(
+                    f"the norm of queries or keys has size {norm.size}, but there are {heads} heads of "
+                    f"dimension {self.head_dim}"
+                )
         if self.v_norm is not None and self.v_norm.size != self.head_dim:
-            raise ConfigError(f"v_norm of size {self.v_norm.size} is not as wide as a head of {self.head_dim}")
+            raise ConfigError(f"v_norm has size {self.v_norm.size}, but the head dimension is {self.head_dim}")
         if self.kv_from != "input" and (self.fused or self.kv_expansion == "projection"):
-            raise ConfigError(f"kv_from {self.kv_from}: keys and values that have no projections are not made at once")
+            raise ConfigError(
+                f"kv_from {self.kv_from}: keys and values without projections cannot be computed in one product"
+            )
         if self.kv_from == "earlier" and (self.k_norm is not None or self.v_norm is not None):
-            raise ConfigError("kv_from earlier: keys and values of an earlier layer have its norms, and no others")
+            raise ConfigError("kv_from earlier: the keys and values of another layer cannot have norms of their own")
         if self.key_multiplier != 1 and (self.kv_from != "input" or self.k_norm is not None or self.clip is not None):
-            raise ConfigError("keys that are scaled are made of the input, and neither normed nor clipped")
+            raise ConfigError(
+                "key_multiplier needs keys that are projected from the input, without norm and without clipping"
+            )
         if self.mixed_norm is not None and self.mixed_norm.size != self.heads * self.head_dim:
             raise ConfigError(
-                f"mixed_norm of size {self.mixed_norm.size} does not fit {self.heads} heads of {self.head_dim}"
+                f"mixed_norm has size {self.mixed_norm.size}, but there are {self.heads} heads of dimension "
+                f"{self.head_dim}"
             )
         if self.norm_order == "after" and (self.q_norm is None or self.position is None):
-            raise ConfigError("norms after positions, of an attention that has no norm of queries or no positions")
+            raise ConfigError("norms after the position encoding need a query norm and a position encoding")
         if self.clip_normed and self.norm_order == "after":
-            raise ConfigError("what is clipped behind its norm is normed before positions")
+            raise ConfigError("clipping after the norm needs norms before the position encoding")
         if self.gate_bias and not self.gated:
-            raise ConfigError("a bias of attention's gate, and no gate")
+            raise ConfigError("attention has a bias for its gate, but no gate")
         if self.gate == "with queries" and (self.fused or self.clip is not None):
-            raise ConfigError("a gate is made with queries where q, k and v are neither made in one nor clipped")
+            raise ConfigError(
+                "attention with a gate from the query projection cannot clip q, k and v or compute them in one product"
+            )
         if self.norm_order == "after" and not self.by_head:
-            raise ConfigError("norms of all heads at once come before positions")
+            raise ConfigError("a norm over all heads at once must come before the position encoding")
 
     @property
     def by_head(self) -> bool:
@@ -302,7 +320,8 @@ class Attention(Mixer, Component, frozen=True):
         heads, kv_heads = divided(self.heads, devices, "query heads"), self.kv_heads
         if kv_heads % devices and devices % kv_heads:
             raise UsageError(
-                f"--tp {devices}: {kv_heads} key-value heads are neither split nor repeated evenly over {devices} GPUs",
+                f"--tp {devices}: {kv_heads} key-value heads can be neither split nor repeated evenly over "
+                f"{devices} GPUs",
                 f"Choose a number that divides {kv_heads}, or a multiple of it that divides {self.heads}.",
             )
         kv_heads = max(kv_heads // devices, 1)

@@ -292,8 +292,7 @@ def divided(number: int, devices: int, what: str) -> int:
     """What each of so many devices has; raises UsageError where it is no whole number."""
     if number % devices:
         raise UsageError(
-            f"--tp {devices}: {number:,} {what} cannot be shared out over {devices} GPUs",
-            f"Choose a divisor of {number:,}.",
+            f"--tp {devices}: {number:,} {what} are not divisible by {devices} GPUs", f"Choose a divisor of {number:,}."
         )
     return number // devices
 
@@ -352,7 +351,7 @@ def recast(node: Component, kind: type[Any], **fields: Any) -> Any:
         if kept[name] != value and name not in node.rounds and name not in {*kind.__struct_fields__, *fields}
     ]
     if lost:
-        raise ConfigError(f"{kind.__name__} has no {' and no '.join(lost)}, which this {type(node).__name__} has")
+        raise ConfigError(f"{kind.__name__} does not have {' or '.join(lost)}, which this {type(node).__name__} has")
     return kind(**{name: value for name, value in kept.items() if name in kind.__struct_fields__} | fields)
 
 

@@ -66,9 +66,9 @@ class SubLayer(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.low_rank is not None and (self.norm is None or self.sum_norm is not None):
-            raise ConfigError("a residual of low rank is of a norm's output, in a sum without a norm")
+            raise ConfigError("a low-rank residual must start from the norm's output, and no norm may follow the sum")
         if self.beside and (self.norm is not None or self.sum_norm is not None):
-            raise ConfigError("what runs beside another mixer reads behind that one's norm, and into the same sum")
+            raise ConfigError("a mixer that runs in parallel with another one must use its norm and its residual sum")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         """As of any component; `path` is the block's, and the parts' paths begin with it."""
@@ -141,7 +141,7 @@ class Block(Component, frozen=True):
     def __post_init__(self) -> None:
         slots = [sublayer.mixer.slot for sublayer in self.sublayers]
         if not slots or len(set(slots)) < len(slots):
-            raise ConfigError(f"a block needs sub-layers, each of a slot of its own, not {slots}")
+            raise ConfigError(f"a block needs sub-layers with different slots, but has {slots}")
         widths = {size: name for name, size in self.widths()}
         if len(widths) > 1:
             raise ConfigError(" and ".join(f"{name} of {size}" for size, name in widths.items()) + " in one block")
@@ -149,33 +149,44 @@ class Block(Component, frozen=True):
             raise ConfigError("a parallel block cannot take its residual from a norm's output")
         for sublayer in self.sublayers:
             if self.residual == "normed" and sublayer.norm is None:
-                raise ConfigError(f"what {sublayer.mixer.slot} gives is added to its norm's output, and it has no norm")
+                raise ConfigError(
+                    f"the output of {sublayer.mixer.slot} is added to its norm's output, but it has no norm"
+                )
             if self.parallel and (sublayer.sum_norm is not None or sublayer.low_rank is not None):
-                raise ConfigError("a parallel block has one sum, and none of its sub-layers, with norms or residuals")
+                raise ConfigError(
+                    "the sub-layers of a parallel block share one sum: they cannot have norms after it or "
+                    "residuals of their own"
+                )
         plain = (each.norm is not None and each.low_rank is None and each.sum_norm is None for each in self.sublayers)
         told = self.parallel or self.residual == "normed" or self.scale is not None or self.altup is not None
         if self.wide and (told or not all(plain)):
-            raise ConfigError("a stream in fp32 is of plain blocks, whose sub-layers each have a norm before them")
+            raise ConfigError("an fp32 residual stream needs plain blocks with a norm before every sub-layer")
         if any(each.beside for each in self.sublayers):
             firsts = [first for first, *others in self.groups() if others]
             plainly = [each.norm is not None and each.low_rank is None and each.sum_norm is None for each in firsts]
             if told or self.wide or self.sublayers[0].beside or not all(plainly):
                 raise ConfigError(
-                    "what runs beside another mixer is of a plain block, behind one with a norm before it"
+                    "a mixer that runs in parallel with another one needs a plain block, after a mixer with a "
+                    "norm before it"
                 )
         nexts = [each for each in self.sublayers if each.onto == "next"]
         if nexts:
             last, beside = self.sublayers[-1], any(each.beside for each in self.sublayers)
             summed = any(each.sum_norm is not None or each.low_rank is not None for each in nexts)
             if told or self.wide or beside or summed or last.onto == "next":
-                raise ConfigError("what is added for the next sub-layer alone is of a plain block, and not its last")
+                raise ConfigError(
+                    "an output that only the next sub-layer reads needs a plain block, and cannot come from "
+                    "the last sub-layer"
+                )
         others = [sublayer.onto == "others" for sublayer in self.sublayers]
         if others != sorted(others) or all(others) or (any(others) and self.altup is None):
-            raise ConfigError("sub-layers onto other streams come last, in a block with altup")
+            raise ConfigError(
+                "sub-layers that write to the other residual streams must come last, in a block with altup"
+            )
         if self.altup is not None and (self.parallel or self.scale is not None or self.residual == "normed"):
-            raise ConfigError("a block with altup is serial, adds to the stream and is not scaled")
+            raise ConfigError("a block with altup must be serial and add to the residual stream without a multiplier")
         if self.altup is not None and sum(others) > 1:
-            raise ConfigError("one sub-layer alone goes onto other streams")
+            raise ConfigError("only one sub-layer of a block can be added to the other residual streams")
 
     def mapped(self, change: Callable[[Any, str], Any], path: str = "") -> Any:
         sublayers = tuple(each.mapped(change, path) for each in self.sublayers)
@@ -223,7 +234,7 @@ class Block(Component, frozen=True):
                 fields["mixer" if name == slot else name.removeprefix(f"{slot}_")] = parts.pop(name)
             sublayers.append(msgspec.structs.replace(sublayer, **fields))
         if parts:
-            raise MissingComponent(f"a block of {self.slots} has no {' and no '.join(parts)}")
+            raise MissingComponent(f"a layer with {self.slots} has no {' and no '.join(parts)}")
         return msgspec.structs.replace(self, sublayers=tuple(sublayers), **own)
 
     @property
@@ -308,7 +319,7 @@ class Block(Component, frozen=True):
         """Its attention; raises MissingComponent where it has none."""
         found = self.mixer("attention")
         if not isinstance(found, Attention | LatentAttention):
-            raise MissingComponent(f"this needs attention in every layer, and one is made of {self.slots}")
+            raise MissingComponent(f"this needs attention in every layer, but one layer consists of {self.slots}")
         return found
 
     @property
@@ -316,7 +327,7 @@ class Block(Component, frozen=True):
         """Its feed-forward; raises MissingComponent where it has none."""
         found = self.mixer("feed_forward")
         if not isinstance(found, FeedForward | GatedFeedForward | MixtureOfExperts):
-            raise MissingComponent(f"this needs a feed-forward in every layer, and one is made of {self.slots}")
+            raise MissingComponent(f"this needs a feed-forward in every layer, but one layer consists of {self.slots}")
         return found
 
     @property
@@ -324,7 +335,7 @@ class Block(Component, frozen=True):
         """The norm before its attention; raises MissingComponent where there is none."""
         found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
         if found is None:
-            raise MissingComponent(f"this needs a norm before attention, and a layer of {self.slots} has none")
+            raise MissingComponent(f"this needs a norm before attention, but a layer with {self.slots} has none")
         return found
 
     @property
@@ -446,7 +457,9 @@ class Block(Component, frozen=True):
             for name in looked:
                 if getattr(sublayer, name) != sublayer.defaults()[name]:
                     raise MissingComponent(
-                        f"this knows norms before a sub-layer alone, and {sublayer.mixer.slot} has {name} too"
+                        f"this supports only norms before a sub-layer, but {sublayer.mixer.slot} also has {name}"
                     )
             if sublayer.norm is None and not (self.parallel and index):
-                raise MissingComponent(f"this knows mixers behind a norm, and {sublayer.mixer.slot} has none")
+                raise MissingComponent(
+                    f"this supports only sub-layers with a norm before them, but {sublayer.mixer.slot} has none"
+                )

@@ -54,9 +54,9 @@ class GatedDeltaNet(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.key_heads:
-            raise ConfigError(f"{self.heads} heads of a recurrence are no multiple of its {self.key_heads} key heads")
+            raise ConfigError(f"{self.heads} recurrence heads are not divisible by {self.key_heads} key heads")
         if self.norm.size != self.value_dim:
-            raise ConfigError(f"a norm of size {self.norm.size} on heads of width {self.value_dim}")
+            raise ConfigError(f"the norm has size {self.norm.size}, but the head dimension is {self.value_dim}")
 
     @property
     def group(self) -> int:

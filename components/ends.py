@@ -50,9 +50,11 @@ class Embedding(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.blank is not None and self.blank >= self.vocab_size:
-            raise ConfigError(f"the row of token {self.blank} is to be zeros, and there are {self.vocab_size} rows")
+            raise ConfigError(
+                f"the row of token {self.blank} must be zeros, but the table has only {self.vocab_size} rows"
+            )
         if self.shared and self.width is not None:
-            raise ConfigError("a table that is shared is as wide as the stream")
+            raise ConfigError("a shared embedding table must be as wide as the hidden size")
 
     def words(self) -> dict[str, Words]:
         return {"embedding": Words("of tokens", {})}
@@ -106,11 +108,14 @@ class LayerEmbedding(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.norm.size != self.width:
-            raise ConfigError(f"norm of size {self.norm.size} on {self.width} numbers of each layer")
+            raise ConfigError(f"the norm has size {self.norm.size}, but each layer's input is {self.width} wide")
         if self.table.shared:
-            raise ConfigError("table: shared is of the encoder of a model, and the inputs of layers have their own")
+            raise ConfigError("layer inputs need a table of their own: only an encoder's embedding can be shared")
         if self.table.hidden_size != self.every:
-            raise ConfigError(f"rows of {self.table.hidden_size} for {self.layers} layers of {self.width}")
+            raise ConfigError(
+                f"the table is {self.table.hidden_size} wide, but {self.layers} layers with inputs of width "
+                f"{self.width} need {self.layers * self.width}"
+            )
 
     @property
     def every(self) -> int:
@@ -198,9 +203,14 @@ class Head(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.transform is not None and self.transform.hidden_size != self.hidden_size:
-            raise ConfigError(f"transform of {self.transform.hidden_size} before a head of {self.hidden_size}")
+            raise ConfigError(
+                f"the transform before the head is {self.transform.hidden_size} wide, but the head takes "
+                f"{self.hidden_size}"
+            )
         if self.early and self.bias:
-            raise ConfigError("a head that scales states before its product has no bias, which would not be scaled")
+            raise ConfigError(
+                "a head that scales hidden states cannot have a bias, because the bias would not be scaled"
+            )
 
     @property
     def early(self) -> bool:

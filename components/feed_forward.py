@@ -158,9 +158,13 @@ class GatedFeedForward(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.activation in LEARNT:
-            raise ConfigError(f"the activation {self.activation} has parameters, and no place in a gated feed-forward")
+            raise ConfigError(
+                f"the activation {self.activation} has parameters, which a gated feed-forward does not support"
+            )
         if self.inner_norm is not None and self.inner_norm.size != self.intermediate_size:
-            raise ConfigError(f"inner_norm of size {self.inner_norm.size} on {self.intermediate_size} units")
+            raise ConfigError(
+                f"inner_norm has size {self.inner_norm.size}, but the feed-forward is {self.intermediate_size} wide"
+            )
 
     def _norm_of(self, units: int) -> Norm | None:
         """Its norm for so many units."""

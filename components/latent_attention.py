@@ -81,14 +81,17 @@ class LatentAttention(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.position, Turning) != (self.rope_heads > 0):
-            raise ConfigError(f"{self.rope_heads} rotary keys with positions {type(self.position).__name__}")
+            raise ConfigError(
+                f"latent attention has {self.rope_heads} rotary keys, but its position encoding is "
+                f"{type(self.position).__name__}"
+            )
         if not self.query_dim:
-            raise ConfigError("a query of latent attention needs elements: nope_dim is 0 and there is no rotary key")
+            raise ConfigError("latent attention needs nope_dim above 0 or a rotary key: its queries have no elements")
         for norm, rank in ((self.kv_norm, self.kv_rank), (self.q_norm, self.q_rank)):
             if norm is not None and norm.size != rank:
-                raise ConfigError(f"a norm of size {norm.size} does not fit a latent of {rank}")
+                raise ConfigError(f"the norm has size {norm.size}, but the latent is {rank} wide")
         if self.qkv_bias and self.kv_bias:
-            raise ConfigError("kv_bias is on what qkv_bias is on already")
+            raise ConfigError("kv_bias and qkv_bias cannot both be true: qkv_bias already includes the bias")
 
     @property
     def rope_dim(self) -> int:

@@ -55,16 +55,18 @@ class LinearAttention(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+            raise ConfigError(f"{self.heads} query heads are not divisible by {self.kv_heads} key-value heads")
         if self.position is not None and not isinstance(self.position, Turning):
-            raise ConfigError(
-                f"a state has no place for scores with a bias of positions ({type(self.position).__name__})"
-            )
+            raise ConfigError(f"linear attention cannot have position biases ({type(self.position).__name__})")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
-            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+            raise ConfigError(
+                f"the rotary dimension {self.position.dim} is larger than the head dimension {self.head_dim}"
+            )
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and norm.size != self.head_dim:
-                raise ConfigError(f"q/k norm of size {norm.size} on heads of width {self.head_dim}")
+                raise ConfigError(
+                    f"the norm of queries or keys has size {norm.size}, but the head dimension is {self.head_dim}"
+                )
 
     @property
     def group(self) -> int:

@@ -72,9 +72,9 @@ class Mamba2(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
-            raise ConfigError(f"{self.heads} heads of a recurrence are no multiple of its {self.groups} groups")
+            raise ConfigError(f"{self.heads} recurrence heads are not divisible by {self.groups} groups")
         if self.norm is not None and self.norm.size != self.inner:
-            raise ConfigError(f"a norm of size {self.norm.size} on heads that are {self.inner} wide together")
+            raise ConfigError(f"the norm has size {self.norm.size}, but all heads together are {self.inner} wide")
 
     @property
     def inner(self) -> int:

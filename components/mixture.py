@@ -138,29 +138,37 @@ class MixtureOfExperts(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
-            raise ConfigError(f"{self.top_k} experts per token of {self.experts}")
+            raise ConfigError(f"top_k is {self.top_k}, but there are {self.experts} experts")
         if self.experts % self.groups or (self.groups > 1 and self.experts < self.group_best * self.groups):
-            raise ConfigError(f"{self.experts} experts have no {self.groups} groups of {self.group_best} or more")
+            raise ConfigError(
+                f"{self.experts} experts cannot form {self.groups} equal groups of at least {self.group_best}"
+            )
         if self.top_k > self.eligible:
-            raise ConfigError(f"{self.top_k} experts per token of {self.eligible} in {self.top_groups} groups")
+            raise ConfigError(
+                f"top_k is {self.top_k}, but the {self.top_groups} chosen groups have {self.eligible} experts"
+            )
         plain = self.scores == "softmax" and not self.choice_bias and self.groups == 1
         if self.jitter is not None and not plain:
-            raise ConfigError("experts that have a softmax each are chosen by their logits alone")
+            raise ConfigError("a router with a softmax per expert must choose experts by their logits")
         if self.expert_scale and self.choice_bias:
-            raise ConfigError("experts with factors of their own (expert_scale) are chosen without a bias")
+            raise ConfigError("a router with expert_scale cannot have a bias for the choice of experts")
         for norm in (self.router_norm, self.expert_norm):
             if norm is not None and norm.size != self.hidden_size:
-                raise ConfigError(f"a norm of size {norm.size} before a mixture {self.hidden_size} wide")
+                raise ConfigError(
+                    f"the norm before the experts has size {norm.size}, but the hidden size is {self.hidden_size}"
+                )
         if self.latent is not None and self.latent.hidden_size != self.hidden_size:
-            raise ConfigError(f"a latent of a stream {self.latent.hidden_size} wide, which is {self.hidden_size}")
+            raise ConfigError(
+                f"the latent is {self.latent.hidden_size} wide, but the hidden size is {self.hidden_size}"
+            )
         if getattr(self.expert, "inside", False) != (self.latent is not None):
-            raise ConfigError("experts are inside where they have a latent, and nowhere else")
+            raise ConfigError("experts must have inside: true if the mixture has a latent, and only then")
         for inner, wide, what, source in (
-            (self.expert, self.expert_width, "experts are", "router" if self.latent is None else "latent"),
-            (self.shared, self.hidden_size, "a shared expert is", "router"),
+            (self.expert, self.expert_width, "the experts are", "router" if self.latent is None else "latent"),
+            (self.shared, self.hidden_size, "the shared expert is", "router"),
         ):
             if inner is not None and inner.hidden_size != wide:
-                raise ConfigError(f"{what} {inner.hidden_size} wide, their {source} {wide}")
+                raise ConfigError(f"{what} {inner.hidden_size} wide, but the {source} is {wide} wide")
 
     @property
     def intermediate_size(self) -> int:
@@ -404,7 +412,7 @@ class DenseBesideExperts(Mixer, Component, frozen=True):
         for name, part in self.entries().items():
             width = part if isinstance(part, int) else getattr(part, "hidden_size", getattr(part, "size", None))
             if width != self.hidden_size:
-                raise ConfigError(f"{name} is {width} wide, and the stream {self.hidden_size}")
+                raise ConfigError(f"{name} is {width} wide, but the hidden size is {self.hidden_size}")
 
     @property
     def experts(self) -> int:

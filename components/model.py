@@ -87,23 +87,25 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             raise ConfigError("a model needs at least one layer")
         for name, size in self._widths():
             if size != self.embedding.hidden_size:
-                raise ConfigError(f"{name} is {size} wide, the embedding {self.embedding.hidden_size}")
+                raise ConfigError(f"{name} is {size} wide, but the embedding is {self.embedding.hidden_size} wide")
         head, tokens = self.head, self.embedding.vocab_size
         if head is not None and head.vocab_size != tokens:
-            raise ConfigError(f"head of {head.vocab_size} tokens on a vocabulary of {tokens}")
+            raise ConfigError(f"the head has {head.vocab_size} tokens, but the vocabulary has {tokens}")
         if head is not None and head.tied and head.width != self.embedding.width:
-            raise ConfigError(f"a tied head of width {head.width} on a table of width {self.embedding.width}")
+            raise ConfigError(f"the tied head is {head.width} wide, but the embedding table is {self.embedding.width}")
         if head is not None and self.pooler is not None:
-            raise ConfigError("a pooler is of a model that gives hidden states, and one with a head gives logits")
+            raise ConfigError("a model has either a pooler or a head, not both")
         directions = {getattr(block.mixer("attention"), "causal", True) for block in self.blocks}
         if len(directions) > 1:
-            raise ConfigError("attention of some layers is causal, and that of others in both directions")
+            raise ConfigError("either all layers have causal attention, or all have bidirectional attention")
         if self.joined != self.streams:
-            raise ConfigError("streams of a token are made before the first layer, and joined behind the last")
+            raise ConfigError(
+                "several residual streams need a split before the first layer and a merge after the last one"
+            )
         count = None if self.streams is None else self.streams.count
         for layer, block in enumerate(self.blocks):
             if count != (None if block.altup is None else block.altup.count):
-                raise ConfigError(f"layer {layer} is not for {count or 1} streams, which the model has")
+                raise ConfigError(f"layer {layer} does not support {count or 1} residual streams, which the model has")
         self._given()
         self._encoded()
 
@@ -111,22 +113,29 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """Raise ConfigError where cross-attention or biases of distances read what nothing makes."""
         encoder, table = self.encoder, self.relative_bias
         if encoder is not None and (encoder.head, encoder.pooler, encoder.encoder) != (None, None, None):
-            raise ConfigError("an encoder gives hidden states: it has no head, no pooler and no encoder of its own")
+            raise ConfigError(
+                "an encoder outputs hidden states: it cannot have a head, a pooler or an encoder of its own"
+            )
         if encoder is not None and encoder.streams is not None:
             raise ConfigError("an encoder cannot have several residual streams per token")
         if encoder is not None and encoder.embedding.shared and encoder.vocab_size != self.vocab_size:
-            raise ConfigError(f"an encoder of {encoder.vocab_size} tokens shares a table of {self.vocab_size}")
+            raise ConfigError(
+                f"the encoder has {encoder.vocab_size} tokens, but the shared embedding table has {self.vocab_size}"
+            )
         for layer, block in enumerate(self.blocks):
             across = block.mixer(CrossAttention.slot) is not None
             if across != (encoder is not None):
                 has, there = ("", "no") if across else ("no ", "an")
-                raise ConfigError(f"layer {layer} has {has}cross-attention, and the model {there} encoder")
+                raise ConfigError(f"layer {layer} has {has}cross-attention, but the model has {there} encoder")
             attention: Any = block.mixer("attention")
             position = getattr(attention, "position", None)
             if isinstance(position, Buckets) and (
                 table is None or (table.buckets, table.heads) != (position.buckets, attention.heads)
             ):
-                raise ConfigError(f"layer {layer} adds biases of {position.buckets} buckets, and has no table of them")
+                raise ConfigError(
+                    f"layer {layer} needs a table of {position.buckets} position biases, but the model has "
+                    "none of this size"
+                )
 
     def _given(self) -> None:
         """Raise ConfigError where layers read what nothing makes: their own inputs, an earlier layer's keys."""
@@ -136,10 +145,14 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             if getattr(shared, "weights_from", "") == "own":
                 lent[shared.number] = shared.lent
             elif shared is not None and lent.get(shared.number) != shared.lent:
-                raise ConfigError(f"layer {layer} runs the shared block {shared.number}, and none before it is such")
+                raise ConfigError(
+                    f"layer {layer} uses the shared block {shared.number}, but no earlier layer defines it"
+                )
             own: Any = block.mixer("layer_input")
             if own is not None and (inputs is None or (inputs.width, True) != (own.width, layer < inputs.layers)):
-                raise ConfigError(f"layer {layer} reads an input of its own, and layer_inputs makes none of its width")
+                raise ConfigError(
+                    f"layer {layer} needs an input of its own, but layer_inputs does not provide one of its width"
+                )
             heads = getattr(block.mixer("attention"), "remembered", None)
             if heads in made or heads is None:
                 continue
@@ -160,7 +173,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
     def has_head(self) -> Head:
         """Its head; raises MissingComponent where it has none."""
         if self.head is None:
-            raise MissingComponent("this needs a head, and the model has none: it gives hidden states, not logits")
+            raise MissingComponent("this needs a head, but the model has none: it outputs hidden states, not logits")
         return self.head
 
     def predicts(self, what: str) -> None:
@@ -171,8 +184,9 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """
         if not self.causal:
             raise MissingComponent(
-                f"{what} predicts the next token, and attention of this model looks in both directions (an encoder)",
-                "gptkit.load gives its logits or hidden states; params, verify, compare and convert read it.",
+                f"{what} needs a model that predicts the next token, but this one is an encoder with "
+                "bidirectional attention",
+                "gptkit.load returns its hidden states or logits. params, verify, compare and convert support it.",
             )
         self.has_head()
 
@@ -180,8 +194,8 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         """Refuse a model with an encoder, for `what` knows one stack; raises MissingComponent."""
         if self.encoder is not None:
             raise MissingComponent(
-                f"{what} is known of one stack of layers, and this model has an encoder beside its decoder",
-                "params, FLOPs, the cache, show, compare, convert, verify and generate know both.",
+                f"{what} supports decoder-only models, but this model also has an encoder",
+                "params, show, compare, convert, verify and generate support encoder-decoder models.",
             )
 
     @property
@@ -282,7 +296,7 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
             for path, node in walk(top, root):
                 for name, weight in node.weights().items():
                     if node.label is None:
-                        raise ConfigError(f"{type(node).__name__} has parameters and no label under which they count")
+                        raise ConfigError(f"{type(node).__name__} has parameters, but no label for the parameter table")
                     label = f"encoder {node.label}" if root == "encoder" else node.label
                     yield Parameter(f"{path}.{name}", weight.shape, label, layer, weight.role, weight.initial)
 

@@ -89,7 +89,7 @@ class LayerNorm(Norm, Component, frozen=True):
     def __post_init__(self) -> None:
         _check_groups(self)
         if self.apart and (self.bias or self.gain == "none"):
-            raise ConfigError("norms whose groups have a tensor each have a weight in it, and no bias")
+            raise ConfigError("a norm with one tensor per group has a weight and no bias")
 
     def small(self, size: int) -> Self:
         groups = _groups(self, size)
@@ -160,7 +160,7 @@ class RMSNorm(Norm, Component, frozen=True):
 
 def _check_groups(norm: Any) -> None:
     if norm.size % norm.groups:
-        raise ConfigError(f"a row of {norm.size} cannot be cut into {norm.groups} groups")
+        raise ConfigError(f"the norm's size {norm.size} is not divisible by its {norm.groups} groups")
 
 
 def _groups(norm: Any, size: int) -> int:

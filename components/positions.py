@@ -57,7 +57,9 @@ class LearnedPositions(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.padding is not None and (not self.offset or self.counts != "tokens"):
-            raise ConfigError("tokens of padding have the row before the first position's, which takes an offset")
+            raise ConfigError(
+                "padding tokens use the row before the first position, so the position table needs an offset"
+            )
 
     def weights(self) -> dict[str, Weight]:
         return {"weight": Weight((self.length + self.offset, self.size), "table")}
@@ -96,7 +98,7 @@ class SinusoidalPositions(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.size % 2 or (self.ends == "both" and self.size < 4):
-            raise ConfigError(f"sines and cosines of positions take an even number of dimensions, not {self.size}")
+            raise ConfigError(f"sinusoidal positions need an even number of dimensions, not {self.size}")
 
     def words(self) -> dict[str, Words]:
         data = {"kind": "sinusoidal", "length": self.length}
@@ -297,22 +299,27 @@ class Rotary(Turning, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.dim % 2:
-            raise ConfigError(f"rotary positions need an even number of dimensions, not {self.dim}")
+            raise ConfigError(f"RoPE needs an even number of dimensions, not {self.dim}")
         if self.spread == self.dim:
-            raise ConfigError(f"frequencies are spread over all {self.dim} dimensions where no spread is given")
+            raise ConfigError(f"spread equals the rotary dimension {self.dim}: leave it out")
         if self.spread is not None and isinstance(self.scaling, YarnScaling | ProportionalScaling):
-            raise ConfigError(f"{type(self.scaling).__name__} is not defined where frequencies have a spread")
+            raise ConfigError(f"{type(self.scaling).__name__} does not support spread")
         if isinstance(self.scaling, DynamicScaling) and self.exponent == 2:
-            raise ConfigError("dynamic scaling takes the base to the power of dim / (dim - 2): dim is 2")
+            raise ConfigError("dynamic RoPE scaling needs more than 2 rotary dimensions: it divides by dim - 2")
         if isinstance(self.scaling, YarnScaling) and self.base == 1:
-            raise ConfigError("YaRN's ramp is over the logarithm of the base: base is 1")
+            raise ConfigError("YaRN needs a RoPE base other than 1: it divides by the logarithm of the base")
         if isinstance(self.scaling, ProportionalScaling) and self.scaling.turning > self.dim // 2:
-            raise ConfigError(f"{self.scaling.turning} pairs turn of {self.dim // 2}")
+            raise ConfigError(
+                f"the RoPE scaling rotates {self.scaling.turning} pairs of dimensions, but there are {self.dim // 2}"
+            )
         if isinstance(self.scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
                 length = len(getattr(self.scaling, name))
                 if length != self.dim // 2:
-                    raise ConfigError(f"longrope {name} has {length} values, the rotary needs {self.dim // 2}")
+                    raise ConfigError(
+                        f"longrope: {name} has {length} values, but {self.dim // 2} are needed, half the "
+                        "rotary dimension"
+                    )
 
     @property
     def exponent(self) -> int:
@@ -397,7 +404,7 @@ class Buckets(Biasing, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.exact or self.furthest <= self.exact:
-            raise ConfigError(f"{self.buckets} buckets of distances up to {self.furthest} tokens")
+            raise ConfigError(f"{self.buckets} position buckets cannot cover distances up to {self.furthest} tokens")
 
     @property
     def exact(self) -> int:

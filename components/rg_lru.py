@@ -43,7 +43,7 @@ class RGLRU(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.inner % self.heads:
-            raise ConfigError(f"{self.inner} channels cannot be cut into {self.heads} heads")
+            raise ConfigError(f"{self.inner} channels are not divisible by {self.heads} heads")
 
     @property
     def units(self) -> int:

@@ -59,7 +59,8 @@ def from_json(data: Any) -> ModelSpec:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
         raise ConfigError(
-            f"not a model spec of schema version {SCHEMA_VERSION}, which this gptkit reads: {shown(version, 40)}",
+            f"gptkit.json has schema version {shown(version, 40)}, but this gptkit reads versions up to "
+            f"{SCHEMA_VERSION}",
             "Update gptkit, or convert the original again.",
         )
     plain = _gathered({name: value for name, value in data.items() if name != "schema_version"})
@@ -68,14 +69,12 @@ def from_json(data: Any) -> ModelSpec:
     try:
         found: ModelSpec = _component(ModelSpec, plain)
     except RecursionError:
-        raise ConfigError("not a gptkit model spec: trees nested within each other without end") from None
+        raise ConfigError("gptkit.json is nested too deeply") from None
     except msgspec.ValidationError as error:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
-        raise ConfigError(f"not a gptkit model spec: {error}", newer) from error
+        raise ConfigError(f"gptkit.json does not describe a model: {error}", newer) from error
     if found.embedding.shared:
-        raise ConfigError(
-            "embedding: shared is of the encoder of a model, whose table it reads, not of the model itself"
-        )
+        raise ConfigError("gptkit.json: only an encoder's embedding can be shared, not the model's own")
     return found
 
 

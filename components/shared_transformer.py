@@ -75,14 +75,16 @@ class SharedTransformer(Mixer, Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} query heads cannot be shared out over {self.kv_heads} key-value heads")
+            raise ConfigError(f"{self.heads} query heads are not divisible by {self.kv_heads} key-value heads")
         if self.position is not None and not isinstance(self.position, Turning):
-            raise ConfigError(f"positions of shared blocks turn, and {type(self.position).__name__} does not")
+            raise ConfigError(f"a shared block needs RoPE or no positions, not {type(self.position).__name__}")
         if isinstance(self.position, Turning) and self.position.dim > self.head_dim:
-            raise ConfigError(f"rotary dimension {self.position.dim} exceeds the head dimension {self.head_dim}")
+            raise ConfigError(
+                f"the rotary dimension {self.position.dim} is larger than the head dimension {self.head_dim}"
+            )
         for name, norm, size in (("norm", self.norm, self.read), ("inner_norm", self.inner_norm, self.hidden_size)):
             if norm.size != size:
-                raise ConfigError(f"{name} of size {norm.size} on {size} numbers")
+                raise ConfigError(f"{name} has size {norm.size}, but its input is {size} wide")
 
     @property
     def read(self) -> int:

@@ -80,9 +80,9 @@ class AlternatingUpdates(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.active >= self.count:
-            raise ConfigError(f"stream {self.active} of {self.count} streams")
+            raise ConfigError(f"the active residual stream is {self.active}, but there are {self.count} streams")
         if self.norm.size != self.hidden_size:
-            raise ConfigError(f"norm of size {self.norm.size} on a stream of {self.hidden_size}")
+            raise ConfigError(f"the norm has size {self.norm.size}, but the hidden size is {self.hidden_size}")
 
     def weights(self) -> dict[str, Weight]:
         count = self.count
@@ -169,7 +169,7 @@ class LowRankResidual(Component, frozen=True):
 
     def __post_init__(self) -> None:
         if self.norm.size != self.hidden_size:
-            raise ConfigError(f"norm of size {self.norm.size} on a stream of {self.hidden_size}")
+            raise ConfigError(f"the norm has size {self.norm.size}, but the hidden size is {self.hidden_size}")
 
     def weights(self) -> dict[str, Weight]:
         return {

@@ -133,9 +133,7 @@ def _read(
         or not config["model_type"].isprintable()
         or not config["model_type"]
     ):
-        raise InvalidInput(
-            "config.json names no model_type", "A family is told by it: give it one that nobody else has."
-        )
+        raise InvalidInput("config.json has no model_type", "A family is told by it: give it one that nobody else has.")
     parts = [
         name
         for name, value in config.items()

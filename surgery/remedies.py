@@ -28,7 +28,7 @@ _NEAR = 3  # families that are told of
 _FEW = 3  # obstacles of each, where more than one family is asked for
 _MOST = 10  # remedies one after the other
 _WIDTH = 76  # of a sentence, which the command line indents
-_OWN_FORMAT = "gptkit's own format holds any tree: --as local"
+_OWN_FORMAT = "gptkit's own format can hold any model: --as local"
 
 
 def remedies(obstacle: Obstacle) -> Iterator[_Remedy]:

@@ -179,9 +179,9 @@ REFUSED = [
     ("llama-yarn", (*ROTARY, "scaling", "beta_fast"), 1e308, "beta_fast"),
     ("llama-yarn", (*ROTARY, "scaling", "beta_slow"), 5e-324, "beta_slow"),
     ("llama-dynamic", (*ROTARY, "dim"), 2, "dim is 2"),
-    ("gpt2", ("embedding", "shared"), True, "embedding: shared is of the encoder of a model"),
-    ("bert", ("embedding", "shared"), True, "embedding: shared is of the encoder of a model"),
-    ("gemma3n_text", ("layer_inputs", "table", "shared"), True, "table: shared is of the encoder of a model"),
+    ("gpt2", ("embedding", "shared"), True, "only an encoder's embedding can be shared"),
+    ("bert", ("embedding", "shared"), True, "only an encoder's embedding can be shared"),
+    ("gemma3n_text", ("layer_inputs", "table", "shared"), True, "only an encoder's embedding can be shared"),
 ]
 
 

@@ -77,7 +77,10 @@ def mamba(config: ConfigReader, values: Mapping[str, Any]) -> Mamba2:
 def write_mamba(mixer: Mamba2) -> dict[str, Any]:
     """The config fields that `mamba` reads."""
     if mixer.inner % mixer.hidden_size:
-        raise CannotExpress(f"transformers' heads are a multiple of {mixer.hidden_size} wide, not {mixer.inner}")
+        raise CannotExpress(
+            f"transformers needs heads whose total width is a multiple of the hidden size {mixer.hidden_size}, "
+            f"but it is {mixer.inner}"
+        )
     return {
         "mamba_n_heads": mixer.heads,
         "mamba_d_head": mixer.head_dim,
@@ -99,7 +102,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
         wanted = "a list with one of the layers at least: transformers' cache fails without attention"
         raise config.fail("attn_layer_indices", whole, wanted)
     if config.raw(PART, 0.5) != 0.5:
-        raise config.fail(PART, config.raw(PART), "0.5, which is what transformers takes whatever this says")
+        raise config.fail(PART, config.raw(PART), "0.5: transformers ignores this field and uses 0.5")
     types = ["full_attention" if layer in whole else LINEAR for layer in range(count)]
     if [*one_of(config, count, types, LINEAR)] != types:
         raise config.fail("layer_types", config.raw("layer_types"), "what attn_layer_indices says")

@@ -34,7 +34,7 @@ def _write(spec: ModelSpec) -> dict[str, object]:
     heads = spec.blocks[0].attention.heads
     if heads % _CORES:
         raise CannotExpress(
-            f"codegen's q, k and v lie on {_CORES} cores, between which {heads} heads are not to divide"
+            f"CodeGen splits q, k and v over {_CORES} cores, and {heads} heads are not divisible by {_CORES}"
         )
     return _CODEGEN_DECODER.write(spec)
 

@@ -37,7 +37,7 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
         raise config.fail("sliding_window", window, "a number, since layer_types has sliding_attention")
     context = _FIELDS["max_position_embeddings"].value(config, "max_position_embeddings")
     if (scaling := config.raw("rope_scaling")) is not None:
-        raise config.fail("rope_scaling", scaling, "null: transformers looks at rope_parameters alone in this family")
+        raise config.fail("rope_scaling", scaling, "null: for this family, transformers reads only rope_parameters")
     rotary = read_rotary(config, head_dim, context, _ROTARY)
     return [
         {

@@ -23,7 +23,7 @@ _EXPERT = _B + "feed_forward.experts.{expert}."
 def _untied(config: ConfigReader, name: str, default: bool) -> bool:
     """False, since transformers' class refuses true."""
     if config.boolean(name, default):
-        raise config.fail(name, True, "false, since transformers' class refuses it")
+        raise config.fail(name, True, "false: transformers refuses true")
     return False
 
 

@@ -23,12 +23,14 @@ from .bloom import GROUPED_BIAS, GROUPED_WEIGHT
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """The heads of keys and values and the positions, alike in all layers."""
     if config.optional_integer("head_dim") not in (None, head_dim):
-        raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, hidden_size by num_attention_heads")
+        raise config.fail("head_dim", config.raw("head_dim"), f"{head_dim}, which is hidden_size / num_attention_heads")
     # transformers ignores the two flags below in the new architecture for heads, but reads parallel_attn for norms.
     grouped, heads = _is_grouped(config), config.integer("num_attention_heads", 71)
     multi_query, stated = config.boolean("multi_query", True), config.optional_integer("num_kv_heads")
     if not grouped and not multi_query and stated not in (None, heads):
-        raise config.fail("num_kv_heads", stated, f"{heads} (num_attention_heads) without the new decoder architecture")
+        raise config.fail(
+            "num_kv_heads", stated, f"{heads} (num_attention_heads), since new_decoder_architecture is false"
+        )
     alibi, context = config.boolean("alibi", False), config.integer("max_position_embeddings", 2048)
     # With ALiBi these fields say nothing, and heads may be odd.
     rotary = read_rotary(config, head_dim + head_dim % 2 if alibi else head_dim, context)
@@ -80,11 +82,11 @@ def _read(config: ConfigReader) -> ModelSpec:
         _is_grouped(config),
     )
     if grouped and not parallel:
-        raise config.fail("parallel_attn", parallel, "true with the new decoder architecture")
+        raise config.fail("parallel_attn", parallel, "true, since new_decoder_architecture is true")
     if norms not in (None, 1, 2):
         raise config.fail("num_ln_in_parallel_attn", norms, "1, 2 or null")
     if norms == 2 and not grouped and parallel:
-        raise config.fail("num_ln_in_parallel_attn", norms, "1 or null without the new decoder architecture")
+        raise config.fail("num_ln_in_parallel_attn", norms, "1 or null, since new_decoder_architecture is false")
     one = parallel and not (grouped and norms != 1)
     return replace(_DECODER, norms=PRE[:1] if one else PRE).read(config, block__parallel=parallel)
 

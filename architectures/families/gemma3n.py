@@ -64,7 +64,11 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
     found = _WINDOWS(config, count, head_dim)
     shared, kinds = none_or_more(config, "num_kv_shared_layers", 15), [each["window"] for each in found]
     if shared and (shared >= count or {*kinds[: count - shared]} != {*kinds}):
-        raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
+        raise config.fail(
+            "num_kv_shared_layers",
+            shared,
+            "fewer layers, so that one of each kind comes before the layers that share keys",
+        )
     norm = RMSNorm(size=head_dim, eps=_FIELDS["rms_norm_eps"].value(config, "rms_norm_eps"), cast="after_weight")
     norms = {"q_norm": norm, "k_norm": norm, "v_norm": replace(norm, gain="none")}
     return [{**each, **norms, **(LATE if layer >= count - shared else {})} for layer, each in enumerate(found)]
@@ -114,7 +118,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     streams = config.integer("altup_num_inputs", 4, most=MOST_STREAMS)
     active = none_or_more(config, "altup_active_idx", 0)
     if streams < 2 or active >= streams:
-        raise config.fail("altup_active_idx", active, f"one of two streams at least, not of {streams}")
+        raise config.fail("altup_active_idx", active, f"a stream from 0 to {streams - 1}, of at least two")
     altup = AlternatingUpdates(hidden_size=hidden, count=streams, norm=norm, active=active)
     low_rank = LowRankResidual(hidden_size=hidden, rank=config.integer("laurel_rank", 64), norm=norm)
     blocks = []

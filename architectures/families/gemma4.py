@@ -75,7 +75,7 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
         config.raw(name)  # transformers looks at none of them then
     numbers = {int(key): key for key in said if key.isdecimal() and len(key) < 9} if isinstance(said, dict) else {}
     if not isinstance(said, dict) or len(numbers) < len(said) or not numbers.keys() <= {*range(len(types))}:
-        raise config.fail("per_layer_config", said, f"an object by the number of a layer, of {len(types)}")
+        raise config.fail("per_layer_config", said, f"an object with layer numbers below {len(types)} as keys")
     if not all(isinstance(own, dict) for own in said.values()):
         raise config.fail("per_layer_config", said, "objects")
     whole = {name: _FIELDS[name].value(config, name) for name in _HEADS}
@@ -84,10 +84,10 @@ def _by_kind(config: ConfigReader, types: Sequence[str]) -> dict[str, dict[str, 
         own for own in each if own.keys() != _HEADS.keys() or any(type(n) is not int or n < 1 for n in own.values())
     ]
     if wrong:
-        raise config.fail("per_layer_config", wrong[0], f"positive integers for {' and '.join(_HEADS)} alone")
+        raise config.fail("per_layer_config", wrong[0], f"only {' and '.join(_HEADS)}, with positive integers")
     found = dict(zip(types, each, strict=True))
     if [found[kind] for kind in types] != each:
-        raise config.fail("per_layer_config", said, "the same for all layers of a kind")
+        raise config.fail("per_layer_config", said, "the same values for all layers with the same layer type")
     return found
 
 
@@ -98,7 +98,11 @@ def layers(config: ConfigReader, count: int, head_dim: int, width: int = 512) ->
     kv_heads = _FIELDS["num_key_value_heads"].value(config, "num_key_value_heads")
     shared, own = none_or_more(config, "num_kv_shared_layers", 0), _by_kind(config, types)
     if shared and (shared >= count or {*types[: count - shared]} != {*types}):
-        raise config.fail("num_kv_shared_layers", shared, "layers of each kind before those that share")
+        raise config.fail(
+            "num_kv_shared_layers",
+            shared,
+            "fewer layers, so that one of each kind comes before the layers that share keys",
+        )
     keys_alone, found = config.boolean("attention_k_eq_v", False), {}
     for kind in dict.fromkeys(types):
         width = own.get(kind, {}).get("head_dim", head_dim)
@@ -171,7 +175,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     if width and rows < spec.vocab_size:
         raise config.fail("vocab_size_per_layer_input", rows, f"at least vocab_size ({spec.vocab_size})")
     if spec.shared and not width:
-        raise config.fail(_WIDTH[0], 0, "a width: transformers' own code fails without where layers share keys")
+        raise config.fail(_WIDTH[0], 0, "a positive integer: without one, transformers fails if layers share keys")
     mixture, blocks = _mixture(config, spec), []
     for block in spec.blocks:
         inner: Any = block.feed_forward

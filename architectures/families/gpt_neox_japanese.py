@@ -26,7 +26,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     """The width of the feed-forward, which a config says by a factor."""
     width = of_kind(spec.blocks[0].feed_forward, FeedForward).intermediate_size
     if width % spec.hidden_size:
-        raise CannotExpress(f"a feed-forward of {width} units is no multiple of {spec.hidden_size}, the hidden size")
+        raise CannotExpress(f"the feed-forward's width {width} is not a multiple of the hidden size {spec.hidden_size}")
     return {"intermediate_multiple_size": width // spec.hidden_size}
 
 

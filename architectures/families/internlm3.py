@@ -17,7 +17,7 @@ def _written(spec: ModelSpec) -> dict[str, bool]:
         CannotExpress: there are biases in attention alone, or in the feed-forward alone.
     """
     if of_kind(spec.blocks[0].attention, Attention).qkv_bias != getattr(spec.blocks[0].feed_forward, "up_bias", False):
-        raise CannotExpress("transformers refuses biases in attention alone, or in the feed-forward alone")
+        raise CannotExpress("transformers needs biases in both attention and feed-forward, or in neither")
     return {}
 
 

@@ -39,11 +39,15 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba 
     hidden, whole = values["hidden"], _every(config, "attn", 8, 4, values["layers"])
     if not any(whole):
         raise config.fail(
-            "attn_layer_offset", config.raw("attn_layer_offset", 4), "a layer: transformers' cache fails without"
+            "attn_layer_offset",
+            config.raw("attn_layer_offset", 4),
+            "a layer with attention: without one, transformers' cache fails",
         )
     types = ["full_attention" if each else LINEAR for each in whole]
     if config.kinds_of_layers() not in (None, types):
-        raise config.fail("layer_types", config.raw("layer_types"), "what attn_layer_period and its offset say")
+        raise config.fail(
+            "layer_types", config.raw("layer_types"), "the same layers as attn_layer_period and attn_layer_offset"
+        )
     states, rank = config.integer("mamba_d_state", 16), steps_of_rank(config, "mamba_dt_rank", hidden)
     mixer = Mamba(
         hidden_size=hidden,

@@ -23,7 +23,9 @@ _WINDOW = 513
 def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping[str, Any]]:
     """Each layer's window, and which layers have no positions: those without one."""
     if config.optional_integer("sliding_window", _WINDOW) is None:
-        raise config.fail("sliding_window", None, "a number: transformers makes masks of windows for all models")
+        raise config.fail(
+            "sliding_window", None, "a number: transformers builds a window mask for every model of this family"
+        )
     return turned_in_windows(sliding(5, _WINDOW))(config, count, head_dim)
 
 

@@ -55,7 +55,7 @@ def _units(config: ConfigReader, name: str, default: int) -> int:
     units = int(2 * stated / 3)
     units = units if factor is None else of * -(-int(factor * units) // of)
     if not 1 <= units < 2**31:
-        raise config.fail(name, stated, f"another number: adjusted it is {units}")
+        raise config.fail(name, stated, f"another number: after adjustment it is {units}")
     return units
 
 

@@ -34,7 +34,7 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
     )
     chunk = config.optional_integer(_CHUNK, 8192)
     if chunk is None:
-        raise config.fail(_CHUNK, chunk, "a number: transformers makes masks of chunks for all models")
+        raise config.fail(_CHUNK, chunk, "a number: transformers builds a chunk mask for every model of this family")
     norm = RMSNorm(size=head_dim, eps=config.number("rms_norm_eps", 1e-5), gain="none")
     normed = config.boolean("use_qk_norm", True)
     growth, length = config.number(_GROWTH, 0.1), config.integer(_LENGTH, 8192)

@@ -41,7 +41,10 @@ def _inner(config: ConfigReader, hidden: int) -> int:
 def channels_of(mixer: Mamba) -> int:
     """The value that `width_of` reads."""
     if mixer.inner % mixer.hidden_size:
-        raise CannotExpress(f"transformers' channels are a multiple of {mixer.hidden_size}, not {mixer.inner}")
+        raise CannotExpress(
+            f"transformers needs a multiple of the hidden size {mixer.hidden_size} as number of channels, but "
+            f"it is {mixer.inner}"
+        )
     return mixer.inner // mixer.hidden_size
 
 

@@ -51,7 +51,10 @@ def _read(config: ConfigReader) -> ModelSpec:
 def _write(spec: ModelSpec) -> dict[str, Any]:
     mixer, norm = of_kind(spec.blocks[0].mixer("recurrence"), Mamba2), of_kind(spec.final_norm, RMSNorm)
     if mixer.inner % mixer.hidden_size:
-        raise CannotExpress(f"transformers' heads are a multiple of {mixer.hidden_size} wide, not {mixer.inner}")
+        raise CannotExpress(
+            f"transformers needs heads whose total width is a multiple of the hidden size {mixer.hidden_size}, "
+            f"but it is {mixer.inner}"
+        )
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,

@@ -46,7 +46,7 @@ def _read(config: ConfigReader) -> ModelSpec:
     tokens = config.optional_integer("decoder_vocab_size", spec.vocab_size) or spec.vocab_size
     if shared:
         if tokens != spec.vocab_size:
-            raise config.fail("decoder_vocab_size", tokens, f"{spec.vocab_size}, as the encoder has")
+            raise config.fail("decoder_vocab_size", tokens, f"{spec.vocab_size}, the size of the encoder's vocabulary")
         return spec
     return replace(
         spec,

@@ -63,7 +63,9 @@ def _types(config: ConfigReader) -> list[str]:
     if not isinstance(types, list) or not types or any(each not in _KINDS.values() for each in types):
         raise config.fail("layers_block_type", types, f"a list of {', '.join(_KINDS.values())}")
     if "full_attention" not in types:
-        raise config.fail("layers_block_type", types, "full_attention somewhere: transformers' cache fails without")
+        raise config.fail(
+            "layers_block_type", types, "at least one full_attention layer: without one, transformers' cache fails"
+        )
     return types
 
 

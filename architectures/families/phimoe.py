@@ -30,7 +30,7 @@ def _two(config: ConfigReader, name: str, default: int) -> int:
     """The number of experts a token, which is no other."""
     found = config.raw(name, default)
     if found != 2:
-        raise config.fail(name, found, "2: transformers takes two experts whatever is said")
+        raise config.fail(name, found, "2: transformers ignores this field and uses two experts")
     return 2
 
 
@@ -43,7 +43,7 @@ def _layers(config: ConfigReader, count: int, head_dim: int) -> Sequence[Mapping
     if isinstance(rotary.scaling, LongRopeScaling):
         short, long = (rope.number(name) for name in _FACTORS)
         if short != long:
-            raise rope.fail(_FACTORS[1], long, f"{_FACTORS[0]} ({short:g}): positions have one factor here")
+            raise rope.fail(_FACTORS[1], long, f"{_FACTORS[0]} ({short:g}): gptkit supports only one factor")
         divisors = rotary.scaling.short_factor
         scaling = msgspec.structs.replace(rotary.scaling, long_factor=divisors, attention_factor=short)
         rotary = msgspec.structs.replace(rotary, scaling=scaling)

@@ -28,7 +28,7 @@ def _half(config: ConfigReader, name: str, default: int) -> int:
     """Units of the feed-forward, where a field says those of gate and up together."""
     both = config.integer(name, default)
     if both < 2:
-        raise config.fail(name, both, "2 at least, of which gate and up have half each")
+        raise config.fail(name, both, "at least 2: gate and up each get half")
     return both // 2
 
 
@@ -59,9 +59,11 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU 
     hidden, heads = values["hidden"], values["heads"]
     width = config.optional_integer("lru_width")
     if width not in (None, hidden):
-        raise config.fail("lru_width", width, f"hidden_size ({hidden}): transformers' state of another width fails")
+        raise config.fail("lru_width", width, f"hidden_size ({hidden}): with another width, transformers fails")
     if hidden % heads:
-        raise config.fail("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), which gates have too")
+        raise config.fail(
+            "hidden_size", hidden, f"a multiple of num_attention_heads ({heads}), which is also the number of gates"
+        )
     kernel = config.integer("conv1d_width", 4)
     mixer = RGLRU(hidden_size=hidden, inner=hidden, heads=heads, kernel=kernel, activation=values["activation"])
     return [mixer if kind == _RECURRENT else None for kind in types]
@@ -77,7 +79,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
         wanted = f"{spec.hidden_size} channels and gates of {attention.heads} heads"
         raise CannotExpress(f"recurrent_gemma has {wanted}, not {first.inner} and {first.heads}")
     if attention.window is None:
-        raise CannotExpress("attention of recurrent_gemma has a window")
+        raise CannotExpress("recurrent_gemma needs attention with a window")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]
     return {**own, "block_types": types, "attention_window_size": attention.window}
 

@@ -31,16 +31,20 @@ def _read(config: ConfigReader) -> ModelSpec:
     layers, eps = config.layers("num_hidden_layers", 32), config.number("layer_norm_epsilon", 1e-5)
     inner, units = config.optional_integer("attention_hidden_size"), config.optional_integer("intermediate_size")
     if inner not in (None, hidden):
-        raise config.fail("attention_hidden_size", inner, f"hidden_size ({hidden}): transformers' state fails else")
+        raise config.fail(
+            "attention_hidden_size", inner, f"hidden_size ({hidden}): with another width, transformers fails"
+        )
     for name, size in (("num_hidden_layers", layers), ("hidden_size", hidden)):
         if size == 1:
-            raise config.fail(name, size, "2 at least: transformers divides by one less")
+            raise config.fail(name, size, "at least 2: transformers divides by this number minus 1")
     every = config.raw("rescale_every", 6)
     if type(every) is not int or not -(2**31) < every < 2**31:
         raise config.fail("rescale_every", every, "a number of layers, or 0")
     halvings = [layer // every if every > 0 else 0 for layer in range(layers + 1)]
     if halvings[-1] > 32:
-        raise config.fail("rescale_every", every, f"a number that halves a stream of {layers} layers 32 times at most")
+        raise config.fail(
+            "rescale_every", every, f"a larger number, so that {layers} layers halve the hidden states at most 32 times"
+        )
     if config.kinds_of_layers() not in (None, ["linear_attention"] * layers):
         raise config.fail("layer_types", config.raw("layer_types"), "null: every layer is a recurrence")
     mixers = (
@@ -68,7 +72,9 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     )
     first, last = of_kind(spec.embedding.norm, LayerNorm), of_kind(spec.final_norm, LayerNorm)
     if time.inner != spec.hidden_size:
-        raise CannotExpress(f"rwkv has as many channels as the stream is wide ({spec.hidden_size}), not {time.inner}")
+        raise CannotExpress(
+            f"rwkv needs as many channels as the hidden size {spec.hidden_size}, but there are {time.inner}"
+        )
     norms = [of_kind(block.sublayers[0].norm, LayerNorm) for block in spec.blocks]
     ends = [*(norm.eps / first.eps for norm in norms), last.eps / _EPS]
     return {

@@ -33,7 +33,7 @@ def _activation(config: ConfigReader, name: str, default: str) -> Any:
     gated, _, function = said.rpartition("-")
     usual = "gelu_new" if said == "gated-gelu" else function
     if gated not in ("", "gated"):
-        raise config.fail(name, said, "an activation, or gated- and an activation")
+        raise config.fail(name, said, "the name of an activation, with or without the prefix gated-")
     return config.choice("dense_act_fn", usual, ACTIVATIONS)
 
 
@@ -41,7 +41,9 @@ def _named(activation: Any, gated: bool) -> str:
     """What `_activation` reads."""
     name = "gelu" if gated and activation == "gelu_new" else name_of(activation)
     if gated and activation == "gelu":
-        raise CannotExpress('T5 has no name for gated GELU without its approximation: "gated-gelu" is that')
+        raise CannotExpress(
+            'T5 cannot express a gated feed-forward with exact GELU: its "gated-gelu" means the tanh approximation'
+        )
     return f"gated-{name}" if gated else name
 
 

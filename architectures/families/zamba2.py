@@ -35,9 +35,11 @@ def _types(config: ConfigReader) -> list[str]:
     if not isinstance(types, list) or any(each not in (LINEAR, _HYBRID) for each in types):
         raise config.fail("layers_block_type", types, f"a list of {LINEAR} and {_HYBRID}")
     if len(types) != count:
-        raise config.fail("num_hidden_layers", count, f"{len(types)}, as many as layers_block_type has")
+        raise config.fail("num_hidden_layers", count, f"{len(types)}, the length of layers_block_type")
     if _HYBRID not in types:
-        raise config.fail("layers_block_type", types, f"{_HYBRID} somewhere: transformers' cache fails without")
+        raise config.fail(
+            "layers_block_type", types, f"at least one {_HYBRID} layer: without one, transformers' cache fails"
+        )
     return types
 
 
@@ -153,7 +155,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     if mamba.inner % mamba.hidden_size:
         raise CannotExpress(f"transformers' heads are a multiple of {mamba.hidden_size} wide, not {mamba.inner}")
     if shared.rank is None:
-        raise CannotExpress("there are no adapters of shared feed-forwards where this family always has them")
+        raise CannotExpress("this family needs adapters for its shared feed-forwards, and the model has none")
     rotary = shared.position
     return {
         "vocab_size": spec.vocab_size,

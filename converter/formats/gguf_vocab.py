@@ -135,7 +135,7 @@ def _from_json(text: bytes, rows: int) -> _Metadata:
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"tokenizer.json is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise InvalidInput(f"tokenizer.json holds a JSON {type(data).__name__}, not an object")
+        raise InvalidInput(f"tokenizer.json contains a JSON {type(data).__name__}, but an object is needed")
     model = data.get("model")
     if not isinstance(model, dict):
         raise InvalidInput("tokenizer.json has no model")

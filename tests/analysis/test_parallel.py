@@ -92,7 +92,7 @@ def test_stages_sum_to_the_model() -> None:
 def test_what_does_not_divide_is_named() -> None:
     spec = preset_spec("llama-3-8b")
     for tp, pp, told in (
-        (3, 1, "--tp 3: 32 query heads cannot"),
+        (3, 1, "--tp 3: 32 query heads are not divisible"),
         (1, 5, "--pp 5: 32 layers do not make 5 stages"),
         (64, 1, "--tp 64: 32 query heads"),
     ):

@@ -281,7 +281,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
     ("family", "changes", "message"),
     [
         ("gpt2", {"n_head": 5}, "multiple of n_head"),
-        ("llama", {"num_key_value_heads": 4}, "cannot be shared out"),
+        ("llama", {"num_key_value_heads": 4}, "not divisible by"),
         ("llama", {"head_dim": 7}, "7 dimensions of each head turn: transformers fails"),
         ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
@@ -415,7 +415,7 @@ def test_an_unknown_family_gets_a_guess_and_the_list():
     with pytest.raises(UnknownFamily) as caught:
         architecture_of({"model_type": "lama"})
     assert "did you mean llama?" in str(caught.value)
-    assert f"gptkit families lists the {len(ARCHITECTURES)} that it knows" in str(caught.value)
+    assert f"gptkit families lists all {len(ARCHITECTURES)}." in str(caught.value)
     with pytest.raises(UnknownFamily, match="'nothing-near'"):
         architecture_of({"model_type": "nothing-near"})
 

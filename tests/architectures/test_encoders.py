@@ -180,7 +180,7 @@ def test_what_predicts_the_next_token_is_refused(tmp_path: Path) -> None:
         lambda: require_trainable(spec, False, False),
         lambda: evaluate(tmp_path / "hf", tmp_path / "text"),
     ):
-        with pytest.raises(MissingComponent, match="attention of this model looks in both directions"):
+        with pytest.raises(MissingComponent, match="an encoder with bidirectional attention"):
             asked()
 
 

@@ -122,7 +122,7 @@ def test_formats_of_weights() -> None:
     sums = {by: sum(int(row["bytes"]) for row in csv.DictReader(io.StringIO(text))) for by, text in by.items()}
     assert sums["tensor"] == sums["layer"] == models("gpt2", "--dtype", "q4_k_m")[0]["weights"]["bytes"]["total"]
     told = call("params", "gpt2", "--swap", "norm=rmsnorm", "--dtype", "q4_k_m", code=1).stderr
-    assert "no type of llama.cpp's is known for a tree of no family" in told
+    assert "gptkit does not know llama.cpp's types for a model of no family" in told
 
 
 def test_csv() -> None:
@@ -224,7 +224,7 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--by", "lay"], "or their plurals: components, layers, tensors"),
         (["--json", "--csv"], "two formats"),
         (["--gpu", "24 pounds"], "--gpu '24 pounds' is not a size"),
-        (["--tp", "5"], "--tp 5: 12 query heads cannot be shared out over 5 GPUs"),
+        (["--tp", "5"], "--tp 5: 12 query heads are not divisible by 5 GPUs"),
         (["--pp", "5"], "--pp 5: 12 layers do not make 5 stages"),
         (["--tp", "0"], "--tp is a whole number from 1"),
         (["--tp", "2", "--dtype", "q8_0"], "not laid out for several GPUs"),

@@ -276,7 +276,7 @@ def test_missing_extra_and_misshapen_tensors(tmp_path: Path) -> None:
         ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
         ("llama.rope.scaling.type", "su", "rope.scaling.type"),
         ("llama.expert_count", 8, "expert_used_count is None"),
-        ("general.architecture", "rwkv6", "'rwkv6' is not one gptkit knows"),
+        ("general.architecture", "rwkv6", "gptkit does not support the GGUF architecture 'rwkv6'"),
         ("general.type", "adapter", "of type 'adapter', not a model"),
         ("split.count", 3, "one of 3 parts"),
         ("general.alignment", 24, "general.alignment is 24"),

@@ -68,7 +68,7 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
         ({"spec": {}, "schema_version": 1}, "its origin or history is not what gptkit writes"),
         ({"spec": {}, "schema_version": 1, "origin": {}}, "spec"),
-        ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "no family is called"),
+        ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "gptkit has no family"),
     ],
 )
 def test_what_is_no_model_says_what_it_expected(content: Any, message: str, tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_no_file_gives_anything_but_a_tree_or_an_error(data: st.DataObject, tmp_
     ("content", "message"),
     [
         ({"model_type": "llama", "hidden_size": -1}, "{file}: hidden_size is -1, expected an integer"),
-        ({"model_type": "llama", "num_key_value_heads": 5}, "{file}: 32 query heads cannot be shared out over 5"),
+        ({"model_type": "llama", "num_key_value_heads": 5}, "{file}: 32 query heads are not divisible by 5"),
         (b"", "{file} is empty"),
         (b" \n", "{file} is empty"),
-        (bytes(range(150, 200)), "{file} is not JSON: it is no text at all (no UTF-8 at byte 0)"),
+        (bytes(range(150, 200)), "{file} is not JSON: byte 0 is not valid UTF-8"),
     ],
 )
 def test_the_file_is_named(content: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

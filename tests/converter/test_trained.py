@@ -336,7 +336,7 @@ def test_what_llama2c_trains(prefix: str, tmp_path: Path) -> None:
     assert found.spec.tied and found.spec.blocks[0].feed_forward.intermediate_size == 128
     assert not differences(without_rounding(found.spec), without_rounding(spec_of(config)))
     torch.save({**saved, "model_args": {**LLAMA2C, "rope": "new"}}, tmp_path / "run" / "ckpt.pt")
-    refused(tmp_path / "run", "rope='new' is not read here", InvalidInput)
+    refused(tmp_path / "run", "rope='new' is not supported", InvalidInput)
 
 
 @pytest.mark.parametrize("window", [None, 64])
@@ -359,7 +359,7 @@ def test_mistrals_consolidated_file(window: int | None, original: Path, state: S
     assert found.spec.blocks[0].attention.position.base == (1e6 if window is None else 1e4)
     assert open_checkpoint(folder).spec == found.spec  # it is no pickle
     (folder / "params.json").write_text(json.dumps({**said, "moe": {"num_experts": 8}}))
-    refused(folder, "moe=.* is not read here", InvalidInput)
+    refused(folder, "moe=.* is not supported", InvalidInput)
     said = {name: value for name, value in said.items() if name not in ("rope_theta", "sliding_window")}
     (folder / "params.json").write_text(json.dumps(said))
     refused(folder, "params.json has no rope_theta", InvalidInput)

@@ -157,7 +157,7 @@ def test_gate_and_up_in_one_product_are_the_same_function():
     ("changes", "said"),
     [
         ({"top_k": 6}, "6 experts per token of 5"),
-        ({"expert": replace(PLAIN, hidden_size=24)}, "experts are 24 wide, their router 48"),
+        ({"expert": replace(PLAIN, hidden_size=24)}, "experts are 24 wide, but the router is 48 wide"),
     ],
 )
 def test_a_mixture_that_is_none_is_refused(changes, said):

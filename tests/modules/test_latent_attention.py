@@ -243,7 +243,7 @@ def test_every_parameter_moves_the_logits(name):
         ({"rope_heads": 1}, "1 rotary keys with positions NoneType"),
         ({"position": Rotary(dim=8, base=1e4)}, "0 rotary keys with positions Rotary"),
         ({"nope_dim": 0}, "needs elements"),
-        ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "a norm of size 21 does not fit a latent of 20"),
+        ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "the norm has size 21, but the latent is 20 wide"),
     ],
 )
 def test_latent_attention_that_is_none_is_refused(changes, said):

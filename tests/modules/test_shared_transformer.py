@@ -78,9 +78,12 @@ def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"kv_heads": 4}, "cannot be shared out"),
-        ({"norm": replace(SPEC.blocks[1].mixer("shared").norm, size=48)}, "norm of size 48 on 96"),  # type: ignore[union-attr]
-        ({"inner_norm": replace(SPEC.blocks[1].mixer("shared").norm, size=50)}, "inner_norm of size 50 on 48"),  # type: ignore[union-attr]
+        ({"kv_heads": 4}, "not divisible by"),
+        ({"norm": replace(SPEC.blocks[1].mixer("shared").norm, size=48)}, "norm has size 48, but its input is 96"),  # type: ignore[union-attr]
+        (
+            {"inner_norm": replace(SPEC.blocks[1].mixer("shared").norm, size=50)},
+            "inner_norm has size 50, but its input is 48",
+        ),  # type: ignore[union-attr]
         (
             {"position": CONFIGS and spec_of(CONFIGS["bloom"]).blocks[0].attention.position},
             "positions of shared blocks",

@@ -213,7 +213,7 @@ def test_convert_to_any_family_that_there_is_none_for(folder: Path, tmp_path: Pa
     gptkit.swap(source("llama-2", folder), tmp_path / "local", block="parallel", measured=False)
     with pytest.raises(CannotExpress, match=r"parallel: true, llama has false"):
         gptkit.convert(tmp_path / "local", tmp_path / "hf", "hf:auto")
-    with pytest.raises(UnknownFamily, match="no family is called 'gpt5'"):
+    with pytest.raises(UnknownFamily, match="gptkit has no family 'gpt5'"):
         gptkit.swap(source("llama-2", folder), tmp_path / "hf", to="hf:gpt5")
     assert [path.name for path in tmp_path.iterdir()] == ["local"]
 
@@ -305,7 +305,7 @@ def test_what_no_swap_clears(folder: Path, tmp_path: Path) -> None:
     assert "  embedding.norm: none, bloom has LayerNorm" in message
     words = " ".join(hint.split())
     assert "No swap clears embedding.norm on the way to bloom; --position alibi would clear the rest." in words
-    assert hint.endswith("gptkit's own format holds any tree: --as local")
+    assert hint.endswith("gptkit's own format can hold any model: --as local")
     _, hint = refused("mistral-no-window", folder, tmp_path / "out", "auto", attention="mla:full")
     assert hint.startswith("No swap clears blocks.*.attention on the way to")
 
@@ -313,7 +313,7 @@ def test_what_no_swap_clears(folder: Path, tmp_path: Path) -> None:
 def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     message, hint = refused("llama-2", folder, tmp_path / "out", "hf:llama", hidden="50")
     assert message == "llama cannot express this tree: transformers refuses 50 wide with 6 heads"
-    assert hint == "gptkit's own format holds any tree: --as local"
+    assert hint == "gptkit's own format can hold any model: --as local"
 
 
 def way(to: str, model: Stored) -> tuple[Way, Callable[..., Any]]:
