@@ -63,7 +63,7 @@ def _healing_of(record: Any) -> _Healing:
     try:
         return msgspec.convert(record, _Healing)
     except (msgspec.ValidationError, OverflowError) as error:
-        message = f"{LOCAL_CONFIG}: a healing in its history is not what gptkit writes: {error!s:.200}"
+        message = f"{LOCAL_CONFIG}: a healing in its history does not have the form that gptkit writes: {error!s:.200}"
         raise ConfigError(message, "Remove the record from its history.") from error
 
 

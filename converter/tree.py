@@ -164,7 +164,9 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     try:
         found = msgspec.convert(origin, Origin)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: its origin or history is not what gptkit writes: {error}") from error
+        raise ConfigError(
+            f"{path}: its origin or history does not have the form that gptkit writes: {error}"
+        ) from error
     if found.family is not None:
         named(found.family)
     try:

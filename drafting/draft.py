@@ -85,19 +85,19 @@ def draft(
     path, say = Path(out), progress or (lambda _: None)
     if path.suffix != ".py":
         raise UsageError(
-            f"a definition is a Python file, and {shown(path.name, 80)} is none",
+            f"--out must name a Python file, and {shown(path.name, 80)} is not one",
             f"--out {path.stem or 'definition'}.py",
         )
     if path.exists() or path.is_symlink():
         raise UsageError(f"{path} exists already", "Remove it, or give another name to --out.")
     if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent}", "Make it first, or give another name to --out.")
+        raise UsageError(f"the folder {path.parent} does not exist", "Create it, or give another name to --out.")
     for name in without:
         named(name)
     config, shapes = _read(reference, offline, allow_pickle)
     family = BY_MODEL_TYPE.get(config["model_type"])
     if family is not None and family.name not in without:
-        raise UsageError(f"gptkit has the family {family.name} already", f"gptkit load {reference} reads it.")
+        raise UsageError(f"gptkit already supports the family {family.name}", f"gptkit load {reference} reads it.")
     say("trying drafts")
     answer = _asked({"config": config, "shapes": shapes, "without": list(without)})
     with path.open("x", encoding="utf-8") as file:
@@ -119,13 +119,12 @@ def _read(
     here = resolve(found, offline=offline, weights=False, allow_pickle=allow_pickle)
     if here.format != "hf" or here.source is None:
         raise InvalidInput(
-            f"{reference} is no checkpoint with a config.json beside its weights",
-            "Give the folder that transformers loads.",
+            f"{reference} has no config.json in the folder of its weights", "Give the folder that transformers loads."
         )
     if not here.source.is_file():
         raise InvalidInput(
             f"there is no config.json in {reference}",
-            "A draft matches its fields with the tensors: put it beside them.",
+            "Put config.json into the folder of the weights: a draft needs its fields.",
         )
     config, _ = read_config_file(here.source)
     if (
@@ -133,7 +132,7 @@ def _read(
         or not config["model_type"].isprintable()
         or not config["model_type"]
     ):
-        raise InvalidInput("config.json has no model_type", "A family is told by it: give it one that nobody else has.")
+        raise InvalidInput("config.json has no model_type", "Add a model_type that no other family uses.")
     parts = [
         name
         for name, value in config.items()
@@ -141,8 +140,8 @@ def _read(
     ]
     if parts:
         raise InvalidInput(
-            f"config.json is of several models ({', '.join(parts)[:80]})",
-            "gptkit extract writes one of them by itself.",
+            f"config.json describes several models ({', '.join(parts)[:80]})",
+            "gptkit extract writes one of them as a checkpoint.",
         )
     try:
         headers = weight_headers_of(here, offline=offline, allow_pickle=allow_pickle)
@@ -153,7 +152,8 @@ def _read(
     shapes = {name: tuple(each.shape) for name, each in headers.tensors.items()}
     if not shapes:
         raise InvalidInput(
-            f"there are no tensors in {reference}", "A draft needs their names and shapes: put the weight files there."
+            f"there are no tensors in {reference}",
+            "Put the weight files there: a draft needs the names and shapes of the tensors.",
         )
     return config, shapes
 
@@ -163,7 +163,9 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     reply = Confined(["-P", "-m", "gptkit.drafting.trial"], _SECONDS).ask(question)
     if reply is None or "error" in reply:
         reason = "it took too much time or memory" if reply is None else reply["error"]
-        raise GptkitError(f"no draft was made: {reason:.200}", "gptkit params counts its tensors by their names.")
+        raise GptkitError(
+            f"no draft was made: {reason:.200}", "gptkit params can still count the tensors by their names."
+        )
     answer: dict[str, Any] = reply["answer"]
     if "refused" in answer:
         kind, message, hint = answer["refused"]

@@ -65,8 +65,8 @@ def fields_of(
             if role in _CERTAIN and number != config[name]:
                 told = f"config.json says {name} {shown(config[name])}, and {where} are {number}"
                 raise CheckpointError(
-                    f"the tensors are of another model than config.json: {told}",
-                    "Take the config.json that was saved with them.",
+                    f"config.json and the tensors do not match: {told}",
+                    "Use the config.json that was saved with the tensors.",
                 )
             reason = f"{number} is {where}" if number == config[name] else reason
         why[f"fields.{name}"] = reason

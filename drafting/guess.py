@@ -32,7 +32,8 @@ def guess(config: Mapping[str, Any], shapes: Mapping[str, Shape], known: Known |
     names = names_of(shapes)
     if not names.layers:
         raise CheckpointError(
-            f"none of the {len(shapes)} tensors is of a numbered layer", "A draft is made of a decoder's checkpoint."
+            f"none of the {len(shapes)} tensors has a layer number in its name",
+            "gptkit can draft only checkpoints of decoders with numbered layers.",
         )
     donors = _ranked(config, names, words)
     skeleton = donors[0]

@@ -61,10 +61,10 @@ def fix(
     if files.format not in ("safetensors", "pickle") or files.found.is_own:
         kind = "in gptkit's own format" if files.found.is_own else f"of the format {files.format}"
         hint = f"Write it as safetensors: gptkit convert {files.reference} {out} --to hf"
-        raise InvalidInput(f"{files.reference} is {kind}, and is not written again", hint)
+        raise InvalidInput(f"{files.reference} is {kind}, which --fix cannot rewrite", hint)
     if files.broken or not files.fetched:
         why = next(iter(files.broken.values()), f"{files.reference} is on the hub, and its weights are not here")
-        raise InvalidInput(f"{why}: nothing is written", "Fetch it first.")
+        raise InvalidInput(f"{why}. Nothing was written.", "Download it first.")
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
     if any(each.severity == "error" and each.rule in READ - MENDED for each in before.findings):
@@ -101,15 +101,17 @@ def audit(
         Offline: one is not here and there is no network.
     """
     if loader is not None and loader not in _LOADERS:
-        raise UsageError(f"there is no rule for {shown(loader, 40)}", f"known: {', '.join(_LOADERS)}")
+        raise UsageError(f"gptkit has no rules for {shown(loader, 40)}", f"known: {', '.join(_LOADERS)}")
     opening = {"offline": offline, "allow_pickle": allow_pickle}
     found = scan(new, **opening)
     other = None if source is None else scan(source, **opening)
     for each in (found, other):
         if each is not None and values and not each.fetched:
-            raise UsageError(f"{each.reference} is on the hub: its values are not here", "Leave --values out.")
+            raise UsageError(
+                f"{each.reference} is on the hub, so its values are not available locally", "Leave --values out."
+            )
         if each is not None and not each.tensors and not each.broken:
-            raise InvalidInput(f"{each.reference} holds no tensor: there is nothing to audit")
+            raise InvalidInput(f"{each.reference} has no tensors, so there is nothing to audit")
     subject = Subject(found, other, loader, values, opening, progress or (lambda done, total: None))
     for rule in RULES:
         subject.findings.extend(rule(subject))

@@ -56,7 +56,7 @@ def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
     if reference.shape != candidate.shape:
         raise GptkitError(f"{name}: logits of shapes {tuple(reference.shape)} and {tuple(candidate.shape)}")
     if reference.numel() == 0:
-        raise GptkitError(f"{name}: there is nothing to compare")
+        raise GptkitError(f"{name}: no logits to compare")
     return Difference(
         name=name,
         positions=reference.shape[0],

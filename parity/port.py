@@ -214,7 +214,9 @@ def verify_port(
         for batch, theirs, ours in zip(batches, reference, candidate, strict=True):
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
-                raise InvalidInput(f"{against} gives logits of {shapes} for {batch.name}", "(real tokens, vocabulary)")
+                raise InvalidInput(
+                    f"{against} gives logits of shape {shapes} for {batch.name}", "(real tokens, vocabulary)"
+                )
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
         rounding = mean_gap(reference, exact), mean_gap(candidate, candidate64)
@@ -296,12 +298,12 @@ def _logits(model: nn.Module, batch: Batch, takes_mask: bool, masked: bool = Tru
     out = out[0] if isinstance(out, tuple) and out else out
     given = tuple(batch.input_ids.shape)
     if not isinstance(out, Tensor):
-        raise InvalidInput(f"the port gives no logits (B, T, V) but {type(out).__name__}, {where}")
+        raise InvalidInput(f"the port must return logits (B, T, V), but returned {type(out).__name__}, {where}")
     if out.ndim != 3 or tuple(out.shape[:2]) != given or not out.is_floating_point():
         told = f"{str(out.dtype).removeprefix('torch.')} {tuple(out.shape)}"
         raise InvalidInput(
-            f"the port gives no logits (B, T, V) but {told} for token ids {given}, {where}",
-            "verify compares every position: not the last one alone, and batch first.",
+            f"the port must return logits (B, T, V), but returned {told} for token ids {given}, {where}",
+            "Return the logits of every position, with the batch first.",
         )
     return batch.valid(out)
 

@@ -155,7 +155,7 @@ def probe(
 def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpec, taken: int | None = None) -> Batch:
     """A prompt as a batch for some trees; UsageError where it is empty, too long, or beyond the vocabulary."""
     if not ids:
-        raise UsageError(f"the prompt {shown(name, 40)} has no tokens: nothing to compare")
+        raise UsageError(f"the prompt {shown(name, 40)} has no tokens")
     if max(ids) >= vocabulary(spec):
         raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {vocabulary(spec)}")
     most = longest(spec, *others, taken=taken)

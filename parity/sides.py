@@ -62,9 +62,7 @@ def reference_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     try:
         plan = plan_conversion(checkpoint, Target("hf", architecture.name))
     except CannotExpress as error:
-        raise CannotExpress(
-            error.message, "compare with the checkpoint it was made from: gptkit verify ORIGINAL THIS"
-        ) from error
+        raise CannotExpress(error.message, "compare it with its original: gptkit verify ORIGINAL THIS") from error
     with tempfile.TemporaryDirectory(prefix="gptkit-reference-") as parent:
         target = Path(parent) / "hf"
         with Staging(target) as staging:
@@ -135,7 +133,9 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         unexpected = own.load_state_dict(stored, strict=False).unexpected_keys
         missing = [name for name, _ in own.named_parameters() if name not in stored]  # a tied one has one name here
         if missing or unexpected:
-            raise CheckpointError(f"the family's own model and {folder.name} differ in {(missing + unexpected)[:5]}")
+            raise CheckpointError(
+                f"transformers' model and {folder.name} have different tensors: {(missing + unexpected)[:5]}"
+            )
         return own.eval()
     import transformers  # noqa: F401 (that it is not installed is no fault of the folder)
 

@@ -112,7 +112,7 @@ def _forth_and_back(source: Checkpoint) -> BytesVerdict:
     written = source.format == "local" and (source.folder / MANIFEST).is_file()
     if written and (problems := check_manifest(source.folder)):
         raise CheckpointError(
-            f"{source.reference} is not as it was written: {'; '.join(problems[:3])}",
+            f"{source.reference} does not match its manifest: {'; '.join(problems[:3])}",
             "Convert it again, or compare it with its original: gptkit verify ORIGINAL THIS",
         )
     return BytesVerdict(len(source.leaves), "the source, after its layout forth and back", tuple(different))

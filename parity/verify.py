@@ -214,7 +214,7 @@ def verify(
         CannotExpress: no transformers class computes the reference's tree.
     """
     if damaged and other is None:
-        raise UsageError("the damage is of one checkpoint beside another", "gptkit verify ORIGINAL CHANGED --damage")
+        raise UsageError("--damage needs two checkpoints", "gptkit verify ORIGINAL CHANGED --damage")
     say = progress or (lambda _: None)
     options = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
     source = open_checkpoint(model, **options)
@@ -224,14 +224,14 @@ def verify(
         raise InvalidInput(
             f"vocabularies differ: {source.spec.vocab_size} tokens in {source.reference}, {target.spec.vocab_size} in"
             f" {target.reference}",
-            "Only models over the same tokens can be compared.",
+            "gptkit can compare only models with the same vocabulary.",
         )
     path = _attention(source, attention)
     wanted = torch_dtype(dtype)
     dtype_name = str(wanted).removeprefix("torch.")
     batches, notes = _batches(source, target, prompts, long, up_to)
     if not batches:
-        raise GptkitError("nothing was compared: the probe is empty")
+        raise GptkitError("nothing was compared, because the probe has no tokens")
     say("comparing bytes")
     both_sides = (source,) if target is source else (source, target)
     for checkpoint in both_sides:
@@ -260,7 +260,7 @@ def verify(
         _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
-            raise GptkitError("nothing was compared: transformers' logits are finite nowhere")
+            raise GptkitError("nothing was compared: none of transformers' logits is finite")
         noise, apart, divergence = None, None, None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
@@ -348,13 +348,13 @@ def _batches(
     table = longest(*specs, taken=taken)
     if up_to is not None and not 1 <= up_to <= (table or up_to):
         raise UsageError(
-            f"--up-to {up_to}: not a length that {'both models take' if len(specs) > 1 else 'the model takes'}",
+            f"--up-to {up_to}: {'the models do not' if len(specs) > 1 else 'the model does not'} support this length",
             "a number of tokens from 1 on" + (f", up to {table:,}" if table else ""),
         )
     most, notes = min((size for size in (table, up_to) if size is not None), default=None), list[str]()
     tokenizer = load_tokenizer(source.folder, source.texts)
     if tokenizer is None and prompts:
-        raise UsageError(f"{source.reference} has no tokenizer to read a prompt with", "leave --prompt out")
+        raise UsageError(f"{source.reference} has no tokenizer, which --prompt needs", "Leave --prompt out.")
     batches = []
     for each in probe(*specs, long=long, up_to=up_to, taken=taken):
         if computed_rightly(source.architecture, each):
@@ -394,7 +394,7 @@ def _require_finite(logits: Sequence[Tensor], whose: str, dtype: str) -> None:
     """Raise InvalidInput where there is nothing to compare, though the weights were finite."""
     if not all(bool(torch.isfinite(each).all()) for each in logits):
         raise InvalidInput(
-            f"{whose} are not finite, though every weight is: something overflows in {dtype}",
+            f"{whose} are not finite, although all weights are: an activation overflows in {dtype}",
             None if dtype == "float32" else "Compare in another dtype: --dtype float32.",
         )
 

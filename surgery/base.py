@@ -81,7 +81,7 @@ class Stored:
         values = to_float64(*self.tensor(name))
         bad = int((~np.isfinite(values)).sum())
         if bad:
-            raise InvalidInput(f"{self.reference}: weights are not finite: {name} ({bad:,} values)")
+            raise InvalidInput(f"{self.reference}: {name} has {bad:,} values that are not finite")
         return values
 
 
@@ -280,7 +280,9 @@ class SwappedModel:
         values = np.ascontiguousarray(self._checked(name, how.make(self.before)), dtype=np.float64)
         bad = int((~np.isfinite(values)).sum())
         if bad:
-            raise InvalidInput(f"{self.reference}: the swap makes {name} of values that are not finite ({bad:,})")
+            raise InvalidInput(
+                f"{self.reference}: after the swap, {name} would have {bad:,} values that are not finite"
+            )
         values.flags.writeable = False
         self._made[name] = values
         while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT_BYTES:
@@ -289,7 +291,9 @@ class SwappedModel:
 
     def _checked(self, name: str, array: Array) -> Array:
         if array.shape != self._shapes[name]:
-            raise GptkitError(f"the swap makes {name} of shape {array.shape}, the tree has {self._shapes[name]}")
+            raise GptkitError(
+                f"the swap gives {name} the shape {array.shape}, but the new model needs {self._shapes[name]}"
+            )
         return array
 
 

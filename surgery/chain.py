@@ -115,7 +115,10 @@ def chain(
     SwapRefused where a precondition of a step does not hold, and UsageError where there is no such step, or none.
     """
     if not steps and not leaves:
-        raise UsageError("nothing to swap", f"say what: --norm rmsnorm, or one of {', '.join(map(spelled, options()))}")
+        raise UsageError(
+            "nothing to swap",
+            f"Name a swap, such as --norm rmsnorm. The options are {', '.join(map(spelled, options()))}",
+        )
     models: list[Model] = [Stored(source)]
     found, done = list[Swapped](), list[Step]()
     given: dict[str, Any] = {"files": source.folder, "texts": dict(source.texts), "offline": offline}

@@ -81,4 +81,4 @@ class Assumed(Weights):
         return zeros if self.zeros else trained
 
     def run(self, question: Callable[[Model], _T]) -> _T:  # noqa: ARG002
-        raise TextWanted("a text is to run through the model, of which there are only shapes")
+        raise TextWanted("this swap needs the weights: it runs a text through the model")

@@ -28,7 +28,7 @@ def hold_to_transformers(folder: Path) -> None:
     if not found.passed:
         worst = max(prompt.maximum for prompt in found.prompts)
         raise GptkitError(
-            f"transformers computes other logits from these files: {found.verdict}, up to {worst:.1e}. Nothing was"
+            f"in transformers, these files give different logits ({found.verdict}), by up to {worst:.1e}. Nothing was"
             " written.",
             _REPORT,
         )

@@ -64,16 +64,16 @@ def tensors_of(path: str, record: Component, *parts: str) -> list[str]:
 def unknown(where: str, component: object, expected: str) -> SwapRefused:
     """The refusal of a component that a swap does not know, by its class."""
     found = "nothing" if component is None else type(component).__name__
-    return SwapRefused(f"{where} has {found}, where this swap expects {expected}")
+    return SwapRefused(f"{where} has {found}, but this swap needs {expected}")
 
 
 def unnormed(path: str, mixer: Component) -> None:
     """Raise SwapRefused where a mixer norms all that its output projection reads, for a swap that changes that."""
     for name in ("mixed_norm", "inner_norm", "sparsity"):
         if getattr(mixer, name, None) is not None:
-            raise SwapRefused(f"{path} has {name}, of all that its output projection reads, unknown to this swap")
+            raise SwapRefused(f"{path} has {name} before its output projection, which this swap does not support")
     if getattr(mixer, "gated", False):
-        raise SwapRefused(f"{path} is gated before its output projection, unknown to this swap")
+        raise SwapRefused(f"{path} has a gate before its output projection, which this swap does not support")
 
 
 def unclipped(path: str, attention: Attention) -> None:
@@ -81,7 +81,9 @@ def unclipped(path: str, attention: Attention) -> None:
     what is added to them.
     """
     if attention.clip is not None:
-        raise SwapRefused(f"{path} has a clip of queries, keys and values at {attention.clip:g}, unknown to this swap")
+        raise SwapRefused(
+            f"{path} clips queries, keys and values at {attention.clip:g}, which this swap does not support"
+        )
 
 
 def weighed(path: str, norm: Norm | None, *more: str) -> None:
@@ -171,7 +173,7 @@ def _known_by_linears(block: Block, path: str) -> None:
         for name, weight in sublayer.mixer.weights().items():
             if weight.role == "columns":
                 where = f"{path}.{sublayer.mixer.slot} ({type(sublayer.mixer).__name__})"
-                raise SwapRefused(f"{where} multiplies columns of the stream by {name}, and this swap knows linears")
+                raise SwapRefused(f"{where} uses a {name}, but this swap supports only linear layers")
 
 
 def readers(block: Block, path: str) -> tuple[_Linear, ...]:
@@ -219,7 +221,7 @@ def experts(block: Block, layer: int) -> Iterator[Inner]:
     inner = getattr(mixer, "expert", mixer)
     for field in ("limit", "up_shift"):
         if getattr(inner, field, None):
-            raise SwapRefused(f"{whole} has {field}, and this swap knows gates without it")
+            raise SwapRefused(f"{whole} has {field}, which this swap does not support")
     found = mixer.children() if hasattr(mixer, "expert") else ()  # others have norms inside
     inside: list[Any] = [(f"{whole}.{name}", expert) for name, expert in found]
     for path, record in inside or [(whole, mixer)]:
@@ -249,7 +251,9 @@ def tables(spec: ModelSpec) -> tuple[str, ...]:
         SwapRefused: they are not as wide as the stream, or positions are no table.
     """
     if spec.embedding.width is not None:
-        raise SwapRefused(f"embedding has width {spec.embedding.width}, where this swap expects that of the stream")
+        raise SwapRefused(
+            f"the embedding is {spec.embedding.width} wide, but this swap needs an embedding as wide as the hidden size"
+        )
     if spec.positions is not None and not spec.positions.weights():
         raise unknown("the model", spec.positions, "a table of positions")
     return ("embedding.weight", *(["positions.weight"] if spec.positions is not None else []))
@@ -260,7 +264,7 @@ def head_weight(spec: ModelSpec) -> str:
     head = spec.has_head()
     if head.width is not None or head.transform is not None:
         there = "a transform before it" if head.width is None else f"width {head.width}"
-        raise SwapRefused(f"head has {there}, where this swap expects that it reads the stream")
+        raise SwapRefused(f"the head has {there}, but this swap needs a head that reads the residual stream directly")
     return "embedding.weight" if spec.tied else "head.weight"
 
 

@@ -109,8 +109,9 @@ class Recipe:
         """What to say where the text is not the one that steps were fitted on."""
         name, digest = self.calibration.get("text"), str(self.calibration.get("sha256"))
         return UsageError(
-            f"{self.where}: it was fitted on {name}, which is not there as it was (sha256 {digest[:16]}…)",
-            "--calibrate FILE: the same text for the same bytes, or another.",
+            f"{self.where}: the recipe was fitted on {name}, which is missing or has changed (sha256 was "
+            f"{digest[:16]}…)",
+            "Give a text with --calibrate FILE. The same text gives the same bytes.",
         )
 
 
@@ -138,7 +139,7 @@ def _find_recipe(reference: str | Path) -> Path:
     if path.is_dir() or path.name == LOCAL_CONFIG:
         folder = path if path.is_dir() else path.parent
         if not (folder / MANIFEST).is_file():
-            raise UsageError(f"{folder} has no {MANIFEST}: gptkit did not swap it", "Give a recipe in TOML.")
+            raise UsageError(f"{folder} has no {MANIFEST}: gptkit swap did not write it", "Give a recipe in TOML.")
         return folder / MANIFEST
     if path.is_file():
         return path
@@ -147,7 +148,7 @@ def _find_recipe(reference: str | Path) -> Path:
         return known[name]
     near = meant(name, known)
     hint = f"Did you mean {near}?" if near else f"Name a file, or one of {', '.join(known)}."
-    raise UsageError(f"there is no recipe {name!r}", hint)
+    raise UsageError(f"gptkit has no recipe {name!r}", hint)
 
 
 def read_recipe(reference: str | Path) -> Recipe:
@@ -163,14 +164,14 @@ def _toml(path: Path, where: str) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:  # a manifest may be longer: it has an entry a tensor
-            raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are no recipe")
+            raise InvalidInput(f"{where}: more than {MOST_BYTES:,} bytes are too many for a recipe")
         return tomllib.loads(data.decode())
     except OSError as error:
         raise InvalidInput(f"{where}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{where}: no UTF-8 text (byte {error.start:,})") from error
+        raise InvalidInput(f"{where} is not a UTF-8 text: byte {error.start:,} is invalid") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InvalidInput(f"{where}: no TOML: {error}") from error
+        raise InvalidInput(f"{where} is not valid TOML: {error}") from error
 
 
 def _manifest(path: Path, where: str) -> dict[str, Any]:
@@ -182,7 +183,9 @@ def _manifest(path: Path, where: str) -> dict[str, Any]:
     swap = data.get("swap") if isinstance(data, dict) else None
     found = swap.get("recipe") if isinstance(swap, dict) else None
     if not isinstance(found, dict):
-        raise UsageError(f"{where}: no swap made it", "Give a recipe in TOML, or a folder that gptkit swap made.")
+        raise UsageError(
+            f"{where} was not written by gptkit swap", "Give a recipe in TOML, or a folder that gptkit swap made."
+        )
     return found
 
 
@@ -192,27 +195,29 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     known = (*_HEAD_KEYS, "dtype", "calibration", "sources") if written else _HEAD_KEYS
     for key in data:
         if key not in known:
-            raise InvalidInput(f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options go into [[step]]")
+            raise InvalidInput(
+                f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; Options belong into a [[step]]"
+            )
     for key in ("name", "description", "as"):
         if not isinstance(data.get(key, ""), str):
-            raise InvalidInput(f"{where}: {key} is to be text")
+            raise InvalidInput(f"{where}: {key} must be a string")
     tables = data.get("step", [])
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
-        raise InvalidInput(f"{where}: a recipe has steps, each a table [[step]] with OPTION = VALUE")
+        raise InvalidInput(f"{where}: a recipe needs steps, each of them a table [[step]] with OPTION = VALUE")
     steps = tuple(_step(table, f"{where}, step {number}") for number, table in enumerate(tables, 1))
     heal = steps[-1] if steps[-1].option == HEAL.name else None
     steps = steps[:-1] if heal else steps
     if not steps or any(step.option == HEAL.name for step in steps):
-        raise InvalidInput(f"{where}: heal is the last step of a recipe, behind the swaps that it heals")
+        raise InvalidInput(f"{where}: heal must be the last step of a recipe")
     more = {}
     if written:
         kinds = {"dtype": str | None, "calibration": dict, "sources": dict}
         wrong = [key for key, kind in kinds.items() if key in data and not isinstance(data[key], kind)]
         if wrong:
-            raise InvalidInput(f"{where}: {wrong[0]} is not what gptkit writes")
+            raise InvalidInput(f"{where}: {wrong[0]} does not have the form that gptkit writes")
         drawn = data.get("calibration", {})
         if any(type(drawn[key]) is not kind for key, kind in _CALIBRATION.items() if key in drawn):
-            raise InvalidInput(f"{where}: calibration is not what gptkit writes")
+            raise InvalidInput(f"{where}: calibration does not have the form that gptkit writes")
         more = {key: data[key] for key in kinds if key in data}
     named = data.get("name", "") or ("" if written else name)
     return Recipe(named, data.get("description", ""), steps, where, data.get("as"), heal=heal, **more)
@@ -232,7 +237,7 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     option = known[name]
     for part, (kind, _) in _STEP_KEYS.items():
         if part in table and not isinstance(table[part], kind):
-            raise InvalidInput(f"{where}: {part} is to be {_WORDS[kind]}, not {shown(table[part], 40)}")
+            raise InvalidInput(f"{where}: {part} must be {_WORDS[kind]}, not {shown(table[part], 40)}")
     given = {part: table.get(part, default) for part, (_, default) in _STEP_KEYS.items()}
     for part, setting in given["settings"].items():
         if (wanted := option.settings.get(part)) is None:
@@ -241,11 +246,11 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
         kinds = get_args(wanted) or (wanted,)
         if type(setting) not in kinds and (type(setting) is not int or float not in kinds):
             words = " or ".join(_WORDS[each] for each in kinds)
-            raise InvalidInput(f"{where}: the setting {part} is to be {words}, not {shown(setting, 40)}")
+            raise InvalidInput(f"{where}: the setting {part} must be {words}, not {shown(setting, 40)}")
     if option is HEAL and not {"blocks", "approximate", "tokens"}.isdisjoint(table):
-        raise InvalidInput(f"{where}: heal has neither blocks nor approximate nor tokens")
+        raise InvalidInput(f"{where}: a heal step cannot have blocks, approximate or tokens")
     if type(given["tokens"]) is bool or (given["tokens"] or 1) < 1:
-        raise InvalidInput(f"{where}: tokens is to be a whole number from 1, not {shown(given['tokens'], 40)}")
+        raise InvalidInput(f"{where}: tokens must be a whole number from 1, not {shown(given['tokens'], 40)}")
     # VALUE as the registry wants it: text; whole numbers may stand without quotes, a flag is true.
     value = table[key]
     if type(value) is int and not option.flag:

@@ -108,9 +108,9 @@ class Asked:
         """
         text = self.value if self.argument is None else self.argument
         if not re.fullmatch(r"\d{1,9}", text) or int(text) < least:
-            raise UsageError(f"{self.value!r}: expected {what} as a whole number from {least}")
+            raise UsageError(f"{self.value!r}: {what} must be a whole number of at least {least}")
         if int(text) > most:
-            raise UsageError(f"{self.value!r}: expected {what} of {most:,} at most")
+            raise UsageError(f"{self.value!r}: {what} must be at most {most:,}")
         return int(text)
 
     def before_colon(self) -> Asked:
@@ -120,7 +120,7 @@ class Asked:
     def text(self, what: str) -> Calibration:
         """The text that something is fitted on; raises UsageError where there is none, for `what`."""
         if self.calibration is None:
-            raise UsageError(f"{what} on a text, and none was given", "--calibrate FILE")
+            raise UsageError(f"{what} on a text: give one", "--calibrate FILE")
         return self.calibration()
 
     def chosen(self, spec: ModelSpec) -> tuple[int, ...]:
@@ -346,7 +346,7 @@ def steps_of(
             for step in steps_named(option, value, blocks, approximate):
                 by, first = asks.setdefault(step.option, (option, step))
                 if by != option:
-                    raise UsageError(f"{first} and {step} are asked for at once", "Leave one of them out.")
+                    raise UsageError(f"{first} and {step} cannot be combined", "Leave one of them out.")
                 found.append(step)
     return in_order(found)
 
@@ -357,15 +357,15 @@ def layers_in(text: str, layers: int) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})\s*(-\s*(\d{1,9})?)?\s*", part)
         if match is None:
-            raise UsageError(f"{text!r} is no list of layers", "expected something like 0-11,14-29")
+            raise UsageError(f"{text!r} is not a list of layers", "Write it like 0-11,14-29.")
         first = int(match[1])
         last = first if match[2] is None else int(match[3]) if match[3] else layers - 1
         for each in (first, last):
             if each >= layers:
                 hint = f"Possible here: 0-{layers - 1}, or a part of it."
-                raise SwapRefused(f"{text!r} names layer {each}, the model has {layers}: 0 to {layers - 1}", hint)
+                raise SwapRefused(f"{text!r} names layer {each}, but the model has only layers 0 to {layers - 1}", hint)
         if last < first:
-            raise UsageError(f"{text!r}: {first}-{last} runs backwards")
+            raise UsageError(f"{text!r}: {first}-{last} has its first layer after its last")
         found += range(first, last + 1)
     return tuple(found)
 
@@ -379,16 +379,18 @@ def _refuse_shared(spec: ModelSpec) -> None:
     """
     for name in ("layer_inputs", "streams"):
         if getattr(spec, name) is not None:
-            raise SwapRefused(f"the model has {name}, unknown to this swap")
+            raise SwapRefused(f"the model has {name}, which this swap does not support")
     for layer, block in enumerate(spec.blocks):
         for mixer in (each.mixer for each in block.sublayers):
             if mixer.lends:
-                raise SwapRefused(f"blocks.{layer}.{mixer.slot} is a {type(mixer).__name__}, unknown to this swap")
+                raise SwapRefused(
+                    f"blocks.{layer}.{mixer.slot} is a {type(mixer).__name__}, which this swap does not support"
+                )
         if block.scale is not None:
-            raise SwapRefused(f"blocks.{layer} has a scale of all that leaves it, unknown to this swap")
+            raise SwapRefused(f"blocks.{layer} scales its output, which this swap does not support")
         for name, plain in (("kv_from", "input"), ("v_norm", None)):
             if getattr(block.mixer("attention"), name, plain) != plain:
-                raise SwapRefused(f"blocks.{layer}.attention has {name}, unknown to this swap")
+                raise SwapRefused(f"blocks.{layer}.attention has {name}, which this swap does not support")
 
 
 def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
@@ -396,7 +398,9 @@ def _of_both(spec: ModelSpec, asked: Asked, swap: Swap) -> Swapped:
     from .stacks import of_both
 
     if asked.layers is not None:
-        raise SwapRefused("layers of an encoder and of a decoder have the same numbers", "Leave --blocks out.")
+        raise SwapRefused(
+            "--blocks is ambiguous: the encoder's and the decoder's layers have the same numbers", "Leave --blocks out."
+        )
     return of_both(spec, asked.weights, lambda tree, weights: swap.reshape(tree, replace(asked, weights=weights)))
 
 
@@ -416,7 +420,7 @@ def reshape(spec: ModelSpec, step: Step, weights: Weights, **given: Any) -> Swap
     """
     swap = swap_for(step.option, step.value)
     if step.blocks is not None and not swap.by_layer:
-        raise UsageError(f"{step}: this swap is for the whole model", "leave --blocks out")
+        raise UsageError(f"{step}: this swap changes the whole model", "Leave --blocks out.")
     argument = step.value.partition(":")[2] if ":" in step.value else None
     layers = None if step.blocks is None else layers_in(step.blocks, len(spec.blocks))
     try:

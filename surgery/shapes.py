@@ -46,7 +46,7 @@ def steps_from(swaps: Sequence[str] = (), recipe: str | Path | None = None) -> l
         option = name.strip().replace("-", "_").lower()
         forms = [swap.form for swap in known.get(option, ()) if swap.form]
         if forms and not value:
-            raise UsageError(f"{text!r}: to what?", f"known: {', '.join(f'{name}={form}' for form in forms)}")
+            raise UsageError(f"{text!r} needs a value", f"known: {', '.join(f'{name}={form}' for form in forms)}")
         if option in known and equals and not forms:
             raise UsageError(f"{text!r}: this swap takes no value", f"Write it as {name}.")
         found += steps_named(option, value.strip())
@@ -207,7 +207,7 @@ def swapped(
     not hold, whatever the weights or with weights such as training leaves, and UsageError where there is no such step.
     """
     if not steps:
-        raise UsageError("nothing to swap", "say what: attention=gqa:4, norm=rmsnorm, …")
+        raise UsageError("nothing to swap", "Name a swap, such as attention=gqa:4 or norm=rmsnorm.")
     origin = Origin()
     if files is not None:  # a config.json names tokens that cannot go
         with suppress(InvalidInput):  # a folder that says nothing by itself: the tree is known all the same

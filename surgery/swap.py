@@ -141,14 +141,14 @@ def swap(
     """
     if resume:  # `training.healed` takes it from those that heal
         hint = "Leave it out: files that a stopped swap has finished are taken over without it."
-        raise UsageError("--resume is for a recipe that ends with heal, and there is none", hint)
+        raise UsageError("--resume needs a recipe that ends with heal", hint)
     told, repeated = None if recipe is None else read_recipe(recipe), False
     if told is not None:
         dtype, to = dtype or told.dtype, to or told.to
         repeated = calibrate is None
         calibrate = told.text() if calibrate is None else calibrate
     if calibrate is not None and not Path(calibrate).is_file():
-        raise UsageError(f"there is no text file {calibrate}", "--calibrate FILE: some pages of plain text.")
+        raise UsageError(f"there is no text file {calibrate}", "Give --calibrate a file with some pages of plain text.")
     asked_to, form = to, target("hf:auto" if to == "auto" else to or "local", FOLDERS)
     known = None if told is None else told.calibration.get("tokens")
     given = [replace(step, tokens=step.tokens or calibrate_tokens or known) for step in told.steps] if told else []
@@ -162,7 +162,7 @@ def swap(
     source = open_checkpoint(model, offline=offline, allow_pickle=allow_pickle, allow_extra=allow_extra)
     suit(source.spec)
     if not dry_run and Path(out).resolve() in (source.path.resolve(), source.folder.resolve()):
-        raise UsageError(f"{out} is the model itself: what it was would be lost", "Name another folder.")
+        raise UsageError(f"{out} is the model itself, which would be lost", "Name another folder.")
     most = max((step.tokens for step in wanted if step.tokens is not None), default=None)
     text = cache(lambda: read_text(source, calibrate, calibrate_tokens or known or most))
     labels = [f"{told.where}, step {number}" for number in range(1, len(told.steps) + 1)] if told else ()

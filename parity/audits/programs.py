@@ -29,7 +29,7 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
     if subject.loader != "transformers":
         return
     if files.config is None:
-        raise InvalidInput(f"{files.reference} has no {CONFIG}: transformers does not load it")
+        raise InvalidInput(f"{files.reference} has no {CONFIG}, without which transformers does not load it")
     tensors = [[name, list(info.shape)] for name, info in files.tensors.items()]
     question = {"config": dict(files.config), "libraries": libraries(), "tensors": tensors}
     reply = Confined("transformers_process").ask(question)
@@ -56,7 +56,9 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
 def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     """What llama.cpp's tables, those of the gguf package and ours, say of these names."""
     if importlib.util.find_spec("gguf") is None:
-        raise UsageError("llama.cpp's tables are in the gguf package, which is not installed", "pip install gguf")
+        raise UsageError(
+            "llama.cpp's tensor names come from the gguf package, which is not installed", "pip install gguf"
+        )
     import gguf
 
     files = subject.files
@@ -87,7 +89,7 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     said = (files.config or {}).get("model_type")
     kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
     if kind is None:
-        raise UnknownFamily(f"the gguf package has no architecture called as the model_type {shown(said)}")
+        raise UnknownFamily(f"the gguf package has no architecture for the model_type {shown(said)}")
     known = gguf.get_tensor_name_map(names[kind], layers)
     left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
     if left:
@@ -102,10 +104,10 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
         why = "what vLLM does is told by the source of its models, which is not installed"
-        raise UsageError(why, "pip install --no-deps vllm: nothing else of it is run.")
+        raise UsageError(why, "pip install --no-deps vllm. gptkit only reads its source.")
     files, config = subject.files, subject.files.config
     if config is None:
-        raise InvalidInput(f"{files.reference} has no {CONFIG}, by which vLLM finds a model's class")
+        raise InvalidInput(f"{files.reference} has no {CONFIG}, which vLLM needs to find the model's class")
     named = config.get("architectures")
     name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
     if name is None:

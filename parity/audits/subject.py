@@ -161,7 +161,7 @@ class Subject:
             return None
         if len(spec.blocks) > len(weights.info):
             return CheckpointError(
-                f"config.json says {len(spec.blocks):,} layers, and there are {len(weights.info):,} tensors"
+                f"config.json has {len(spec.blocks):,} layers, but there are only {len(weights.info):,} tensors"
             )
         try:
             spec = spec if family is None else family.in_files(spec, weights.info)

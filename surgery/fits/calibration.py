@@ -92,7 +92,7 @@ def read_text(
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
             hint = "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none."
-            raise NoText("this swap is fitted on a text, and none was given", hint)
+            raise NoText("this swap needs a text to fit on", hint)
         path, name = PLAY, "the bundled play"
     else:
         path, name = Path(file), str(file)
@@ -105,10 +105,10 @@ def read_text(
         # A file that is cut may end within a character, which then waits for the rest.
         text = codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < _READ_BYTES)
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{name} is not plain text in UTF-8, from byte {error.start:,} on") from error
+        raise InvalidInput(f"{name} is not a UTF-8 text: byte {error.start:,} is invalid") from error
     tokenizer = load_tokenizer(checkpoint.folder, checkpoint.texts)
     if tokenizer is None:
-        raise UsageError(f"{checkpoint.reference} has no tokenizer to read {name} with")
+        raise UsageError(f"{checkpoint.reference} has no tokenizer, which is needed to read {name}")
     ids = [token for token in tokenizer.encode(text) if token < checkpoint.spec.vocab_size]
     if tokens is None:
         tokens = min(max(len(ids) - _CHOOSING - _HELD_OUT, TOKENS), MOST)
@@ -116,7 +116,7 @@ def read_text(
     if len(ids) < tokens + held:
         enough = max(min(len(ids) * 8 // 9, len(ids) - 1), 0)
         raise UsageError(
-            f"{name} is too short: {len(ids):,} tokens, {tokens:,} are to be fitted on and {held:,} to be measured on",
+            f"{name} is too short: {len(ids):,} tokens, {tokens:,} are needed to fit and {held:,} to measure",
             "Give a longer text" + (f", or fit on fewer tokens: --calibrate-tokens {enough}" if enough else "."),
         )
     deciding = min(_CHOOSING, (len(ids) - tokens) // 2)

@@ -171,7 +171,9 @@ def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dens
     far = [i for i, dense in found.items() if dense.activation not in NEAR]
     if far:
         hint = f"Possible from: {', '.join(NEAR)}."
-        raise SwapRefused(f"no slope brings {new} near to {found[far[0]].activation}, which layer {far[0]} has", hint)
+        raise SwapRefused(
+            f"no rescaling brings {new} close to {found[far[0]].activation}, the activation of layer {far[0]}", hint
+        )
     return found
 
 

@@ -107,7 +107,7 @@ class Adapter:
     def _wide(self, name: str, array: Any) -> Wide:
         values = to_float64(array, self.file.info[name][0])
         if not np.isfinite(values).all():
-            raise InvalidInput(f"{self.reference}: {name} is not finite")
+            raise InvalidInput(f"{self.reference}: {name} has values that are not finite")
         return values
 
     def factors(self, module: str, expert: int | None, experts: int) -> tuple[Wide, Wide]:
@@ -150,9 +150,9 @@ class Adapter:
         own = self.shape(self.lora[module].a)[0] // (experts or 1)
         if rank != own or isinstance(rank, bool):
             told = shown(rank)
-            raise SwapRefused(f"{self.reference}: {module} has rank {own}, its {ADAPTER_CONFIG} says {told}")
+            raise SwapRefused(f"{self.reference}: {module} has rank {own}, but {ADAPTER_CONFIG} says {told}")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise SwapRefused(f"{self.reference}: lora_alpha of {module} is {shown(alpha)}, which is no number")
+            raise SwapRefused(f"{self.reference}: lora_alpha of {module} is {shown(alpha)}, expected a number")
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     @property
@@ -160,9 +160,7 @@ class Adapter:
         settings = self.config.get("lora_parameters")
         scale = settings.get("scale") if isinstance(settings, dict) else None
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
-            raise SwapRefused(
-                f"{self.reference}: lora_parameters of its {ADAPTER_CONFIG} have no scale that is a number"
-            )
+            raise SwapRefused(f"{self.reference}: lora_parameters in {ADAPTER_CONFIG} need a number as scale")
         return float(scale)
 
     @cached_property
@@ -173,7 +171,7 @@ class Adapter:
         for setting in ("rank_pattern", "alpha_pattern"):
             patterns = self.config.get(setting) or {}
             if not isinstance(patterns, dict):
-                raise InvalidInput(f"{ADAPTER_CONFIG}: {setting} is {shown(patterns)}, which is no object")
+                raise InvalidInput(f"{ADAPTER_CONFIG}: {setting} is {shown(patterns)}, expected an object")
             matched = first_matches(f"{ADAPTER_CONFIG}: {setting}", list(patterns), names) if patterns else []
             found[setting] = {n: patterns[key] for n, key in zip(names, matched, strict=False) if key is not None}
         return found
@@ -202,7 +200,7 @@ class Adapter:
         count = self.shape(self.rows[module])[0]
         if not isinstance(given, list) or not all(type(i) is int for i in given) or len(given) != count:
             told = shown(given)
-            raise SwapRefused(f"{self.reference}: {count} rows for {module}, trainable_token_indices are {told}")
+            raise SwapRefused(f"{self.reference}: {count} rows for {module}, but trainable_token_indices are {told}")
         return given
 
 
@@ -305,14 +303,14 @@ def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     method = config.get("peft_type")
     if method != "LORA":
         hint = "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save."
-        raise SwapRefused(f"{reference} is an adapter of the kind {shown(method, 40)}, which is not merged here", hint)
+        raise SwapRefused(f"{reference} is an adapter of the type {shown(method, 40)}, which gptkit cannot merge", hint)
     for name, why in _REFUSED.items():
         if config.get(name):
             raise SwapRefused(f"{reference} is trained with {name}: {why}")
     start = config.get("init_lora_weights", True)
     if not any(start is each or start == each for each in _INITIALISED):
         raise SwapRefused(
-            f"{reference} is trained with init_lora_weights {shown(start, 40)}: it starts from weights that are not the"
+            f"{reference} is trained with init_lora_weights {shown(start, 40)}: the adapter does not start from the"
             " base model's",
-            "peft writes it as a plain adapter: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
+            "Let peft convert it: save_pretrained(…, path_initial_model_for_weight_conversion=…).",
         )

@@ -52,13 +52,13 @@ def leaves_of(spec: ModelSpec, origin: Origin | None) -> tuple[Architecture, dic
     """Return the family, and its leaves by every name that they have; those of a tied head too."""
     family = None if origin is None else origin.family
     if family is None:
-        raise SwapRefused("this tree never had a family, and an adapter goes by the names of one")
+        raise SwapRefused("this model has no family, so gptkit cannot match the adapter's names to its weights")
     architecture = named(family)
     try:
         leaves = architecture.bind_all(spec)
     except CannotExpress as error:
         raise SwapRefused(
-            f"an adapter goes by {family}'s names, and {error.message}", "Merge it before other swaps."
+            f"the adapter uses {family}'s names, but {error.message}", "Merge it before other swaps."
         ) from error
     if spec.tied:
         shape = (spec.vocab_size, spec.hidden_size)
@@ -136,11 +136,11 @@ def changes_of(
         note(names.leaf(f"{module}.weight"), module, rows=module)
     _require_own(adapter, names, unknown)
     if not found:
-        raise SwapRefused(f"{adapter.reference} changes nothing: there is no tensor in it")
+        raise SwapRefused(f"{adapter.reference} has no tensors, so it would change nothing")
     shared = [name for each in found for name in each]
     if len(shared) != len({*shared}):
         twice = sorted({name for name in shared if shared.count(name) > 1})
-        raise SwapRefused(f"{adapter.reference} changes weights twice, by two names: {some_of(twice, _TOLD)}")
+        raise SwapRefused(f"{adapter.reference} changes some weights under two names: {some_of(twice, _TOLD)}")
     tied = (HEAD,) if spec.tied else ()
     changes = [Change(sources=(EMBEDDING,) if key == tied else key, **what) for key, what in found.items()]
     return {change.leaf.checkpoint: change for change in changes}
@@ -272,8 +272,8 @@ def _require_all_layers(adapter: Adapter, changes: Mapping[str, Change], leaves:
     lacking = [name for name in leaves if _kind(name) in kinds and name not in own]
     if lacking:
         raise SwapRefused(
-            f"{adapter.reference} does not fit this model: its target_modules name {some_of(lacking, _TOLD)} too, which"
-            " it has nothing for",
+            f"{adapter.reference} is incomplete: its target_modules include {some_of(lacking, _TOLD)}, but it has no"
+            " weights for them",
             _hint(adapter),
         )
 

@@ -45,7 +45,7 @@ def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path,
     path_of = _finder(reference, offline)
     config = path_of(ADAPTER_CONFIG)
     if config is None:
-        raise InvalidInput(f"{reference} is no adapter: there is no {ADAPTER_CONFIG} in it")
+        raise InvalidInput(f"{reference} is not an adapter: it has no {ADAPTER_CONFIG}")
     for name, read in _READERS.items():
         path = path_of(name)
         if path is None:
@@ -55,7 +55,7 @@ def open_files(reference: str, offline: bool, allow_pickle: bool) -> tuple[Path,
             if not allow_pickle:
                 raise untrusted(path, "Pass --allow-pickle if you trust where it comes from.")
         return config, read(path), sha256_file(path)
-    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}", f"mlx-lm's {_MLX} is read too.")
+    raise InvalidInput(f"{reference} has no {ADAPTER_WEIGHTS}", f"gptkit also reads mlx-lm's {_MLX}.")
 
 
 def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
@@ -69,9 +69,9 @@ def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
         return lambda name: folder / name if (folder / name).is_file() else None
     repo, _, revision = reference.removeprefix("hf://").partition("@")
     if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
-        raise InvalidInput(f"no such folder: {reference}", "An adapter on the hub is named org/name.")
+        raise InvalidInput(f"no such folder: {reference}", "For an adapter on the hub, write org/name.")
     cached = Repository(repo, revision or None, "", online=False)  # whichever commit the cache has
     hub = cached if offline or constants.HF_HUB_OFFLINE else Repository.open(repo, revision or None)
     if not hub.commit and hub.cached(ADAPTER_CONFIG, hub.revision) is None:
-        raise Offline(f"{repo} is not in the local cache, and the network is off limits", "Leave --offline out.")
+        raise Offline(f"{repo} is not in the local cache, and --offline forbids the network", "Leave --offline out.")
     return lambda name: hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)

@@ -63,7 +63,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
         raise SwapRefused(
             f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
             " least shows on a text alone",
-            "Possible: --calibrate FILE; --approximate, which goes by the weights.",
+            "Give a text with --calibrate FILE, or use --approximate to choose heads by their weights.",
         )
     summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
     if fitting and active:
@@ -132,7 +132,7 @@ def _more(attention: Grouped, new: int) -> Choice:
             if not set(before) <= set(after):
                 fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
                 hint = f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position)."
-                raise SwapRefused(f"ALiBi's slopes for {new} heads leave out some of those for {old}", hint)
+                raise SwapRefused(f"with {new} heads, ALiBi lacks some slopes of the model's {old} heads", hint)
             places = [after.index(each) for each in before]
         heads[places], silent[places] = np.arange(old), False
         return Choice(heads, heads if keys == old else np.zeros(1, dtype=np.int64), silent)
@@ -149,9 +149,9 @@ def _refuse_grouped_alibi(attention: Grouped, new: int) -> None:
     """Raise SwapRefused where heads cannot move to their slopes without leaving their group."""
     if isinstance(attention.position, ALiBi):
         raise SwapRefused(
-            f"ALiBi's slopes depend on the number of heads, and {attention.heads} in groups cannot move to where {new}"
-            " have theirs",
-            "Possible: --attention mha first, which gives every head its own key and value.",
+            f"ALiBi's slopes depend on the number of heads, and {attention.heads} grouped heads cannot take the slopes"
+            f" of {new} heads",
+            "First use --attention mha, which gives every head its own key and value.",
         )
 
 
@@ -168,7 +168,7 @@ def _units_of(attention: Grouped, new: int, new_keys: int) -> tuple[Index, ...]:
     if not set(after) <= set(before):
         fit = [str(n) for n in range(1, old) if set(slopes(attention, n) or []) <= set(before)]
         hint = f"Possible: {', '.join(fit)}."
-        raise SwapRefused(f"{new} heads have slopes in ALiBi that the {old} here have not", hint)
+        raise SwapRefused(f"with {new} heads, ALiBi has slopes that the model's {old} heads do not have", hint)
     return (np.array([head for head, slope in enumerate(before) if slope not in after]),)
 
 

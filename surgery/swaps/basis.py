@@ -151,7 +151,9 @@ def known(path: str, norm: Norm | None) -> tuple[str, Norm]:
     if not isinstance(norm, LayerNorm | RMSNorm):
         raise unknown(path, norm, "LayerNorm or RMSNorm")
     if isinstance(norm, LayerNorm) and norm.groups > 1:
-        raise SwapRefused(f"{path} norms a row in {norm.groups} groups, and this swap knows norms of whole rows")
+        raise SwapRefused(
+            f"{path} normalises in {norm.groups} groups, but this swap supports only norms over the whole hidden size"
+        )
     return path, norm
 
 
@@ -165,7 +167,7 @@ def every_norm(spec: ModelSpec) -> list[tuple[str, Norm]]:
     """The norms on the stream, and the one on the token table."""
     table = spec.embedding.norm
     if table is not None and spec.embedding.multiplier != 1:
-        raise SwapRefused("embedding has a multiplier before its norm, which this swap does not know")
+        raise SwapRefused("the embedding has a multiplier before its norm, which this swap does not support")
     return [*([known("embedding.norm", table)] if table is not None else []), *stream_norms(spec)]
 
 

@@ -54,7 +54,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
         if asked.weights.zero(value):
             continue
         if attention.sinks:
-            raise SwapRefused(f"{path} has sinks, beside which attention weights do not sum to one")
+            raise SwapRefused(f"{path} has attention sinks, so its attention weights do not sum to one")
 
         def make(model: Model, value: str = value, output: str = output, attention: Attention = attention) -> Wide:
             given = model.wide(f"{output}.weight"), model.wide(value), attention.group, attention.head_dim
@@ -65,7 +65,7 @@ def _fold_value_bias(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors[value] = Filled((attention.kv_heads * attention.head_dim,), 0.0, value)
         changed[layer] = replace(attention, output_bias=True)
     if not changed:
-        raise SwapRefused("no layer's values have a bias, or it is zero in all of them")
+        raise SwapRefused("no layer has a value bias that is not zero")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
@@ -97,7 +97,7 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
         tensors |= {name: _rescaled(name, factor, norm) for name in names}
         changed[layer] = replace(attention, scale=wanted, scaling="multiply")
     if not changed:
-        raise SwapRefused("every layer's scale is that already")
+        raise SwapRefused("every layer has this scale already")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 
@@ -112,7 +112,9 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
     made, whole = dict[str, Compute](), asked.layers is None
     for layer in asked.chosen(spec):
         if spec.blocks[layer].residual == "normed":
-            raise SwapRefused(f"layer {layer} takes its residual from its norms' outputs, not from what they read")
+            raise SwapRefused(
+                f"layer {layer} takes its residual from the output of its norm, which this swap does not support"
+            )
     blocks, head = shifts_taken(spec, asked.layers, made)
     cleared: dict[str, Norm] = {}
     for layer, block in blocks.items():
@@ -202,7 +204,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     if not gone:
         has = [name for name in NAMES if _biases_of(spec, name, asked.layers)]
         known = f"Possible here: {', '.join(has)}." if has else "This model has no biases."
-        raise SwapRefused(f"there is no bias of this kind to drop: {what}", known)
+        raise SwapRefused(f"the model has no bias {what} to drop", known)
     missed = [name for name in gone if not _shift_of_scores(spec, name) and not asked.weights.zero(name)]
     zero = {name for name in _biases_of(spec, "biases") if name not in gone and asked.weights.zero(name)}
     new = without_biases(spec, {*gone, *zero})

@@ -70,7 +70,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked) -> Swapped:
         changed[layer] = new
         tensors |= _refilled(path, attention, new, plan.within)
     if not tensors:
-        raise SwapRefused(f"heads are {size} wide already", "Possible: another width.")
+        raise SwapRefused(f"the head dimension is already {size}", "Give another dimension.")
     found = [attention.head_dim for attention in old.values()]
     summary = {"from": found[0] if len(set(found)) == 1 else found, "to": size}
     return Swapped(with_mixers(spec, changed), "exact", tensors, summary, tuple(dict.fromkeys(filter(None, notes))))
@@ -81,7 +81,9 @@ def _by_rms(path: str, attention: Attention) -> None:
     changes how wide heads are.
     """
     if not attention.by_head:
-        raise SwapRefused(f"{path} norms the queries or keys of all heads at once, which this swap does not know")
+        raise SwapRefused(
+            f"{path} normalises the queries or keys of all heads at once, which this swap does not support"
+        )
     for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
         if norm is not None and not isinstance(norm, RMSNorm):
             raise unknown(f"{path}.{name}", norm, "RMSNorm")
@@ -106,7 +108,7 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
             plans.append(_Plan(_spread(rotary, size), other))
     if how == "theta" and not plans:
         raise SwapRefused(
-            f"heads of {old} cannot become {size} wide: {reason or 'there is no rotary over whole heads'}"
+            f"the head dimension cannot change from {old} to {size}: {reason or 'RoPE does not rotate whole heads'}"
         )
     if how != "theta" and (not isinstance(rotary, Rotary) or rotary.dim <= size):
         note = ""

@@ -54,7 +54,7 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with a stream of another width."""
     old, new = spec.hidden_size, asked.number("a width")
     if new == old:
-        raise SwapRefused(f"the residual stream is {old} wide already", f"Possible: more than {old}, or less.")
+        raise SwapRefused(f"the hidden size is already {old}", "Give a larger or a smaller size.")
     require_weights(spec)
     done = _wider(spec, new) if new > old else _narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
@@ -98,7 +98,8 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
     multiples = f"Possible: multiples of {old}, as {2 * old}"
     if len(centred) > 1:
         raise SwapRefused(
-            f"with LayerNorms beside RMSNorms a stream of {old} cannot become {new} wide: the one needs the mean in the"
+            f"with both LayerNorms and RMSNorms, the hidden size cannot change from {old} to {new}: LayerNorm "
+            "needs the mean in the"
             " new coordinates, the other zeros",
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )

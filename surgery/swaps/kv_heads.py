@@ -60,11 +60,11 @@ def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, i
         if heads % wanted:
             possible = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
             hint = f"Possible here: {possible}."
-            raise SwapRefused(f"{wanted} key-value heads cannot be shared by {heads} query heads", hint)
+            raise SwapRefused(f"{wanted} key-value heads cannot be shared evenly by {heads} query heads", hint)
         if wanted != attention.kv_heads:
             found[layer] = (attention, wanted)
     if not found:
-        raise SwapRefused(f"every layer asked for has {wanted} key-value heads already")
+        raise SwapRefused(f"all these layers already have {wanted} key-value heads")
     return found
 
 
@@ -161,10 +161,10 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
     for layer, attention in found.items():
         if attention.q_norm is not None or attention.k_norm is not None:
             reason = f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for"
-            raise SwapRefused(reason, "Possible here: fewer key-value heads, --attention gqa:N or mqa.")
+            raise SwapRefused(reason, "Use fewer key-value heads: --attention gqa:N or mqa.")
         if attention.cap is not None:
             raise SwapRefused(
-                f"layer {layer} has a cap on its scores ({attention.cap:g}), which latent attention has not"
+                f"layer {layer} caps its scores at {attention.cap:g}, which latent attention does not support"
             )
     return found
 

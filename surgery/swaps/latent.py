@@ -33,7 +33,7 @@ def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) 
     position = attention.position
     if not isinstance(position, Rotary):
         hint = "First --position rope:neutral, before --attention mla:full."
-        raise SwapRefused(f"layer {layer} has no rotary positions, which DeepSeek's latents have", hint)
+        raise SwapRefused(f"layer {layer} has no RoPE, which DeepSeek's latent attention needs", hint)
     found = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
     found = replace(found, fused=True, gathered=position.pairs == "adjacent")
     if attention.kv_norm is not None:
@@ -48,7 +48,9 @@ def _widened(layer: int, rotary: Rotary, keys: int, context: int | None) -> Rota
     if keys == 1:
         return rotary
     if isinstance(rotary.scaling, DynamicScaling):
-        raise SwapRefused(f"the rotary base of layer {layer} grows with the length, and divisors do not")
+        raise SwapRefused(
+            f"the RoPE base of layer {layer} depends on the length of the text, which DeepSeek's form cannot express"
+        )
     original = original_context(rotary.scaling)
     by_length = isinstance(rotary.scaling, LongRopeScaling) and original is not None
     lengths = (1, original + 1 if by_length and original is not None else 1)
@@ -78,17 +80,17 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in asked.chosen(spec):
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if not isinstance(attention, LatentAttention):
-            raise SwapRefused(f"layer {layer} has keys and values by head, no latent", "First --attention mla:full.")
+            raise SwapRefused(f"layer {layer} does not have latent attention", "First use --attention mla:full.")
         biased = attention.qkv_bias and attention.q_rank is None
         if biased and not asked.weights.zero(f"{path}.q_proj.bias"):
             hint = "--drop query.bias, after --attention mla:full, leaves it out."
-            raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's have not", hint)
+            raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's form does not support", hint)
         new = _deepseek_form(layer, attention, spec.context_length)
         if new != attention:
             changed[layer] = new
             tensors |= _in_deepseeks_form(path, attention, new)
     if not changed:
-        raise SwapRefused("its latents have DeepSeek's form already")
+        raise SwapRefused("the model's latent attention has DeepSeek's form already")
     return Swapped(with_mixers(spec, changed), "exact", tensors, {"layers": sorted(changed)})
 
 

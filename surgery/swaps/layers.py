@@ -80,7 +80,7 @@ def _listed(spec: ModelSpec, asked: Asked) -> Swapped:
     if not colon and asked.value.strip().isdecimal():
         number = int(asked.value)
         raise UsageError(
-            f"--layers {asked.value} may be the layer {number} or a number of layers",
+            f"--layers {asked.value} is ambiguous: it may mean layer {number}, or {number} layers",
             f"keep:{number} keeps that layer alone, drop:{number} drops it; auto:{number} keeps the {number} most"
             f" useful layers, 0-{max(number - 1, 0)} the first {number}; +{number} adds {number}.",
         )
@@ -108,7 +108,7 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     """Copies that add nothing."""
     more = Asked(asked.value.removeprefix("+")).number("layers to add")
     if more > 10_000:
-        raise UsageError(f"{asked.value!r}: {more:,} layers more are too many")
+        raise UsageError(f"{asked.value!r}: {more:,} more layers are too many")
     order = expansion(len(spec.blocks), more)
     normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
@@ -120,7 +120,7 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     summed = [old for old, copy in order if copy and any(each.sum_norm for each in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
-            f"layer {summed[0]} has a sum_norm, which norms the stream again where nothing is added to it",
+            f"layer {summed[0]} has a sum_norm, which changes the residual stream even if nothing is added to it",
             "Possible here: a list that repeats layers, --layers keep:0-1,1-, which has to be trained.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
@@ -159,7 +159,9 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
     wanted = asked.number("layers to keep")
     if wanted > layers:
         more = wanted - layers
-        raise SwapRefused(f"{wanted} layers cannot be kept of {layers}", f"--layers +{more} adds {more}.")
+        raise SwapRefused(
+            f"{wanted} layers cannot be kept, because the model has {layers}", f"--layers +{more} adds {more}."
+        )
     plain = (*range(wanted - 1), layers - 1) if wanted > 1 else (0,)
     if asked.approximate:
         return _kept(spec, asked, plain, {"by": "the last but one"})

@@ -25,7 +25,9 @@ def _recurrent(spec: ModelSpec, layer: int) -> Block:
     block = spec.blocks[layer]
     attention = block.mixer("attention")
     if not isinstance(attention, Attention):
-        raise SwapRefused(f"layer {layer} is made of {block.slots}, and linear attention is made of keys of heads")
+        raise SwapRefused(
+            f"layer {layer} consists of {block.slots}: linear attention needs softmax attention to start from"
+        )
     try:
         mixer = recast(attention, LinearAttention)
         sublayers = (replace(each, mixer=mixer) if each.mixer is attention else each for each in block.sublayers)

@@ -227,7 +227,10 @@ def _ends(
     if table_change is not None and table_change.rows is not None:
         head_change = found.get(HEAD)
         if head_change is not None and not _same_rows(adapter, table_change, head_change):
-            raise SwapRefused(f"{adapter.reference} has new rows for a tied table and changes the head besides")
+            raise SwapRefused(
+                f"{adapter.reference} has new rows for the embedding, which is tied to the head, and also "
+                "changes the head"
+            )
         return {name: change for name, change in changes.items() if change is not head_change}, False
 
     def alike(model: Model) -> bool:

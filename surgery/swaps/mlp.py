@@ -169,12 +169,13 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
     """E and K of "moe:ExK", and the layers asked for that have one feed-forward, with it."""
     match = re.fullmatch(r"moe:(\d{1,9})x(\d{1,9})(:split)?", asked.value)
     if match is None:
-        raise UsageError(f"{asked.value!r}: expected moe:ExK, as moe:8x2: 8 experts, 2 of them for each token")
+        raise UsageError(f"{asked.value!r}: expected moe:ExK, such as moe:8x2 for 8 experts with 2 of them per token")
     count, top = int(match[1]), int(match[2])
     if not 1 <= top <= count or count > _MOST:
         raise SwapRefused(
-            f"{top} of {count} experts for a token: possible are 1 to {_MOST} experts, and 1 to all of them per token",
-            "As moe:8x2: 8 experts, 2 of them for each token.",
+            f"{top} of {count} experts per token is not possible: give 1 to {_MOST} experts, and 1 to all of "
+            "them per token",
+            "moe:8x2, for example, means 8 experts with 2 of them per token.",
         )
     none = "the feed-forwards asked for are mixtures of experts already"
     layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
@@ -195,7 +196,10 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     count, top, found = _wanted(spec, asked)
     if split and top != count:
         hint = f"--mlp moe:{count}x{count}:split, or --mlp moe:{count}x{top}, which makes copies."
-        raise SwapRefused(f"with {top} of {count} parts a token loses the others: a split takes all its parts", hint)
+        raise SwapRefused(
+            f"with {top} of {count} parts per token, the output of the other parts is lost: a split needs all of them",
+            hint,
+        )
     tensors: dict[str, Tensor] = {}
     for layer, dense in found.items():
         path, width = f"blocks.{layer}.feed_forward", dense.intermediate_size
@@ -203,7 +207,7 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
         if split:
             if width % count:
                 fits = ", ".join(str(n) for n in range(2, min(width, _MOST) + 1) if width % n == 0)
-                raise SwapRefused(f"a width of {width} has no {count} equal parts", f"Possible: {fits}")
+                raise SwapRefused(f"the width {width} is not divisible into {count} equal parts", f"Possible: {fits}")
             found[layer] = replace(dense, intermediate_size=width // count)
             tensors[router] = Filled((count, spec.hidden_size), 0.0, like=f"{path}.down_proj.weight")
             for index in range(count):
@@ -267,7 +271,9 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, mixture in mixtures.items():
         if mixture.beside:
             told = f"the mixture of layer {layer} has {', '.join(mixture.beside)}"
-            raise SwapRefused(f"{told}: experts become one where a softmax weighs them, with nothing beside them")
+            raise SwapRefused(
+                f"{told}: experts can be merged into one only if a softmax weighs them and there is no shared expert"
+            )
     one = [layer for layer in found if weights_sum_to_one(mixtures[layer]) and experts_alike(spec, asked, layer)]
     all_of = [layer for layer in found if layer not in one and _all_weighed_alike(spec, asked, layer)]
     lossy = [layer for layer in found if layer not in (*one, *all_of)]

@@ -63,7 +63,7 @@ def _of_layer_norms(spec: ModelSpec, layers: tuple[int, ...] | None = None) -> d
     """What the output's record says of LayerNorms that become RMSNorms. Raises SwapRefused where there are none."""
     found = [path for path, node in spec.nodes() if isinstance(node, LayerNorm)]
     if not found:
-        raise SwapRefused("this model has no LayerNorm: its norms are RMSNorm already")
+        raise SwapRefused("this model has no LayerNorm: all its norms are RMSNorm")
     return {"from": "layernorm", "to": "rmsnorm", "norms": sum(_asked_for(path, layers) for path in found)}
 
 
@@ -119,7 +119,7 @@ def shifts_taken(
                 old = each.bias_name if each.bias else None
                 made[each.bias_name] = _shifted(each.weight, old, f"{each.norm}.bias")
             elif each.norm in shifting and routers:
-                raise SwapRefused(f"{each.path} has no bias to take over that of {each.norm}")
+                raise SwapRefused(f"{each.path} has no bias, so it cannot take over the bias of {each.norm}")
         blocks[layer] = _with_read_biases(block, path, shifting)
     if layers is None and spec.final_norm is not None and has_bias(spec.final_norm):
         made["head.bias"] = _shifted(head_weight(spec), "head.bias" if head.bias else None, "final_norm.bias")
@@ -240,8 +240,9 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
     router = _off_centre(spec, asked) if reason is None else None
     if router is not None:
         raise SwapRefused(
-            f"LayerNorm -> RMSNorm cannot be exact here: the bias of the norm steers {router}, which has none",
-            "Exchange the norms before the feed-forwards become experts, or --approximate.",
+            f"LayerNorm -> RMSNorm cannot be exact here: the norm's bias affects {router}, which has no bias "
+            "to take it over",
+            "Replace the norms before you make experts, or use --approximate.",
         )
     return layernorm_to_rmsnorm(spec, asked.layers)
 
@@ -252,7 +253,7 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
 def why_not_layernorm(spec: ModelSpec) -> str | None:
     """The reason why RMSNorm -> LayerNorm cannot be exact for this tree, or None."""
     if all(norm.centred for _, norm in stream_norms(spec)):
-        raise SwapRefused("this model has no RMSNorm on its stream: its norms are LayerNorm already")
+        raise SwapRefused("this model has no RMSNorm on its residual stream: all these norms are LayerNorm")
     if any(block.residual == "normed" for block in spec.blocks):
         return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
     kept = [path for path, norm in (*stream_norms(spec), *every_norm(spec)) if norm.centred]

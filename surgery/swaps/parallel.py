@@ -49,26 +49,25 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     serial = asked.those(spec, lambda block: not block.parallel)
     two = asked.those(spec, lambda block: block.feed_forward_norm is not None)
     if not serial and not (shared and two):
-        raise SwapRefused("the blocks asked for are parallel already", "--block serial is the other way.")
+        raise SwapRefused("these layers are parallel already", "--block serial makes them serial.")
     normed = [layer for layer in serial if spec.blocks[layer].residual == "normed"]
     if normed:
         raise SwapRefused(
-            f"the residual of {in_words(normed)} is taken from the norm's output"
-            " (apply_residual_connection_post_layernorm): a parallel block adds to the residual stream itself",
-            "Nothing like it is known.",
+            f"the residual of {in_words(normed)} comes from the norm's output"
+            " (apply_residual_connection_post_layernorm), but a parallel block adds to the residual stream itself"
         )
     alone = [layer for layer in serial if len(spec.blocks[layer].sublayers) < 2]
     if alone:
-        raise SwapRefused(f"{in_words(alone)}: there is one mixer, and nothing that it could run beside")
+        raise SwapRefused(f"{in_words(alone)}: there is only one sub-layer, so there is nothing to run in parallel")
     beside = [layer for layer in serial if any(each.beside for each in spec.blocks[layer].sublayers)]
     if beside:
-        raise SwapRefused(f"{in_words(beside)}: mixers run side by side already, and others behind them (beside)")
+        raise SwapRefused(f"{in_words(beside)}: some mixers run in parallel already, and others follow them")
     for layer in serial:
         there = spec.blocks[layer].norms()
         if "attention" in there and "feed_forward" not in there:
             raise SwapRefused(
-                f"the feed-forward of layer {layer} reads the stream without a norm, and in a parallel block it would"
-                " read behind the attention's"
+                f"the feed-forward of layer {layer} has no norm, and in a parallel block it would read the output of"
+                " attention's norm"
             )
     differing = [layer for layer in two if not _norms_alike(spec, asked, layer)]
     if shared and differing:

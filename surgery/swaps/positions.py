@@ -83,10 +83,11 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             return replace(now, scaling=NEUTRAL) if neutral else turning
         if isinstance(attention, LatentAttention):
             reason = f"the keys of layer {layer} come from a latent and have no place for rotary positions"
-            raise SwapRefused(reason, "--position rope goes before --attention mla.")
+            raise SwapRefused(reason, "Use --position rope before --attention mla.")
         if attention.head_dim % 2:
             raise SwapRefused(
-                f"rotary positions turn pairs of elements, and the heads of layer {layer} have {attention.head_dim}",
+                f"RoPE rotates pairs of dimensions, but the head dimension of layer {layer} is "
+                f"{attention.head_dim}, an odd number",
                 f"First --head-dim {attention.head_dim + 1}.",
             )
         return Rotary(dim=attention.head_dim, base=base or _BASE, scaling=NEUTRAL if neutral else None)
@@ -107,13 +108,13 @@ def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
     """A table of positions, all zero."""
     if asked.layers is not None:
         hint = "Leave --blocks out."
-        raise SwapRefused("a table of positions is added to the token embeddings and reaches every layer", hint)
+        raise SwapRefused("a position table is added to the token embeddings, so it affects every layer", hint)
     if spec.positions is not None:
         hint = "A longer one: --context N."
-        raise SwapRefused(f"this model has a table of {spec.positions.length:,} positions already", hint)
+        raise SwapRefused(f"this model already has a table of {spec.positions.length:,} positions", hint)
     length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
     if length is None:
-        raise SwapRefused("nothing says how many positions the table needs", "Say it: --position learned:LENGTH.")
+        raise SwapRefused("the length of the position table is not known", "Give it: --position learned:LENGTH.")
     table = LearnedPositions(length=length, size=spec.hidden_size)
     return _repositioned(spec, asked, dict.fromkeys(range(len(spec.blocks))), "learned", table=table)
 
@@ -130,10 +131,10 @@ def _repositioned(
     changed = {layer: each for layer, each in positions.items() if spec.blocks[layer].attention.position != each}
     if not changed and table is None and spec.positions is None:
         where = "these layers" if asked.layers is not None else "its layers"
-        raise SwapRefused(f"{where} have these positions already: {to}", hint)
+        raise SwapRefused(f"{where} already have this position encoding: {to}", hint)
     if spec.positions is not None and asked.layers is not None:
         raise SwapRefused(
-            "the table of positions is added to the token embeddings and reaches every layer",
+            "the position table is added to the token embeddings, so it affects every layer",
             f"Leave --blocks out, or first --position none and then --position {to} in the layers that need it.",
         )
     attention, tensors = dict[int, Any](), dict[str, Tensor]()
@@ -170,7 +171,9 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
     if isinstance(attention, LatentAttention):
         if isinstance(before, Rotary) != isinstance(position, Rotary):
             hint = "--position rope:neutral turns the rotation off and keeps them."
-            raise SwapRefused(f"layer {layer} has keys of their own for rotary positions, apart from its latent", hint)
+            raise SwapRefused(
+                f"layer {layer} has separate keys for RoPE beside its latent, which this swap does not support", hint
+            )
         return replace(attention, position=position), {}
     if comes:
         several = attention.kv_expansion == "broadcast"
@@ -285,7 +288,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     length = asked.number("a context length", most=10**9)
     table, now = spec.positions, spec.context_length
     if now == length and (table is None or table.length == length):
-        raise SwapRefused(f"the model's context is {length:,} tokens already")
+        raise SwapRefused(f"the model's context is already {length:,} tokens")
     new, summary = replace(spec, context_length=length), {"from": now, "to": length}
     notes: tuple[str, ...] = ()
     if table is not None and not isinstance(table, LearnedPositions):

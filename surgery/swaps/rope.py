@@ -85,11 +85,11 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     """Scaled rotary positions; with --approximate positions divided, the plain form of every way to scale."""
     text = asked.argument or ""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) or not float(text) > 1:
-        raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 behind the colon, as in yarn:4")
+        raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 after the colon, such as yarn:4")
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
         hint = "Say it first: --context N."
-        raise SwapRefused("nothing says for which context this model was trained, which scaling starts from", hint)
+        raise SwapRefused("the model's original context length is not known, and scaling starts from it", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind)
     name = "linear" if asked.approximate else kind
@@ -136,16 +136,16 @@ def _held(before: Mapping[int, Rotary], after: Mapping[int, Rotary]) -> tuple[Gu
 def _require_unscaled(layer: int, rotary: Rotary, name: str) -> None:
     """Raise SwapRefused where a scaling does not compose with what is there."""
     if is_neutral(rotary):
-        raise SwapRefused(f"the rotary positions of layer {layer} are neutral: there is nothing to scale")
+        raise SwapRefused(f"RoPE of layer {layer} rotates by zero, so there is nothing to scale")
     if rotary.scaling is not None and not (name == "linear" and isinstance(rotary.scaling, LinearScaling)):
         raise SwapRefused(
-            f"the rotary positions of layer {layer} are scaled already ({type(rotary.scaling).__name__}), and {name}"
-            " does not compose with that",
-            "First --rope-scaling none. Only linear on linear composes: their factors multiply.",
+            f"RoPE of layer {layer} is already scaled ({type(rotary.scaling).__name__}), and {name}"
+            " cannot be combined with that",
+            "First use --rope-scaling none. Only linear scalings can be combined: their factors multiply.",
         )
     if name in ("ntk", "dynamic") and rotary.dim == 2:
         hint = "Possible here: linear, yarn, llama3."
-        raise SwapRefused(f"{name} divides by the rotary dimension less 2, which is 0 in layer {layer}", hint)
+        raise SwapRefused(f"{name} divides by the rotary dimension minus 2, which is 0 in layer {layer}", hint)
 
 
 def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
@@ -153,9 +153,9 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
         hint = "A larger base (ntk) leaves no record: --position rope:BASE."
-        raise SwapRefused("the model's rotary positions are not scaled", hint)
+        raise SwapRefused("the model's RoPE is not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
-        raise SwapRefused("its rotary positions are neutral, not scaled", "--position rope turns them on.")
+        raise SwapRefused("the model's RoPE rotates by zero; it is not scaled", "--position rope turns them on.")
 
     def shorter(rotary: Rotary, context: int) -> int:
         """The context that a model had before this scaling."""
@@ -186,7 +186,7 @@ def _rope_pairs(spec: ModelSpec, asked: Asked) -> Swapped:
     wanted: Pairs = "adjacent" if asked.value == "adjacent" else "halves"
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.pairs != wanted}
     if not layers:
-        raise SwapRefused(f"its rotary pairs are {wanted} already")
+        raise SwapRefused(f"the model's rotary pairs are already {wanted}")
     tensors: dict[str, Tensor] = {}
     for layer, rotary in layers.items():
         for name, order in _pair_orders(f"blocks.{layer}.attention", spec.blocks[layer].attention, rotary, wanted):
@@ -227,7 +227,9 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if isinstance(attention, LatentAttention):
             hint = "--rotary-dim goes before --attention mla."
-            raise SwapRefused(f"the keys of layer {layer} come from a latent, and its rotary keys are apart", hint)
+            raise SwapRefused(
+                f"layer {layer} has latent attention with separate rotary keys, which this swap does not support", hint
+            )
         _require_part(layer, rotary, size)
         if asked.approximate:
             plain = replace(rotary, dim=size, scaling=for_width(rotary.scaling, size), spread=None)
@@ -257,11 +259,11 @@ def _require_part(layer: int, rotary: Rotary, size: int) -> None:
     widest, has = rotary.dim - 2, f"layer {layer} turns {rotary.dim} elements of each head"
     possible = f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "There is no smaller part."
     if size % 2 or size < 2:
-        raise SwapRefused(f"rotary positions turn pairs of elements: {size} is not an even number from 2", possible)
+        raise SwapRefused(f"RoPE rotates pairs of dimensions: expected an even number from 2, not {size}", possible)
     if size >= rotary.dim:
         raise SwapRefused(f"{has} already" if size == rotary.dim else f"{has}, which is less than {size}", possible)
     if isinstance(rotary.scaling, DynamicScaling) and size == 2:
-        raise SwapRefused("dynamic scaling divides by the rotary dimension less 2", "Possible here: from 4.")
+        raise SwapRefused("dynamic scaling divides by the rotary dimension minus 2", "Possible here: from 4.")
 
 
 def kept_pairs(dim: int, size: int, drop: str) -> Index:
@@ -292,7 +294,9 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
         if all(np.allclose(one, other, rtol=1e-13, atol=0) for one, other in pairs):
             return each
     if dynamic_scaling or original is None:
-        raise SwapRefused("its scaling turns all pairs together", "Only the slowest pairs can be dropped here.")
+        raise SwapRefused(
+            "its RoPE scaling depends on all pairs together", "Only the slowest pairs can be dropped here."
+        )
     plain = frequencies(part)
     short, long = (tuple(map(float, plain / each)) for each in wanted)
     scaling = LongRopeScaling(

@@ -45,7 +45,9 @@ def require_rotary(spec: ModelSpec, asked: Asked) -> dict[int, Rotary]:
     found = rotary_layers(spec, asked.chosen(spec))
     if not found:
         where = "these layers have" if asked.layers is not None else "this model has"
-        raise SwapRefused(f"{where} no rotary positions", "--position rope gives it some, and is to be trained.")
+        raise SwapRefused(
+            f"{where} no rotary positions", "--position rope adds RoPE; the model then has to be trained."
+        )
     return found
 
 
@@ -136,7 +138,10 @@ def turned_queries(path: str, attention: Attention, rotary: Rotary, factors: Arr
     weighed(path + ".q_norm", attention.q_norm, "1 + weight")
     unclipped(path, attention)
     if attention.norm_order == "after":
-        raise SwapRefused(f"{path} norms queries and keys after their positions (norm_order), unknown to this swap")
+        raise SwapRefused(
+            f"{path} normalises queries and keys after the position encoding (norm_order), which this swap "
+            "does not support"
+        )
     norm = attention.q_norm
     if norm is not None:
         times = partial(turn_rows, factors=np.abs(factors), rotary=rotary, head_dim=attention.head_dim)

@@ -67,7 +67,7 @@ def _sized(
         numbers = dict(zip(*tokens, strict=True))
         if table.padding not in numbers:
             raise SwapRefused(
-                f"token {table.padding} is not kept, and positions are counted by it: it is that of padding"
+                f"token {table.padding} is the padding token, which this model needs to count positions: keep it"
             )
         table = replace(table, padding=numbers[table.padding])
     _without_blank(spec)
@@ -147,9 +147,11 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
         ids.add(token_id)
     if unknown:
         hint = "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text."
-        raise InvalidInput(f"{asked.argument} names what is neither a token nor an id: {some_of(unknown, _TOLD)}", hint)
+        raise InvalidInput(
+            f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _TOLD)}", hint
+        )
     if not lines:
-        raise InvalidInput(f"{asked.argument} names no token")
+        raise InvalidInput(f"{asked.argument} contains no token")
     return _prune(spec, vocabulary, ids)
 
 
@@ -168,11 +170,13 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     if kept[-1] >= spec.vocab_size:
         raise SwapRefused(
             f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, the model has {spec.vocab_size:,}",
-            f"--vocab {max(vocabulary.names) + 1} first gives every token one.",
+            f"--vocab First give every token a row: --vocab {max(vocabulary.names) + 1}.",
         )
     if len(kept) == spec.vocab_size:
         hint = "A shorter list, or a text that uses fewer."
-        raise SwapRefused(f"nothing to prune: the tokens asked for, and what they need, are all {len(kept):,}", hint)
+        raise SwapRefused(
+            f"nothing to prune: the tokens to keep, with those that they need, are all {len(kept):,}", hint
+        )
     files, needed = vocabulary.cut({old: new for new, old in enumerate(kept)}), len(set(kept) - ids)
     notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
     lost = sorted(name for name, text in files.items() if text is None)
@@ -189,7 +193,7 @@ def _read_plain(name: str) -> str:
     except OSError as error:
         raise InvalidInput(f"cannot read {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"{name} is not plain text (UTF-8): byte {error.start:,}") from error
+        raise InvalidInput(f"{name} is not a UTF-8 text: byte {error.start:,} is invalid") from error
 
 
 @overload
@@ -204,7 +208,7 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     found = read_vocabulary(asked.files, asked.texts, config)
     if found is None and needed:
         hint = "--vocab N keeps the first N tokens."
-        raise SwapRefused("there is no tokenizer beside the model, so nothing says which token is which", hint)
+        raise SwapRefused("the model has no tokenizer, so the tokens of its ids are not known", hint)
     return found
 
 
@@ -222,7 +226,9 @@ _BOTH = ("embedding.weight", "head.weight")
 def _without_blank(spec: ModelSpec) -> None:
     """Raise SwapRefused where the row of a token counts as zeros, which a moved or copied row would not."""
     if spec.embedding.blank is not None:
-        raise SwapRefused(f"the row of token {spec.embedding.blank} counts as zeros, which this swap does not know")
+        raise SwapRefused(
+            f"the row of token {spec.embedding.blank} is treated as zeros, which this swap does not support"
+        )
 
 
 def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *notes: str, **more: Any) -> Swapped:
@@ -236,7 +242,7 @@ def _retied(spec: ModelSpec, guarantee: Guarantee, made: Mapping[str, Tensor], *
 def _untie(spec: ModelSpec, asked: Asked) -> Swapped:  # noqa: ARG001
     """The head with a copy of the table."""
     if not spec.has_head().tied:
-        raise SwapRefused("the head has a matrix of its own already", "--tie makes it one with the embedding's.")
+        raise SwapRefused("the head is not tied: it already has a matrix of its own", "--tie ties it to the embedding.")
     return _retied(spec, "exact", {"head.weight": Moved("embedding.weight")})
 
 
@@ -247,7 +253,9 @@ def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
     table, head = (shapes[name] for name in _BOTH)
     if table != head:
-        raise SwapRefused(f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: no one matrix")
+        raise SwapRefused(
+            f"the head is {head[0]} x {head[1]}, the embedding {table[0]} x {table[1]}: they cannot be tied"
+        )
     if asked.weights.same(*_BOTH):
         # In the wider dtype of both, whose values are the same.
         return _retied(spec, "exact", {_BOTH[0]: Moved(_BOTH, lambda table, head: table)})

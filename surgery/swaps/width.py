@@ -37,9 +37,7 @@ def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) ->
     """The tree with feed-forwards of another width, in the layers asked for; `active` keeps the most active units."""
     size = asked.number("a width")
     none = f"the feed-forwards are {size} wide already"
-    layers = asked.those(
-        spec, lambda block: dense_of(block).intermediate_size != size, none, "Possible: another width."
-    )
+    layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another dimension.")
     inner = [each for layer in layers for each in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}
     new = with_blocks(spec, {layer: with_dense(spec.blocks[layer], dense) for layer, dense in changed.items()})
@@ -89,8 +87,11 @@ def _narrowed(
         return "approximate", tensors, {"method": "activity", "kept": stay}
     if asked.calibration is None:
         first = short[0].path
-        reason = f"{first} has {alive[first]} units in use, and which of them matter least shows on a text alone"
-        hint = f"Possible: {alive[first]} or more; --calibrate FILE; --approximate, which goes by the weights."
+        reason = f"{first} has {alive[first]} units in use, and finding the least important ones needs a text"
+        hint = (
+            f"Keep {alive[first]} or more, give a text with --calibrate FILE, or use --approximate to choose units by"
+        )
+        hint += " their weights."
         raise SwapRefused(reason, hint)
     scratch = Scratch.by("pruning.units", asked.calibration(), inner, size)
     for each in inner:

@@ -532,7 +532,7 @@ def test_a_swapped_model_alone_has_no_reference(tmp_path: Path) -> None:
     with pytest.raises(CannotExpress) as caught:
         verify(tmp_path / "rms")
     assert "RMSNorm" in caught.value.message
-    assert caught.value.hint == "compare with the checkpoint it was made from: gptkit verify ORIGINAL THIS"
+    assert caught.value.hint == "compare it with its original: gptkit verify ORIGINAL THIS"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -586,7 +586,7 @@ def test_bad_input_has_its_exit_code(
         (4, "vocabularies differ: 97 tokens", [hf, tmp_path / "other"]),
         (4, "weights are not floating point: model.norm.weight is F8_E4M3", [narrow]),
         (2, "unknown dtype 'float8_e4m3fn'", [hf, "--dtype", "float8_e4m3fn"]),
-        (2, "has no tokenizer to read a prompt with", [hf, "--prompt", "x"]),
+        (2, "has no tokenizer, which --prompt needs", [hf, "--prompt", "x"]),
     ):
         run = call("verify", *arguments, *options)
         assert (run.exit_code, message in run.stderr) == (code, True), run.stderr

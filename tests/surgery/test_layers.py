@@ -97,7 +97,7 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
     ("value", "error", "words"),
     [
         ("0-3", SwapRefused, "names layer 3, the model has 3: 0 to 2"),
-        ("2-1", UsageError, "runs backwards"),
+        ("2-1", UsageError, "has its first layer after its last"),
         ("x", UsageError, "no list of layers"),
         ("", UsageError, "unknown"),
         ("0,,1", UsageError, "no list of layers"),

@@ -268,7 +268,7 @@ def copy(plain: Path, tmp_path: Path) -> Path:
         ({"peft_type": "IA3"}, "an adapter of the kind 'IA3'"),
         ({"peft_type": "LOHA"}, "an adapter of the kind 'LOHA'"),
         ({"peft_type": "ADALORA"}, "an adapter of the kind 'ADALORA'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa': it starts from weights that are not the base"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa': the adapter does not start from the base"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: it repeats layers"),
         ({"use_qalora": True}, "use_qalora"),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),

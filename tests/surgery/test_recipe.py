@@ -89,8 +89,11 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
         ("[[step]]\ntie='yes'", "tie is a flag: true"),
         ("[[step]\n", "no TOML: "),
         ("[[step]]\nnorm='a'\nnorm='b'", "no TOML: "),
-        ("sources = 3\n[[step]]\nnorm='rmsnorm'", "sources is not what gptkit writes"),
-        ("[sources]\n[calibration]\ntokens='x'\n[[step]]\nnorm='rmsnorm'", "calibration is not what gptkit writes"),
+        ("sources = 3\n[[step]]\nnorm='rmsnorm'", "sources does not have the form that gptkit writes"),
+        (
+            "[sources]\n[calibration]\ntokens='x'\n[[step]]\nnorm='rmsnorm'",
+            "calibration does not have the form that gptkit writes",
+        ),
     ],
 )
 def test_what_is_no_recipe(text: str, words: str, hf: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_name_of_two_steps(tmp_path: Path) -> None:
     assert steps_of({"mlp": "GEGLU"}, blocks="1")[1] == Step("activation", "gelu", blocks="1")
     for name, word in ((option.name, word) for option in all_options() for word in option.two):
         assert len(steps_of({name: word})) == 2
-    with pytest.raises(UsageError, match="--activation silu and --activation relu are asked for at once"):
+    with pytest.raises(UsageError, match="--activation silu and --activation relu cannot be combined"):
         steps_of({"mlp": "swiglu", "activation": "relu"})
     (tmp_path / "one.toml").write_text("[[step]]\nmlp = 'SwiGLU'")
     (step,) = read_recipe(tmp_path / "one.toml").steps
