@@ -103,7 +103,7 @@ class BlockFile:
             nonlocal at
             view = memoryview(data).cast("B")
             if at + view.nbytes > block.end:
-                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes of {name} were given")
+                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes were written for {name}")
             for begin in range(0, view.nbytes, CHUNK):
                 chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
                 found = _buffer("file")[: chunk.nbytes]
@@ -113,7 +113,7 @@ class BlockFile:
                 addresses = (ctypes.c_void_p(array.ctypes.data) for array in (found, chunk))
                 if _LIBC.memcmp(*addresses, ctypes.c_size_t(found.nbytes)):
                     hint = "The disk or the memory of this machine may be failing."
-                    raise GptkitError(f"{self.path} does not hold what was written to it, from byte {at} on", hint)
+                    raise GptkitError(f"{self.path} differs from what gptkit wrote to it, from byte {at} on", hint)
                 digest.update(found.data)
                 if front:
                     self._see(found)
@@ -122,7 +122,7 @@ class BlockFile:
         try:
             yield piece
             if at != block.end:
-                message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes of {name} were given"
+                message = f"{self.path}: {at - block.start} of the {block.nbytes} bytes were written for {name}"
                 raise CheckpointError(message)
             # Have the kernel (Linux's) begin to write, so that the fsync at the end finds little to do. It is a hint:
             # what fails here fails again, and is reported, in the fsync.

@@ -223,7 +223,7 @@ def _read(
     assert found.path is not None
     if found.format == "tree":
         hint = f"gptkit load --random {found.path} gives it random ones."
-        raise InvalidInput(f"{found.path} is a tree by itself: there are no weights to it", hint)
+        raise InvalidInput(f"{found.path} describes only an architecture and has no weights", hint)
     spec, origin, unknown = check(found)
     files = remote or weight_files(found.path, allow_pickle, found.names)
     pickled = files.format == "pickle"
@@ -258,7 +258,7 @@ def _match(
     made = match(checkpoint.spec, checkpoint.leaves, weights, architecture, family, integers=integers)
     if "scales" in made.carried and not stored:
         raise Quantised(
-            f"{checkpoint.path}: its weights are quantised, and gptkit reads floating-point ones",
+            f"{checkpoint.path}: the weights are quantised, and gptkit needs floating-point weights here",
             _FIRST_ONE if architecture is not None else "convert --to hf, and then those files with --dtype bfloat16.",
         )
     _refuse(checkpoint, made, architecture, allow_extra, partial)
@@ -295,7 +295,7 @@ def _refuse_other_class(path: Path, made: Match, architecture: Architecture | No
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
     elif not made.missing:
         hint = f"Pass --allow-extra to take the language model without {_some(own)}."
-    raise OtherClass(f"{path} is a {name}, {what}, and gptkit computes language models", hint)
+    raise OtherClass(f"{path} is a {name}, {what}, but gptkit supports only language models", hint)
 
 
 def _lacking(made: Match) -> str:

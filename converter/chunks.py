@@ -37,12 +37,12 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
     """The chunks, but for empty ones. Raises CheckpointError unless each element is in exactly one of them."""
     full = sorted((chunk for chunk in chunks if chunk.stored.count), key=lambda chunk: chunk.offsets)
     if len(full) > _MAX_CHUNKS:
-        raise CheckpointError(f"{where} lies in {len(full):,} chunks", hint)
+        raise CheckpointError(f"{where} is stored in {len(full):,} chunks, which gptkit does not support", hint)
     for offsets, stored in full:
         if len(offsets) != len(shape) or len(stored.shape) != len(shape):
-            raise CheckpointError(f"{where} has a chunk of other dimensions", hint)
+            raise CheckpointError(f"{where} has a chunk with a different number of dimensions", hint)
         if any(o + s > whole for o, s, whole in zip(offsets, stored.shape, shape, strict=True)):
-            raise CheckpointError(f"{where} of shape {list(shape)} has a chunk that reaches beyond it", hint)
+            raise CheckpointError(f"{where} of shape {list(shape)} has a chunk outside of this shape", hint)
     count = sum(chunk.stored.count for chunk in full)
     begin = np.array([chunk.offsets for chunk in full], np.int64)
     end = begin + np.array([chunk.stored.shape for chunk in full], np.int64)

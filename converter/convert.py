@@ -95,7 +95,7 @@ def plan_output(
     family = to.family or origin.family
     if family is None:
         hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
-        raise UsageError("this tree never had a family", hint)
+        raise UsageError("this model has no family", hint)
     architecture = named(family)
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
     quantised = "scales" in (carried or ())
@@ -125,7 +125,7 @@ def plan_output(
     if in_fp8:
         few = fp8.quantised_leaves(spec, leaves)
         if not few:
-            raise UsageError(f"{architecture.name} has no matrices that transformers' fp8 layers hold")
+            raise UsageError(f"{architecture.name} has no matrices that transformers can store as fp8")
         settings = {"quantization_config": fp8.settings(leaves, few, architecture.head)}
         small[CONFIG] = json_bytes({**json.loads(small[CONFIG]), **settings})
         otherwise = {leaf.checkpoint: fp8.stored(leaf) for leaf in leaves if leaf.checkpoint in few}
@@ -185,10 +185,12 @@ def plan_conversion(
         beside = () if folder is None else tuple(companions_in(folder))
         return fmt.plan(Request(source, dtype, beside, max_shard_bytes or DEFAULT_SHARD_BYTES))
     if dtype is not None and dtype.lower() == "q8_0":
-        raise UsageError(f"--to {to} has no {dtype}", "Quantised types are GGUF's: --to gguf --dtype q8_0.")
+        raise UsageError(
+            f"--to {to} has no {dtype}", "Quantised types need --to gguf, for example --to gguf --dtype q8_0."
+        )
     in_fp8 = dtype is not None and dtype.lower() == "fp8"
     if in_fp8 and to.kind != "hf":
-        raise UsageError(f"--to {to} has no fp8", "It is for --to hf.")
+        raise UsageError(f"--to {to} has no fp8", "fp8 needs --to hf.")
     dtype = None if in_fp8 else dtype
     dtypes, compute = source.shared_dtypes(dtype), source.dtype if dtype is None else parse_dtype(dtype)
     spans = [(leaf, source.span(leaf)) for leaf in source.leaves]
@@ -263,7 +265,7 @@ def convert(
         staging.single = begins
     elif target.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth"):
         way = "Name the folder to make" + (", or pass --to gguf." if target.suffix == ".gguf" else ".")
-        raise UsageError(f"{target} is the name of a file, and --to {form} makes a folder", way)
+        raise UsageError(f"{target} looks like a file name, but --to {form} writes a folder", way)
     # What cannot be written is refused before gigabytes are fetched, and from here on nobody else writes there.
     with nullcontext() if dry_run else staging.reserved():
         opening = {"offline": offline, "allow_pickle": allow_pickle, "allow_extra": allow_extra}
@@ -297,7 +299,7 @@ def _with_carried(source: Checkpoint, to: Target, drop: Collection[str]) -> Chec
     """
     if unknown := [group for group in drop if group not in source.carried]:
         there = f"there are {', '.join(source.carried)}" if source.carried else "every tensor is of the model itself"
-        raise UsageError(f"{source.reference} has nothing of {shown(unknown[0], 40)} to leave out", there)
+        raise UsageError(f"{source.reference} has no group {shown(unknown[0], 40)} of tensors to drop", there)
     placed = to.kind == "local" or (to.kind == "hf" and to.family in (None, source.origin.family))
     kept = [leaf for group, leaves in source.carried.items() if placed and group not in drop for leaf in leaves]
     lost = [group for group in source.carried if group not in drop and not placed]

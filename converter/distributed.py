@@ -111,7 +111,7 @@ def deal_out(shards: Sequence[Shard], size: int) -> list[list[str]]:
 def _not_met(error: Exception) -> GptkitError:
     """The error of processes that do not find one another."""
     message = f"the processes of this run did not find one another: {str(error).splitlines()[0]:.200}"
-    return GptkitError(message, "Start them with torchrun; gptkit alone needs no RANK and WORLD_SIZE.")
+    return GptkitError(message, "Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.")
 
 
 def meet(backend: str) -> None:
@@ -371,7 +371,7 @@ class _Guest(_Team):
     def transfer(self, plan: Plan, source: TensorFiles, staging: Staging, **options: Any) -> Transferred:
         if self.opened()[2] != _digest(plan, source):
             hint = "Give every process the same checkpoint, options and version of gptkit."
-            raise GptkitError(f"rank {self.rank} and rank 0 plan different files from {source.reference}", hint)
+            raise GptkitError(f"rank {self.rank} and rank 0 see different files in {source.reference}", hint)
         done = self.carry(plan, source, staging, {**options, "progress": None})
         self.say(0, "quiet", done)
         return done

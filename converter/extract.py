@@ -41,14 +41,14 @@ def extract(
         UsageError: an unknown part; `out` exists or cannot be made.
     """
     if part not in _PARTS:
-        raise UsageError(f"{shown(part, 40)} is no part that can be extracted", f"known: {', '.join(_PARTS)}")
+        raise UsageError(f"{shown(part, 40)} is not a part that gptkit can extract", f"known: {', '.join(_PARTS)}")
     found = resolve(model, offline=offline, companions=True)
     assert found.path is not None
     files = replace(scan(found.path), found=found, revision=found.revision)
     problems = [*files.broken.values(), files.index_error, files.config_error]
     if files.config is None or any(problems):
         why = next(filter(None, problems), f"{found.text} has no config.json")
-        raise CheckpointError(why, "gptkit audit tells all that is wrong with it.")
+        raise CheckpointError(why, "gptkit audit lists everything that is wrong with it.")
     family, config = text_config(files.config)
     names, config = text_names(family, config, files.tensors)
     rewrite(files, names, out, force, config)

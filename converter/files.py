@@ -156,7 +156,7 @@ def locked(target: Path) -> Iterator[bool]:
 
 def _take(path: Path, target: Path) -> tuple[int, bool] | None:
     """The open file, and whether it is locked; None where the holder before removed it meanwhile."""
-    in_the_way = UsageError(f"{path} is in the way: gptkit keeps its lock under this name", "Remove it.")
+    in_the_way = UsageError(f"{path} exists, but gptkit needs this name for its lock file", "Remove it.")
     try:
         # Neither through a planted link, nor waiting for the other end of a planted pipe.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

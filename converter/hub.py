@@ -144,12 +144,12 @@ class Repository:
             for chunk in response.iter_raw():
                 answer += chunk
                 if len(answer) > _MAX_ANSWER:
-                    message = f"{self}: what answers for the hub lists its files in more than {_MAX_ANSWER:,} bytes"
+                    message = f"{self}: the server's list of files has more than {_MAX_ANSWER:,} bytes"
                     raise InvalidInput(message, NO_HUB)
         try:
             return msgspec.json.decode(answer, type=_Answer).siblings
         except msgspec.DecodeError as error:
-            raise InvalidInput(f"{self}: what answers for the hub does not list files: {error!s:.80}") from error
+            raise InvalidInput(f"{self}: the server at HF_ENDPOINT does not list files: {error!s:.80}") from error
 
     def _has(self, name: str) -> bool:
         if self.files is not None:
@@ -224,7 +224,7 @@ class Repository:
                 shards = sorted(set(read_index(listing).values()))
                 missing = [name for name in shards if self.files is not None and name not in self.files]
                 if missing and self.online:
-                    raise CheckpointError(f"{self} lacks {missing[0]}, which its {index} names")
+                    raise CheckpointError(f"{self} does not have {missing[0]}, which its {index} lists")
                 if missing:
                     raise lacking
                 return [index, *shards]
@@ -282,7 +282,7 @@ class Repository:
             raise NoConfig(self) if name == CONFIG else InvalidInput(f"{self} has no file {name}", "Check its name.")
         commit = about.commit_hash
         if commit is None or not _COMMIT.fullmatch(commit):
-            raise Offline(f"{self}: what answers for the hub does not name a commit", WAY_ON)
+            raise Offline(f"{self}: the server at HF_ENDPOINT does not return a commit", WAY_ON)
         self.commit = commit
 
     def _cached(self, name: str, revision: str | None = "") -> Path | None:
@@ -306,7 +306,9 @@ def _counting(repository: Repository, name: str) -> Any:
             self.taken += int(n or 0)
             if most is not None and self.taken > most:
                 message = f"{repository}: {name} has more than {most:,} bytes, which is none of a model's"
-                raise InvalidInput(message, "The address in HF_ENDPOINT is no hub, or the repository no model.")
+                raise InvalidInput(
+                    message, "Check that HF_ENDPOINT is the address of a hub, and that the repository is a model."
+                )
             return super().update(n)
 
     return Counting
@@ -383,7 +385,7 @@ def gather(
         repository.fetch(name)
     for name in large:
         if repository.fetch(name) is None:
-            raise CheckpointError(f"{repository} lacks {name}, which its index names")
+            raise CheckpointError(f"{repository} does not have {name}, which its index lists")
     repository.record()
     return folder
 
@@ -412,7 +414,7 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
         hint = "Give a branch, a tag or a full commit, as in org/name@main."
         raise InvalidInput(f"{repo} has no revision {repository.revision}", hint) from error
     except errors.RemoteEntryNotFoundError as error:
-        raise CheckpointError(f"{repository} lacks {fetching or CONFIG}") from error
+        raise CheckpointError(f"{repository} has no {fetching or CONFIG}") from error
     except errors.HFValidationError as error:
         hint = "Give org/name, a folder, or sample:gpt2."
         raise InvalidInput(f"not a model reference: {repository}", hint) from error
@@ -427,10 +429,12 @@ def typed_errors(repository: Repository, fetching: str | None = None) -> Iterato
             raise _refused(repository, answer.response.status_code, str(answer), answer.server_message) from error
         if fetching is not None and not isinstance(error, errors.LocalEntryNotFoundError):
             hint = "Files that were complete are kept: run the same again to go on from there."
-            raise Offline(f"fetching {fetching} of {repository} broke off: {_reason(error)}", hint) from error
+            raise Offline(
+                f"the download of {fetching} from {repository} was interrupted: {_reason(error)}", hint
+            ) from error
         raise Offline(f"{repository} is not in the local cache, and the hub could not be reached", WAY_ON) from error
     except ValueError as error:  # a file of more than 50 GB, which it fetches by a package of its own alone
-        raise InvalidInput(f"{repository}: {fetching or 'it'} cannot be fetched: {_reason(error)}") from error
+        raise InvalidInput(f"{repository}: cannot download {fetching or 'it'}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

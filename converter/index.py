@@ -136,7 +136,7 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         return _pickles([folder / name for name in pickles], allow_pickle)
-    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{folder} contains no weights: it has neither {SINGLE} nor {INDEX}")
 
 
 def index_of(folder: Path, found: WeightFiles) -> str | None:
@@ -180,12 +180,12 @@ def read_index(path: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if raw is None:
-        raise CheckpointError(f"{path} has {size:,} bytes: no index is that long")
+        raise CheckpointError(f"{path} has {size:,} bytes, too many for an index")
     mapping = parse_weight_map(str(path), raw)
     suffix = ".bin" if path.name == PICKLE_INDEX else ".safetensors"
     names = set(mapping.values())
     if len(names) > _MAX_SHARDS:
-        raise CheckpointError(f"{path} names {len(names):,} weight files, and more than {_MAX_SHARDS:,} are not read")
+        raise CheckpointError(f"{path} names {len(names):,} weight files, but gptkit reads at most {_MAX_SHARDS:,}")
     for name in names:
         if not is_plain(name):
             hint = "Do not use this checkpoint: no tool writes that."

@@ -21,7 +21,7 @@ def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> 
     does, and None where none does. Raises InvalidInput, which begins with `where`.
     """
     if sum(map(len, patterns)) > _LONGEST:
-        raise InvalidInput(f"{where}: the patterns have more than {_LONGEST:,} characters together")
+        raise InvalidInput(f"{where}: the patterns have more than {_LONGEST:,} characters in total")
     whole = [rf"(.*\.)?({pattern})$" for pattern in patterns]
     if all(map(_PLAIN.fullmatch, patterns)):
         compiled = list(map(re.compile, whole))
@@ -35,5 +35,5 @@ def first_matches(where: str, patterns: Sequence[str], names: Sequence[str]) -> 
         hint = "Write module names without nested repetitions in their place."
         raise InvalidInput(f"{where}: matching {told} takes more time or memory than gptkit allows", hint)
     if "error" in reply:
-        raise InvalidInput(f"{where}: {told} is no regular expression: {shown(reply['error'], 100)[1:-1]}")
+        raise InvalidInput(f"{where}: {told} is not a valid regular expression: {shown(reply['error'], 100)[1:-1]}")
     return [patterns[index] if index >= 0 else None for index in reply["answer"]]

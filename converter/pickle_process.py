@@ -621,5 +621,5 @@ def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> l
 def _sizes(value: Any) -> list[int]:
     sizes = list(value) if isinstance(value, list | tuple) and len(value) <= _MAX_DIMS else [-1]
     if any(type(number) is not int or not 0 <= number < _MAX_INTEGER for number in sizes):
-        raise _RefusedError("sizes that are no sizes")
+        raise _RefusedError("invalid sizes")
     return sizes

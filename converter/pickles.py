@@ -56,7 +56,7 @@ def pickle_weights(files: Sequence[Path]) -> Weights:
     for path, state in zip(files, unpickled(files), strict=True):
         for name, tensor in named_tensors(path, state):
             if name in found:
-                raise CheckpointError(f"{shown(name, 80)} is in two of the files")
+                raise CheckpointError(f"{shown(name, 80)} is in two files")
             found[name] = tensor
     weights = Weights(found)
     weights.check()
@@ -121,12 +121,12 @@ class Unpickler:
         try:
             self._process = self._process or Confined("pickle_process", self._seconds)
         except OSError as error:
-            raise CheckpointError(f"cannot start a process that reads {path}: {error}") from error
+            raise CheckpointError(f"cannot start the process that reads {path}: {error}") from error
         answer = self._process.ask(question, partial(_value, path))
         if answer is None:
             self._process = None
             raise CheckpointError(
-                f"{where} cannot be read: the process that reads it died, or took too long", self._hint
+                f"{where} cannot be read: the process that reads it crashed or took too long", self._hint
             )
         if "answer" in answer:
             return answer["answer"]
@@ -168,7 +168,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     beside = _entries(content, (*tensors, *where[:1]))
     if not tensors:
         return CheckpointError(
-            f"{path} holds a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
+            f"{path} contains a {_kind(content)}, not a dictionary of tensors{beside and ': ' + beside}"
         )
     some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:_SHOWN])
     keys = "".join(f"[{_shown(key)!r}]" for key in where)
@@ -177,7 +177,7 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     told += beside and f"; beside them {beside}"
     found = whose(list(tensors))
     if found is None:
-        return CheckpointError(told, "Their names are those of no family that gptkit knows.")
+        return CheckpointError(told, "Their names do not match any family that gptkit supports.")
     owner, prefix = found
     only = len(tensors) < entries
     return CheckpointError(f"{told}; {_names_of(owner, prefix)}", _OTHERS.get(owner) or _way_on(keys, prefix, only))

@@ -42,7 +42,7 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
     assert told is not None
     method, info = METHODS[told[0].partition(",")[0]], weights.info
     if (refused := method.refuses(settings)) is not None:
-        raise Quantised(f"{where}: its weights are quantised ({told[0]}), and {refused}")
+        raise Quantised(f"{where}: the weights are quantised ({told[0]}), and {refused}")
     made: dict[str, Stored] = {}
     used = {name for name in info if name.rpartition(".")[2] in _BESIDE}
     lacking, twice, misfits = list[str](), list[str](), list[str]()

@@ -62,14 +62,17 @@ class _Remote:
         listed = self._repository.size(self._name)
         size = listed if size is None else size
         if size is None:
-            raise InvalidInput(f"the server does not say how long {self.where} is", self._otherwise)
+            raise InvalidInput(f"the server does not report the size of {self.where}", self._otherwise)
         if listed is not None and listed != size:
-            raise CheckpointError(f"{self.where} has {size} bytes, and the hub lists {listed}", "Try again later.")
+            raise CheckpointError(f"{self.where} has {size} bytes, but the hub lists {listed}", "Try again later.")
         if begin and (size, etag) != (self.size, self._etag):
-            raise Offline(f"{self.where} changed while it was read", "Run the same again.")
+            raise Offline(f"{self.where} changed while it was read", "Run the same command again.")
         self.data, self.size, self._etag = self.data + data, size, etag
         if len(self.data) < min(end, size):
-            raise Offline(f"{self.where}: the connection broke off after {len(self.data)} bytes", "Run the same again.")
+            raise Offline(
+                f"{self.where}: the connection was interrupted after {len(self.data)} bytes",
+                "Run the same command again.",
+            )
 
     def sample(self, start: int, end: int) -> bytes:
         """Bytes from further on."""
@@ -77,7 +80,7 @@ class _Remote:
         data, _, _ = self._read(start, end)
         if len(data) != end - start:
             message = f"{self._repository}: the connection broke off within {self._name}"
-            raise Offline(message, "Run the same again.")
+            raise Offline(message, "Run the same command again.")
         return data
 
     def _read(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
@@ -100,7 +103,7 @@ class _Remote:
                 given = _RANGE.fullmatch(headers.get("Content-Range", ""))
                 if given is None or int(given[1]) != begin or not begin <= int(given[2]) < end:
                     raise InvalidInput(
-                        f"{repository}: the server was asked for bytes {begin} to {end - 1} of {name} and sends others",
+                        f"{repository}: the server does not send the requested bytes {begin} to {end - 1} of {name}",
                         NO_HUB,
                     )
                 size, skip, wanted = int(given[3]) if given[3] != "*" else None, 0, int(given[2]) + 1 - begin

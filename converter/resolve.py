@@ -233,7 +233,7 @@ def _refuse_path(name: str, error: Offline) -> None:
 
 def _config_alone(name: str) -> InvalidInput:
     hint = f"gptkit load --random {name} draws some; params, compare and show need none."
-    return InvalidInput(f"the preset {name} is a config alone: its weights were not published", hint)
+    return InvalidInput(f"the preset {name} has only a config: its weights were not published", hint)
 
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:

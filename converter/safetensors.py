@@ -47,7 +47,7 @@ class _Dtype:
     def itemsize(self) -> int:
         """Bytes per element. Raises CheckpointError for a packed type."""
         if self.carrier is None:
-            raise CheckpointError(f"{self.name} packs {self.bits}-bit elements, which gptkit cannot move")
+            raise CheckpointError(f"{self.name} has packed {self.bits}-bit elements, which gptkit cannot convert")
         return self.bits // 8
 
 
@@ -168,7 +168,7 @@ def _read_entries(where: Path | str, raw: bytes) -> tuple[list[TensorInfo], dict
             _check_entry(where, name, {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [start, end]})
         infos.append(TensorInfo(name, entry.dtype, shape, data + start, data + end))
     if b"-" in texts:  # all sizes are 0 or more, and no dtype has this sign
-        raise CheckpointError(f"{where}: a size is written as -0, which other readers take for a fraction")
+        raise CheckpointError(f"{where}: a size is -0, which other readers treat as a fraction")
     return infos, metadata or {}
 
 
@@ -186,13 +186,13 @@ def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
             if not isinstance(weight_map, dict):
                 raise lacking from None
             if not all(isinstance(name, str) for name in weight_map.values()):
-                raise CheckpointError(f"{what}: its weight_map holds something that is not a file name") from None
+                raise CheckpointError(f"{what}: its weight_map has a value that is not a file name") from None
         raise _cannot_be_read(what, error) from None
     if not mapping:
         raise CheckpointError(f"{what} has an empty weight_map")
     rest = b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(text) for name, text in members.items()) + b"}"
     if len(rest) > _MAX_REST:
-        raise CheckpointError(f"{what} has {len(rest):,} bytes beside its weight_map: no index has")
+        raise CheckpointError(f"{what} has {len(rest):,} bytes outside of its weight_map, too many for an index")
     parse_json_object(rest, what)
     _refuse_twins(what, raw, colons(rest) + 1 + len(mapping))
     return mapping
@@ -201,7 +201,7 @@ def parse_weight_map(what: str, raw: bytes) -> dict[str, str]:
 def _members_of(raw: bytes, what: str) -> dict[str, msgspec.Raw]:
     """An object's members, not decoded yet; CheckpointError for more than any has, else what is `_MALFORMED`."""
     if raw.count(b":") > MAX_KEYS:
-        raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, and no real one has")
+        raise CheckpointError(f"{what} cannot be read: it has more than {MAX_KEYS:,} keys, too many for an index")
     return _MEMBERS.decode(raw)
 
 
@@ -211,7 +211,7 @@ def _refuse_twins(what: str, raw: bytes, count: int) -> None:
         return
     if len(raw) <= _EXPLAINED:
         parse_json_object(raw, what)  # says which
-    raise CheckpointError(f"{what} cannot be read: a key is there twice")
+    raise CheckpointError(f"{what} cannot be read: a key occurs twice")
 
 
 def colons(raw: bytes) -> int:
@@ -303,7 +303,7 @@ def _check_entry(file: Path | str, name: str, entry: object) -> None:
     """Raise CheckpointError where an entry of the header, as parsed, is not a tensor."""
     where = f"{file}: tensor {_short(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: dtype, shape and data_offsets expected, and nothing else")
+        raise CheckpointError(f"{where}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {_short(dtype)}")
@@ -329,7 +329,7 @@ def _nbytes(where: str, dtype: str, shape: Sequence[int]) -> int:
         raise CheckpointError(f"{where}: shape {_short(list(shape))} overflows")
     total = bits * math.prod(shape)
     if total % 8:
-        raise CheckpointError(f"{where}: {dtype} of shape {_short(list(shape))} does not end on a byte")
+        raise CheckpointError(f"{where}: {dtype} of shape {_short(list(shape))} does not fill whole bytes")
     return total // 8
 
 
@@ -354,7 +354,7 @@ def build_header(
     at = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: (-_RANK[tensor[1]], tensor[0])):
         if name in entries or name == "__metadata__":
-            raise CheckpointError(f"tensor {_short(name)}: this name is taken already")
+            raise CheckpointError(f"tensor {_short(name)}: this name is already in use")
         end = at + _nbytes(f"tensor {_short(name)}", dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         placed.append(TensorInfo(name, dtype, shape, at, end))

@@ -155,7 +155,7 @@ def scan(reference: str | Path | Reference, *, offline: bool = False, allow_pick
         made = _with_pickles(made, allow_pickle)
     if not made.headers and not made.broken:
         hint = "Name a checkpoint: a folder or a repository with weight files, or one such file."
-        raise InvalidInput(f"{found.text} holds no weight file: there is nothing to audit", hint)
+        raise InvalidInput(f"{found.text} contains no weight file, so there is nothing to audit", hint)
     return made
 
 

@@ -31,7 +31,7 @@ READ_ONLY = "trained"
 def register(format_: str, module: str) -> None:
     """Make a format known, with the full name of its module; raises UsageError where there is one of its name."""
     if format_ in FORMATS or format_ in ("local", "hf", "tree"):
-        raise UsageError(f"there is a format {format_} already")
+        raise UsageError(f"the format {format_} already exists")
     FORMATS[format_] = module
 
 

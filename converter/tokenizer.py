@@ -35,7 +35,7 @@ class Tokenizer:
         files = [path] if folder is None else token_files(folder)
         nbytes = sum(file.stat().st_size for file in files) if text is None else len(text)
         if nbytes > MAX_BYTES:
-            raise InvalidInput(f"{path} has {nbytes:,} bytes, which is more than a tokenizer takes")
+            raise InvalidInput(f"{path} has {nbytes:,} bytes, too many for a tokenizer")
         self._process = Confined("tokenizer_process")
         asked: dict[str, Any] = {"libraries": libraries(), "bytes": nbytes, "file": str(path.absolute())}
         if folder is not None:
@@ -170,7 +170,7 @@ def load_tokenizer(folder: Path, texts: Mapping[str, bytes] | None = None) -> To
             # Asked first: without it transformers takes the file for another kind, and its error names that.
             if importlib.util.find_spec("sentencepiece") is None:
                 raise InvalidInput(
-                    f"{model} is a SentencePiece model, and there is no tokenizer.json beside it",
+                    f"{model} is a SentencePiece model, and its folder has no tokenizer.json",
                     "pip install sentencepiece protobuf, or add the tokenizer.json that transformers' save_pretrained"
                     " writes",
                 )

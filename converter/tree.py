@@ -129,7 +129,7 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
         kind = "a LoRA adapter" + (f" of rank {rank}" if type(rank) is int else "")
         hint = f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"
     kind += f" for {given}" if given is not None else ""
-    raise InvalidInput(f"{path} is {kind}, not a model by itself", hint)
+    raise InvalidInput(f"{path} is {kind}, not a model", hint)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
     try:  # what Python's parser takes and JSON has not: NaN, numbers beyond fp64, half a surrogate pair
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} holds what JSON cannot: {error}") from error
+        raise ConfigError(f"{path} contains values that JSON cannot represent: {error}") from error
     if data.get("schema_version") != _LOCAL_SCHEMA:
         message = (
             f"{path} has schema version {shown(data.get('schema_version'), 40)}, this gptkit reads {_LOCAL_SCHEMA}"
@@ -210,9 +210,12 @@ def write_spec(
 
     target = Path(path).expanduser()
     if target.suffix != ".json" or target.name in (CONFIG, LOCAL_CONFIG):
-        raise UsageError(f"{target}: a tree goes into a .json file of a name of its own", "Name it my-model.json, say.")
+        raise UsageError(
+            f"{target}: an architecture is written to a .json file, which needs another name",
+            "Name it my-model.json, for example.",
+        )
     if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent}", "Make it first.")
+        raise UsageError(f"the folder {target.parent} does not exist", "Create it first.")
     if target.is_dir() or (os.path.lexists(target) and not force):
         raise UsageError(f"{target} exists already", "Choose another name, or pass --force to replace it.")
     text = json.dumps(described_tree(spec, origin or Origin(), dtype), indent=2) + "\n"

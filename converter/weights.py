@@ -54,9 +54,9 @@ class Weights:
         for name, tensor in self._tensors.items():
             where = f"{tensor.path}: {shown(name, 80)}"
             if tensor.count * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where} claims {tensor.count:,} elements that are not in the file")
+                raise CheckpointError(f"{where} should have {tensor.count:,} elements, which are not in the file")
             if tensor.count and (tensor.offset + tensor.reach) * tensor.itemsize > tensor.nbytes:
-                raise CheckpointError(f"{where} reaches beyond the bytes that are its")
+                raise CheckpointError(f"{where} is larger than its place in the file")
             if tensor.path is not None:
                 self._mapped(tensor.path)
 

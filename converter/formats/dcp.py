@@ -55,7 +55,9 @@ def _description(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     hint = f"Put the model's {CONFIG} beside {_METADATA}."
-    raise InvalidInput(f"{path} is a distributed checkpoint, which does not say what model it holds", hint)
+    raise InvalidInput(
+        f"{path} is a distributed checkpoint without a config.json, so its architecture is not known", hint
+    )
 
 
 def read(path: Path, allow_pickle: bool) -> Opened:
@@ -116,7 +118,7 @@ def _prefix(path: Path, names: Iterable[str], leaves: Sequence[BoundLeaf]) -> st
     if len(found) > 1 and "model." in found:
         return "model."
     if len(found) > 1:
-        raise CheckpointError(f"{path} holds {len(found)} models: {', '.join(map(repr, found[:5]))}")
+        raise CheckpointError(f"{path} contains {len(found)} models: {', '.join(map(repr, found[:5]))}")
     return found[0] if found else ""
 
 

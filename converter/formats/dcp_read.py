@@ -70,7 +70,7 @@ def _located(name: str, chunk: Chunk, process: Unpickler) -> Chunk:
     where = f"{stored.path}: {shown(name, 80)}, at byte {stored.start:,},"
     inside = process.ask(stored.path, where, (str(stored.path.absolute()), stored.start, stored.nbytes), "data")
     if not isinstance(inside, Stored):
-        raise CheckpointError(f"{where} holds more, or something else, than a plain tensor", _HINT)
+        raise CheckpointError(f"{where} is not a plain tensor", _HINT)
     if (inside.dtype, inside.shape) != (stored.dtype, stored.shape):
         stated = f"the metadata says {stored.dtype} of shape {list(stored.shape)}"
         raise CheckpointError(f"{where} is {inside.dtype} of shape {list(inside.shape)}, {stated}", _HINT)
@@ -90,7 +90,7 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if not isinstance(offsets, list):
                 offsets = [0] * len(info.shape)
             if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
-                raise CheckpointError(f"{path}: {shown(name, 80)}: sizes that are no sizes", _HINT)
+                raise CheckpointError(f"{path}: {shown(name, 80)}: invalid sizes", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
                 what = "another dtype, or other dimensions, than in another file"
                 raise CheckpointError(f"{path}: {shown(name, 80)}: {what}", _HINT)

@@ -87,7 +87,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:  # noqa: ARG001, as every fo
     try:
         bound = found.kind.bind(found.spec)
     except CannotExpress as error:  # biases on some projections and not on others
-        raise CheckpointError(f"{path}: its tensors make no model: {error.message}") from error
+        raise CheckpointError(f"{path}: its tensors do not form a model: {error.message}") from error
     kept = {name: tensor for name, tensor in tensors.items() if name not in found.dropped}
     for key in found.kind.numbers:
         kept |= {each.name: each for each in found.header.numbers(key, len(found.spec.blocks))}
@@ -219,7 +219,7 @@ def _name(path: Path | str, header: Header) -> str:
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         hint = "Join them with llama.cpp's llama-gguf-split --merge."
-        raise InvalidInput(f"{path} is one of {shown(parts, 20)} parts of a model", hint)
+        raise InvalidInput(f"{path} is only one of {shown(parts, 20)} parts of a model", hint)
     try:
         return gguf_rows(header.metadata.get("general.architecture"))[0].name
     except InvalidInput as error:

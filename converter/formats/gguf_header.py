@@ -107,7 +107,7 @@ class Header:
         except (struct.error, OverflowError):
             found = False
         if not found or len(values) not in (1, count):
-            raise CheckpointError(f"{self.where}: {key} is not {count} numbers of fp32, one for each layer")
+            raise CheckpointError(f"{self.where}: {key} must have {count} float32 numbers, one per layer")
         places = [start + 4 * (number % len(values)) for number in range(count)]
         return [GgufTensor(f"{key}.{number}", TYPES[0], (1,), at, at + 4) for number, at in enumerate(places)]
 
@@ -120,7 +120,7 @@ class Header:
             raise CheckpointError(f"{self.where}: {key} is not an array")
         count = len(value) if isinstance(value, list) else value.count
         if count > most:
-            raise CheckpointError(f"{self.where}: {key} has {count:,} values, where there is room for {most:,}")
+            raise CheckpointError(f"{self.where}: {key} has {count:,} values, but at most {most:,} are possible")
         if isinstance(value, list):
             return value
         if value.kind != _STRING:
@@ -209,7 +209,9 @@ class _Cursor:
         """Count bytes of strings. Raises CheckpointError: there are more than any header has."""
         self.text -= length
         if self.text < 0:
-            raise CheckpointError(f"{self.where}: {what} makes more than {_MAX_TEXT:,} bytes of text in its header")
+            raise CheckpointError(
+                f"{self.where}: {what} brings the text in the header to more than {_MAX_TEXT:,} bytes"
+            )
 
     def skip_strings(self, count: int, what: str) -> None:
         """Go over an array of strings, all of which lie within the file."""

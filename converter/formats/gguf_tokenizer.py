@@ -130,7 +130,7 @@ def check_lengths(tokens: Collection[str], where: str) -> None:
     """Raise CheckpointError for tokens longer than tokens are, before anything tries their every part."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         longest = max(map(len, tokens))
-        raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, which is no vocabulary")
+        raise CheckpointError(f"{where}: its tokens have up to {longest:,} characters, too many for a vocabulary")
 
 
 def splits(token: str) -> list[tuple[str, str]]:

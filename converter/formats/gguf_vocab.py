@@ -334,7 +334,7 @@ def _from_sentencepiece(data: bytes, name: str, rows: int, settings: Mapping[str
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise InvalidInput(f"{name} is not a SentencePiece model: {error!s:.80}") from error
     if not found.texts:
-        raise InvalidInput(f"{name} is not a SentencePiece model: it holds no pieces")
+        raise InvalidInput(f"{name} is not a SentencePiece model: it has no pieces")
     if kind is None:
         return _none(f"llama.cpp has no tokenizer like {name}: the file is written without one")
     decoder = settings.get("added_tokens_decoder")

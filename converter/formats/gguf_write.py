@@ -88,7 +88,7 @@ def _parse(asked: str | None) -> str | None:
         hint = f"known for GGUF: {', '.join(HF_NAMES[t] for t in _FILE_TYPES if t in HF_NAMES)}, q8_0"
         raise UsageError(error.message, hint) from error
     if kind not in _FILE_TYPES:
-        raise UsageError(f"llama.cpp computes nothing in {HF_NAMES[kind]}", "Choose float32.")
+        raise UsageError(f"llama.cpp does not support {HF_NAMES[kind]}", "Choose float32.")
     return kind
 
 
@@ -122,13 +122,13 @@ def q8_0(name: str) -> Encode:
 
         values = np.ascontiguousarray(cast(rows, dtype, "F32"))
         if bad := not_finite(values, "F32"):
-            raise CheckpointError(f"{name}: {bad} values are NaN or infinite, and Q8_0 has no such values")
+            raise CheckpointError(f"{name}: {bad} values are NaN or infinite, which Q8_0 cannot store")
         blocks = values.reshape(-1, _BLOCK)
         # A block's scale is a 127th of its largest value, as fp16.
         scales = np.abs(blocks).max(axis=1, initial=0) / np.float32(127)
         if (scales >= 65520).any():
             hint = "Choose a dtype with more range: bfloat16, float32."
-            raise CheckpointError(f"{name}: values do not fit Q8_0", hint)
+            raise CheckpointError(f"{name}: some values are too large for Q8_0", hint)
         # Below this 1 / scale is infinite, and what C makes of that is its own affair: zeros on x86, and here.
         tiny = (scales > 0) & (scales < 1 / np.finfo(np.float32).max)
         if tiny.any():
@@ -199,7 +199,7 @@ def _string(text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInput(f"the tokenizer holds {shown(text, 40)}, which is not valid Unicode") from error
+        raise InvalidInput(f"the tokenizer contains {shown(text, 40)}, which is not valid Unicode") from error
     return struct.pack("<Q", len(data)) + data
 
 

@@ -56,7 +56,7 @@ def step_in(folder: Path) -> Path | None:
     text = stated_name(said)
     inside = folder / (f"iter_{text.zfill(7)}" if text.isdecimal() else text)
     if not (text == "release" or text.isdecimal()) or not is_folder(inside):
-        raise CheckpointError(f"{said} names no folder beside it")
+        raise CheckpointError(f"{said} names a folder that does not exist")
     return inside
 
 
@@ -120,7 +120,7 @@ def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, 
     boxes: dict[int, list[Chunk]] = {}
     for (first, *offsets), stored in (chunk for chunk in tensor.chunks if chunk.stored.shape):
         if not stored.contiguous:
-            raise CheckpointError(f"{where} lies in a part that is no plain array", _HINT)
+            raise CheckpointError(f"{where} has a part that is not a plain array", _HINT)
         count, shape = stored.count // max(stored.shape[0], 1), stored.shape[1:]
         for layer in range(stored.shape[0]):
             part = replace(stored, shape=shape, strides=None, offset=stored.offset + layer * count)
@@ -133,10 +133,10 @@ def _unstacked(folder: Path, name: str, tensor: Chunked) -> Iterator[tuple[str, 
 def _arguments(file: Path, content: Any) -> Mapping[str, Any]:
     arguments = content.get("args") if isinstance(content, dict) else None
     if not isinstance(arguments, dict):
-        raise CheckpointError(f"{file} does not hold the arguments that it was trained with (args)", _HINT)
+        raise CheckpointError(f"{file} does not contain the training arguments (args), which gptkit needs", _HINT)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
-        raise CheckpointError(f"{file} is of checkpoint_version {shown(version, 20)}: 2 and later are read")
+        raise CheckpointError(f"{file} has checkpoint_version {shown(version, 20)}, but gptkit reads only 2 and later")
     return arguments
 
 
@@ -164,12 +164,16 @@ def _opened(
     told = [path for path, *_ in differences(without_rounding(beside), without_rounding(spec))] if beside else []
     if told := [path for path in told if path != "context_length"]:
         what = some_of(told, 3, ", …")
-        raise CheckpointError(f"{folder}: config.json and the arguments in {files[0].name} say other models ({what})")
+        raise CheckpointError(
+            f"{folder}: config.json and the arguments in {files[0].name} describe different models ({what})"
+        )
     leaves, weights = _bound(spec), chunked(tensors)
     notes = [f"{how}; the vocabulary is padded as it was trained: {rows:,} rows"]
     if spec.tied and {HEAD, EMBEDDING} <= weights.info.keys():  # the last stage's copy
         if not weights.same(HEAD, EMBEDDING):
-            raise CheckpointError(f"{folder}: {HEAD} is not the embedding, to which the arguments tie it", _HINT)
+            raise CheckpointError(
+                f"{folder}: {HEAD} differs from the embedding, although the arguments tie them", _HINT
+            )
         del weights.info[HEAD]
         notes.append(f"{HEAD} repeats the embedding it is tied to: kept once")
     text = json.dumps({**config, "architectures": [family.hf_class]}, indent=2) + "\n"
@@ -181,7 +185,7 @@ def _bound(spec: ModelSpec) -> list[Any]:
     try:
         return bind("Megatron-LM", LEAVES, spec)
     except CannotExpress as error:
-        raise CheckpointError(f"its arguments are of a model that has other parts: {error.message}") from error
+        raise CheckpointError(f"the arguments do not match the tensors: {error.message}") from error
 
 
 def _stages(
@@ -190,7 +194,10 @@ def _stages(
     """The tensors by stage, in the order of layers, and by rank in it; virtual stages follow all the stages before."""
     tensor, pipeline = arguments.get("tensor_model_parallel_size", 1), arguments.get("pipeline_model_parallel_size", 1)
     if not all(type(each) is int and 0 < each < 2**12 for each in (tensor, pipeline)):
-        raise CheckpointError(f"{files[0]} says that {shown(tensor, 20)} by {shown(pipeline, 20)} ranks were trained")
+        raise CheckpointError(
+            f"{files[0]} has an impossible number of ranks: {shown(tensor, 20)} tensor-parallel, "
+            f"{shown(pipeline, 20)} pipeline-parallel"
+        )
     found: dict[tuple[int, int], Any] = {}
     for file, content in zip(files, contents, strict=True):
         match = _RANK.fullmatch(file.parent.name)
@@ -201,7 +208,7 @@ def _stages(
         if not isinstance(own, dict):
             raise CheckpointError(f"{file} has no arguments", _HINT)
         if other := [str(key) for key in arguments if key not in _OWN and own.get(key) != arguments[key]]:
-            raise CheckpointError(f"{file} has another {some_of(other, 3)} than {files[0].parent.name}", _HINT)
+            raise CheckpointError(f"{file} has a different {some_of(other, 3)} than {files[0].parent.name}", _HINT)
         found[place] = content
     outside = any(stage >= pipeline or rank >= tensor for stage, rank in found)
     if len(found) != tensor * pipeline or outside:
@@ -213,7 +220,7 @@ def _stages(
         raise CheckpointError(f"{folder} {what} of {tensor} x {pipeline} ranks", _HINT)
     keys = [key for key in found[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:
-        raise CheckpointError(f"{files[0]} holds no model: {some_of([str(key) for key in found[0, 0]], 6)}")
+        raise CheckpointError(f"{files[0]} contains no model, only {some_of([str(key) for key in found[0, 0]], 6)}")
     ordered = sorted(keys, key=lambda key: int(key[5:] or 0))
     return [
         [_flat(folder, found[stage, rank].get(key)) for rank in range(tensor)]
@@ -236,7 +243,7 @@ def _flat(folder: Path, state: Any) -> dict[str, Stored]:
         if ours is None:
             continue
         if not isinstance(value, Stored):
-            raise CheckpointError(f"{folder}: {shown(name, 80)} is no plain tensor")
+            raise CheckpointError(f"{folder}: {shown(name, 80)} is not a plain tensor")
         if ours in found:
             raise CheckpointError(f"{folder} has {shown(name, 80)} under two names")
         found[ours] = value
@@ -263,7 +270,7 @@ def _joined(
     for name in tables[0]:
         where = f"{folder}: {shown(name, 80)}"
         if any(name not in table for table in tables):
-            raise CheckpointError(f"{where} is not in all of the {len(tables)} ranks of its stage", _HINT)
+            raise CheckpointError(f"{where} is missing in some of the {len(tables)} ranks of its stage", _HINT)
         parts = [table[name] for table in tables]
         dim, first = shared_out(name), parts[0]
         if dim is None or len(parts) == 1:
@@ -272,7 +279,7 @@ def _joined(
             yield name, Chunked(first.dtype, first.shape, (Chunk((0,) * len(first.shape), first),))
             continue
         if len({(each.dtype, each.shape) for each in parts}) > 1 or len(first.shape) <= dim:
-            raise CheckpointError(f"{where} has parts of other sizes or types in other ranks", _HINT)
+            raise CheckpointError(f"{where} has parts with different sizes or dtypes in different ranks", _HINT)
         if gated and "linear_fc1." in name:
             parts = [half for which in (0, 1) for each in parts for half in [_half(where, each, which)]]
         shape = (*first.shape[:dim], first.shape[dim] * len(tables), *first.shape[dim + 1 :])
@@ -287,6 +294,6 @@ def _half(where: str, part: Stored, which: int) -> Stored:
     """The rows of a rank's gate, or of its up."""
     rows = part.shape[0] // 2
     if part.shape[0] % 2 or not part.contiguous:
-        raise CheckpointError(f"{where} holds no gate and up of as many rows", _HINT)
+        raise CheckpointError(f"{where} cannot be split into gate and up with the same number of rows", _HINT)
     count = part.count // 2
     return replace(part, shape=(rows, *part.shape[1:]), strides=None, offset=part.offset + which * count)

@@ -76,7 +76,7 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     for own, tensor in named_tensors(file, state):
         name = own.removeprefix(_COMPILED)
         if name in found:
-            raise CheckpointError(f"{file}: {shown(name, 80)} is there with and without {_COMPILED}")
+            raise CheckpointError(f"{file}: {shown(name, 80)} exists both with and without the prefix {_COMPILED}")
         if is_buffer(name):
             dropped.append(name)
         else:
@@ -90,7 +90,7 @@ def _weights(file: Path, state: Mapping[Any, Any]) -> tuple[Weights, list[str]]:
     if HEAD not in found:
         return weights, notes
     if weights.info[HEAD][0] not in DTYPES or not weights.same(HEAD, EMBEDDING):
-        raise CheckpointError(f"{file}: {HEAD} is not the embedding, to which nanoGPT ties it")
+        raise CheckpointError(f"{file}: {HEAD} differs from the embedding, although nanoGPT ties them")
     del found[HEAD]
     return Weights(found), [*notes, f"{HEAD} repeats the embedding it is tied to: kept once"]
 
@@ -101,10 +101,10 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
         what = f"no size {missing[0]}" if missing else f"{shown(', '.join(other), 80)}, which its model does not know"
-        raise CheckpointError(f"{file} is no checkpoint of nanoGPT: its model_args have {what}")
+        raise CheckpointError(f"{file} is not a nanoGPT checkpoint: its model_args have {what}")
     bias = given.get("bias", "transformer.ln_f.bias" in weights.info)
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{file}: model_args say bias={shown(bias, 40)}")
+        raise CheckpointError(f"{file}: model_args has bias={shown(bias, 40)}, expected true or false")
     return {key: given[key] for key in ARGUMENTS}, bias
 
 

@@ -55,7 +55,7 @@ def joined(
         if ranks and len(values) < len(files):
             lacking = next(file for file in files if file not in values)
             raise CheckpointError(
-                f"{shown(name, 80)} is in {len(values)} of {len(files)} files, and not in {lacking}", _HINT
+                f"{shown(name, 80)} is in {len(values)} of {len(files)} files, but missing in {lacking}", _HINT
             )
         first = next(iter(values.values()))
         if isinstance(first, Shard):
@@ -73,7 +73,11 @@ def _all_ranks(files: Sequence[Path]) -> None:
     ways = list(zip(*numbers, strict=False)) if len({len(each) for each in numbers}) == 1 else []
     differing = [way for way in ways if len(set(way)) > 1]
     if len(files) > 1 and len(differing) != 1:
-        raise CheckpointError(f"{files[0].name} and {files[1].name} hold the same names, and are no ranks", _HINT)
+        raise CheckpointError(
+            f"{files[0].name} and {files[1].name} have tensors with the same names, but are not ranks of one "
+            "checkpoint",
+            _HINT,
+        )
     said = re.search(r"(?:world_size_|-of-)(\d{1,9})", files[0].name)
     ranks = set(differing[0]) if differing else {0}
     expected = range(int(said[1])) if said else range(max(ranks) + 1)
@@ -91,12 +95,12 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     where = f"{next(iter(values)).parent}: {shown(name, 80)}"
     first = next(iter(values.values()))
     if not all(isinstance(each, Shard) for each in values.values()):
-        raise CheckpointError(f"{where} is a part of a tensor in some files, and whole in others", _HINT)
+        raise CheckpointError(f"{where} is a part of a tensor in some files, but the whole tensor in others", _HINT)
     if any((e.shape, e.placements, e.local.dtype) != (first.shape, first.placements, first.local.dtype)
            for e in values.values()):  # fmt: skip
-        raise CheckpointError(f"{where} has another shape, dtype or placement in another file", _HINT)
+        raise CheckpointError(f"{where} has a different shape, dtype or placement in another file", _HINT)
     if first.coordinate is None and len(first.placements) > 1:
-        raise CheckpointError(f"{where} does not say where its ranks are in their mesh", _HINT)
+        raise CheckpointError(f"{where} does not state the position of its ranks in their mesh", _HINT)
     sharing = {
         dim: [mesh for mesh, way in enumerate(first.placements) if way == dim]
         for dim in {way for way in first.placements if way is not None}
@@ -106,7 +110,7 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
     for rank, (file, each) in enumerate(values.items()):
         place = (rank,) if each.coordinate is None else each.coordinate
         if len(place) != len(first.placements) or len(each.local.shape) != len(each.shape):
-            raise CheckpointError(f"{where} is placed in a mesh of other dimensions in {file.name}", _HINT)
+            raise CheckpointError(f"{where} has a mesh with different dimensions in {file.name}", _HINT)
         key = tuple(tuple(place[mesh] for mesh in meshes) for meshes in sharing.values())
         if key in boxes:
             same_in(name, *boxes[key], file, each.local)
@@ -115,7 +119,7 @@ def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
         for dim, index in zip(sharing, key, strict=True):
             extent = each.local.shape[dim] if 0 <= dim < len(each.local.shape) else -1
             if extents[dim].setdefault(index, extent) != extent:
-                raise CheckpointError(f"{where} has parts of other sizes in {file.name}", _HINT)
+                raise CheckpointError(f"{where} has parts with different sizes in {file.name}", _HINT)
     chunks = []
     for key, (_, stored) in boxes.items():
         at = [0] * len(first.shape)
@@ -130,7 +134,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
     (one, first), *others = values.items()
     shapes = [list(each.shape) for each in values.values() if isinstance(each, Stored)]
     if len(shapes) != len(values) or len({each.dtype for each in values.values()}) > 1:
-        raise CheckpointError(f"{one.parent}: {shown(name, 80)} is of other types in other files", _HINT)
+        raise CheckpointError(f"{one.parent}: {shown(name, 80)} has different dtypes in different files", _HINT)
     shape = first.shape if shape is None else shape
     if shapes[0] == list(shape):
         for other, each in others:
@@ -146,7 +150,7 @@ def _by_shapes(name: str, values: Mapping[Path, Any], shape: tuple[int, ...] | N
             if all([*each[:dim], *each[dim + 1 :]] == [*shape[:dim], *shape[dim + 1 :]] for each in shapes):
                 return Chunked(first.dtype, shape, filling(f"{one.parent}: {shown(name, 80)}", shape, chunks, _HINT))
     told = " and ".join(map(str, shapes[:4]))
-    raise CheckpointError(f"{one.parent}: {shown(name, 80)} of {list(shape)} is no sum of the parts {told}", _HINT)
+    raise CheckpointError(f"{one.parent}: {shown(name, 80)} of {list(shape)} does not match the parts {told}", _HINT)
 
 
 def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) -> None:
@@ -176,7 +180,9 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
         name = file.name.replace("_model_states.pt", "_optim_states.pt")
         kept = [path for path in folder.glob("*_optim_states.pt") if path.name.removeprefix("bf16_") == name]
         if len(kept) != 1:
-            raise CheckpointError(f"{folder / name} is missing, or there twice: ZeRO-3 keeps the weights in it", _HINT)
+            raise CheckpointError(
+                f"{folder / name} is missing or exists twice, but ZeRO-3 stores the weights in it", _HINT
+            )
         states.append(kept[0])
     _all_ranks(states)
     groups = [_groups(file, content, len(files)) for file, content in zip(states, unpickled(states), strict=True)]
@@ -194,7 +200,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
     for name, shape in _listed([first.get("frozen_param_shapes")]).items():
         pieces = [each[name] for each in fragments if isinstance(each, dict) and isinstance(each.get(name), Stored)]
         if len(pieces) < len(files):
-            raise CheckpointError(f"{folder}: a rank lacks its piece of {shown(name, 80)}", _HINT)
+            raise CheckpointError(f"{folder}: one rank has no part of {shown(name, 80)}", _HINT)
         found[name.removeprefix(prefix)] = _flat(f"{folder}: {shown(name, 80)}", shape, [[piece] for piece in pieces])
     for table in parts:
         for name in found:
@@ -217,12 +223,12 @@ def _groups(file: Path, content: Any, ranks: int) -> list[Stored]:
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     flat = state.get("fp32_flat_groups") if isinstance(state, dict) else None
     if not isinstance(state, dict) or not isinstance(flat, list) or not all(isinstance(x, Stored) for x in flat):
-        raise CheckpointError(f"{file} holds no flat partitions as ZeRO-3 keeps them", _HINT)
+        raise CheckpointError(f"{file} has no flat partitions, which ZeRO-3 checkpoints have", _HINT)
     count = state.get("partition_count")
     if count != ranks:
-        raise CheckpointError(f"{file} is one of {shown(count, 20)} partitions, and {ranks} files are there", _HINT)
+        raise CheckpointError(f"{file} is one of {shown(count, 20)} partitions, but there are {ranks} files", _HINT)
     if any(len(each.shape) != 1 or not each.contiguous or each.dtype != flat[0].dtype for each in flat):
-        raise CheckpointError(f"{file} holds partitions that are not flat", _HINT)
+        raise CheckpointError(f"{file} has partitions that are not flat", _HINT)
     return flat
 
 
@@ -246,6 +252,6 @@ def _flat(where: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Stored]])
             chunks.append(Chunk((at,), replace(piece, shape=(kept,), strides=None)))
             at += kept
     if len({chunk.stored.dtype for chunk in chunks}) > 1:
-        raise CheckpointError(f"{where} is of other types in other files", _HINT)
+        raise CheckpointError(f"{where} has different dtypes in different files", _HINT)
     dtype = chunks[0].stored.dtype if chunks else "F32"
     return Chunked(dtype, (count,), filling(where, (count,), chunks, _HINT), shape)

@@ -94,7 +94,7 @@ def describe(path: Path) -> tuple[ModelSpec, Origin, list[str]]:
     refuse_pointer(files[0])
     said = _tree(folder)
     if said is None and files[0].name == _CONSOLIDATED:
-        raise InvalidInput(f"{files[0]} does not say what model it holds", "Put its params.json beside it.")
+        raise InvalidInput(f"{files[0]} does not state its architecture", "Put its params.json into the same folder.")
     if said is None:
         raise untrusted(files[0], f"Convert it first: gptkit convert {path} --allow-pickle")
     return said
@@ -113,12 +113,12 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
     if not _weights_among(path, names) and _LATEST in names:
         inside = path / stated_name(path / _LATEST)
         if inside.parent != path or inside.name in ("", ".", "..") or not is_folder(inside):
-            raise CheckpointError(f"{path / _LATEST} names no folder beside it")
+            raise CheckpointError(f"{path / _LATEST} names a folder that does not exist")
         names = frozenset(each.name for each in inside.iterdir() if each.is_file())
         path = inside
     found = [path / name for name in _weights_among(path, names)]
     if not found:
-        raise CheckpointError(f"{path} holds no weights")
+        raise CheckpointError(f"{path} contains no weights")
     return path, found
 
 
@@ -148,7 +148,7 @@ def _tree(
     stacks = {each.file: each for each in (STACKS if stack is None else (stack,))}
     own = [(each, path) for pattern, each in stacks.items() for path in sorted(folder.glob(pattern))]
     if len(own) > 1:
-        raise InvalidInput(f"{folder} holds several configs: {some_of([path.name for _, path in own], 4)}", _ONE)
+        raise InvalidInput(f"{folder} contains several configs: {some_of([path.name for _, path in own], 4)}", _ONE)
     found = _theirs(folder)
     if not own:
         return found if found is None or tied is None else _with_head(*found, tied)
@@ -162,7 +162,7 @@ def _tree(
     other = [path for path, *_ in differences(theirs_too, ours) if path not in ("head.tied", "context_length")]
     if other:
         what = some_of(other, 3, ", …")
-        raise InvalidInput(f"{folder}: {own[0][1].name} and {CONFIG} say different models ({what})", _ONE)
+        raise InvalidInput(f"{folder}: {own[0][1].name} and {CONFIG} describe different models ({what})", _ONE)
     return _with_head(*found, bool(tied))
 
 
@@ -217,7 +217,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]:.120}") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{path} is no config: fields by name expected")
+        raise ConfigError(f"{path} is not a config: expected fields with names")
     return found
 
 
@@ -283,7 +283,7 @@ def read(path: Path, allow_pickle: bool) -> Opened:
     found = _tree(folder, model.stack, rows, None if model.stack is None else False, inside)
     if found is None:
         wanted = CONFIG if model.stack is None else f"{model.stack.file} or {CONFIG}"
-        raise InvalidInput(f"{files[0]} does not say what model it holds", f"Put its {wanted} beside it.")
+        raise InvalidInput(f"{files[0]} does not state its architecture", f"Put its {wanted} into the same folder.")
     spec, origin, _ = found
     leaves = family.bind_files(spec, names) if model.stack is None and family else leaves_of(model.stack, spec)
     shapes = {leaf.checkpoint: leaf.shape for leaf in leaves}
@@ -337,7 +337,9 @@ def _only(
     models = [each for each in found if each.stack is not None] or list(found)
     if len(models) > 1:
         told = some_of([each.told() for each in models], 4, ", …")
-        raise CheckpointError(f"{files[0]} holds {len(models)} models: {told}", "Save the one that is meant by itself.")
+        raise CheckpointError(
+            f"{files[0]} contains {len(models)} models: {told}", "Save the one that you need in a file of its own."
+        )
     return models[0] if models else None
 
 
@@ -348,7 +350,7 @@ def _named(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         plain = _WRAPPED.sub("", name)
         if plain.startswith(prefix):
             if plain.removeprefix(prefix) in found:
-                raise CheckpointError(f"{shown(plain, 80)} is there with and without what a wrapper puts before it")
+                raise CheckpointError(f"{shown(plain, 80)} exists both with and without the prefix of a wrapper")
             found[plain.removeprefix(prefix)] = tensor
     return found
 

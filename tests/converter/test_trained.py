@@ -364,7 +364,7 @@ def test_mistrals_consolidated_file(window: int | None, original: Path, state: S
     (folder / "params.json").write_text(json.dumps(said))
     refused(folder, "params.json has no rope_theta", InvalidInput)
     (folder / "params.json").unlink()
-    refused(folder, "does not say what model it holds", InvalidInput)
+    refused(folder, "does not state its architecture", InvalidInput)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -474,7 +474,7 @@ def test_two_models_in_a_file(folder: Path, state: State) -> None:
 def test_two_files_of_two_models(folder: Path, state: State) -> None:
     torch.save(state, folder / "best.pt")
     torch.save(state, folder / "last.pt")
-    refused(folder, "best.pt and last.pt hold the same names, and are no ranks")
+    refused(folder, "best.pt and last.pt have tensors with the same names, but are not ranks of one checkpoint")
 
 
 def test_files_that_share_out_the_names(folder: Path, state: State, original: Path) -> None:
