@@ -218,7 +218,7 @@ FEED_FORWARD = FeedForward(hidden_size=8, intermediate_size=16, activation="gelu
         (lambda: msgspec.structs.replace(ATTENTION, position=Rotary(dim=8, base=1e4)), "exceeds"),
         (lambda: msgspec.structs.replace(ATTENTION, q_norm=RMSNorm(size=6, eps=1e-6)), "q/k norm"),
         (lambda: Block(sublayers=()), "sub-layers"),
-        (lambda: Block(sublayers=(SubLayer(mixer=ATTENTION), SubLayer(mixer=ATTENTION))), "slot of its own"),
+        (lambda: Block(sublayers=(SubLayer(mixer=ATTENTION), SubLayer(mixer=ATTENTION))), "different slots"),
         (
             lambda: Block(
                 sublayers=(SubLayer(mixer=ATTENTION, norm=NORM), SubLayer(mixer=FEED_FORWARD)),

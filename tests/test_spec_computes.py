@@ -170,10 +170,15 @@ def test_every_value_in_every_place_of_every_tree() -> None:
 ATTENTION = ("blocks", 0, "attention")
 ROTARY = (*ATTENTION, "position")
 REFUSED = [
-    ("llama", (*ATTENTION, "kv_expansion"), "broadcast", "kv_expansion broadcast is of one key-value head, not of 2"),
-    ("falcon-7b", (*ATTENTION, "kv_heads"), 3, "kv_expansion broadcast is of one key-value head, not of 3"),
-    ("falcon-7b", (*ATTENTION, "scores"), "float32", "kv_expansion broadcast has no product"),
-    ("falcon-7b", ROTARY, {"type": "ALiBi"}, "kv_expansion broadcast has no product"),
+    (
+        "llama",
+        (*ATTENTION, "kv_expansion"),
+        "broadcast",
+        "kv_expansion broadcast needs one key-value head, but there are 2",
+    ),
+    ("falcon-7b", (*ATTENTION, "kv_heads"), 3, "kv_expansion broadcast needs one key-value head, but there are 3"),
+    ("falcon-7b", (*ATTENTION, "scores"), "float32", "kv_expansion broadcast supports neither"),
+    ("falcon-7b", ROTARY, {"type": "ALiBi"}, "kv_expansion broadcast supports neither"),
     ("gpt2-upcast", (*ATTENTION, "scale"), 1e39, "scale"),
     ("llama-yarn", (*ROTARY, "base"), 1.0, "base is 1"),
     ("llama-yarn", (*ROTARY, "scaling", "beta_fast"), 1e308, "beta_fast"),
@@ -198,7 +203,7 @@ def test_the_command_says_so(tmp_path: Path) -> None:
     for arguments in (["verify", str(tmp_path / "hf"), str(bad)], ["load", str(bad)], ["params", str(bad)]):
         run = call(*arguments)
         assert run.exit_code == 4
-        assert "gptkit.json: kv_expansion broadcast is of one key-value head, not of 2" in run.stderr
+        assert "gptkit.json: kv_expansion broadcast needs one key-value head, but there are 2" in run.stderr
 
 
 @few(12)

@@ -209,7 +209,7 @@ def test_layers_checkpointed_keep_their_inputs() -> None:
 def test_what_two_stacks_keep_is_not_known() -> None:
     spec, run = spec_of(CONFIGS["t5"]), Pass(8, 1, 4)
     for ask in (kept, kept_by_checkpointing, peak):
-        with pytest.raises(MissingComponent, match="this model has an encoder beside its decoder"):
+        with pytest.raises(MissingComponent, match="this model also has an encoder"):
             ask(spec, run)
 
 

@@ -98,7 +98,7 @@ def test_what_does_not_divide_is_named() -> None:
     ):
         with pytest.raises(UsageError, match=told):
             split(spec, tp, pp, context=1)
-    with pytest.raises(UsageError, match="6 key-value heads are neither split nor repeated evenly over 4"):
+    with pytest.raises(UsageError, match="6 key-value heads can be neither split nor repeated evenly over 4"):
         split(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX}), 4, context=1)
     with pytest.raises(UsageError, match="units of the feed-forward"):
         shard(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX, "intermediate_size": 93}), 2)

@@ -287,7 +287,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
         ("llama", {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "whole heads"),
         *((family, {"partial_rotary_factor": 0.5}, "whole heads") for family in ("solar_open", "glm4_moe_lite")),
-        ("olmoe", {"head_dim": 16}, "no other for this family"),
+        ("olmoe", {"head_dim": 16}, "no other value for this family"),
         ("cohere2_moe", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters alone"),
         ("dots1", {"num_experts_per_tok": None}, "a positive integer"),
         ("hy_v3", {"num_shared_experts": 2**31 - 1}, "less than 2\\^31 units"),
@@ -306,7 +306,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling"),
         ("llama", {"rope_parameters": [1]}, "rope_parameters"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         (
             "llama",
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},

@@ -279,14 +279,14 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
         llama(ids, encoded=decoder.encode(ids))
     with pytest.raises(UsageError, match="the model has no encoder"):
         llama.encode(ids)
-    with pytest.raises(SwapRefused, match="--attention is known of one stack"):
+    with pytest.raises(SwapRefused, match="--attention supports decoder-only models"):
         gptkit.swap(tmp_path, tmp_path / "out", attention="mqa")
     with pytest.raises(CannotExpress, match="cross_attention"):
         gptkit.convert(tmp_path, tmp_path / "out.gguf", to="gguf")
-    with pytest.raises(MissingComponent, match="eval is known of one stack"):
+    with pytest.raises(MissingComponent, match="eval supports decoder-only models"):
         evaluate(tmp_path, tmp_path)
-    with pytest.raises(MissingComponent, match="training on texts is known of one stack"):
+    with pytest.raises(MissingComponent, match="training on texts supports decoder-only models"):
         require_trainable(spec, True, False)
     blocks = spec_of(REPRESENTATIVES["llama"].config).blocks
-    with pytest.raises(ConfigError, match="layer 0 has no cross-attention, and the model an encoder"):
+    with pytest.raises(ConfigError, match="layer 0 has no cross-attention, but the model has an encoder"):
         spec.__class__(embedding=spec.embedding, encoder=spec.encoder, blocks=(blocks[0],), head=spec.head)

@@ -90,7 +90,7 @@ def test_the_order_of_the_values_is_the_order_of_the_steps(tmp_path: Path) -> No
 
 
 def test_two_options_that_ask_for_one_thing_are_refused() -> None:
-    with pytest.raises(UsageError, match="asked for at once"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         steps_of({"mlp": "swiglu", "activation": "gelu"})
 
 

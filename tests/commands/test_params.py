@@ -199,7 +199,7 @@ def test_a_chain_and_a_recipe() -> None:
         (["--swap", "attention=foo"], 2, "known: mha, mqa, gqa:N"),
         (["--swap", "attention=gqa:5"], 1, "Possible here: 1, 2, 3, 4, 6, 12"),
         (["--swap", "nonsense=1"], 2, "nonsense"),
-        (["--recipe", "nix"], 2, "there is no recipe 'nix'"),
+        (["--recipe", "nix"], 2, "gptkit has no recipe 'nix'"),
     ],
 )
 def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:

@@ -388,7 +388,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
         "beside its weight_map",
     ),
     "deep": (lambda: filled('{"weight_map":', "[", "", INDEX_BYTES), "nested too deeply"),
-    "90 MB": (lambda: filled("{", " ", "}", 90_000_000), "no index is that long"),
+    "90 MB": (lambda: filled("{", " ", "}", 90_000_000), "too many for an index"),
 }
 
 

@@ -908,7 +908,7 @@ def test_one_writer_of_a_file_who_sweeps_what_others_left(tmp_path: Path) -> Non
     [("out.bin", "llama2c"), ("ckpt.pt", "nanogpt"), ("x.safetensors", "hf"), ("x.gguf", "local"), ("x.pth", "gguf")],
 )
 def test_a_files_name_is_no_folders(name: str, to: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{name} is the name of a file, and --to {to} makes a folder"):
+    with pytest.raises(UsageError, match=f"{name} looks like a file name, but --to {to} writes a folder"):
         convert("sample:llama", tmp_path / name, to)
     assert not list(tmp_path.iterdir())
 

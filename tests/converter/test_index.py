@@ -221,7 +221,7 @@ def test_a_pickle_index_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_what_holds_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no weights"):
+    with pytest.raises(CheckpointError, match="contains no weights"):
         weight_files(tmp_path)
     with pytest.raises(InvalidInput, match="no such file or folder"):
         weight_files(tmp_path / "absent")

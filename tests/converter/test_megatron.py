@@ -255,7 +255,7 @@ def test_a_config_beside_has_to_be_of_the_same_model(originals: Any, tmp_path: P
     same(folder / "iter_0000007", original, tmp_path / "out")
     config = json.loads((original / "config.json").read_text())
     (folder / "iter_0000007" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    with pytest.raises(CheckpointError, match="say other models"):
+    with pytest.raises(CheckpointError, match="describe different models"):
         open_checkpoint(folder / "iter_0000007", allow_pickle=True)
 
 
@@ -269,7 +269,7 @@ _QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError], str]] = {
     "another step": ("01_000", lambda c: c.update(iteration=8), CheckpointError, "is of iteration"),
     "other arguments": ("01_000", lambda c: vars(c["args"]).update(num_layers=8), CheckpointError, "another num_laye"),
-    "no arguments": ("00_000", lambda c: c.pop("args"), CheckpointError, "does not hold the arguments"),
+    "no arguments": ("00_000", lambda c: c.pop("args"), CheckpointError, "does not contain the training arguments"),
     "an old version": ("00_000", lambda c: c.update(checkpoint_version=1.0), CheckpointError, "checkpoint_version 1.0"),
     "a tensor lost": ("01_000", lambda c: c["model"].pop(_QKV), CheckpointError, "is not in all of the 2 ranks"),
     "a part of another size": (
@@ -309,7 +309,7 @@ def test_a_rank_that_is_missing_and_pickles_that_are_not_allowed(originals: Any,
         open_checkpoint(folder, allow_pickle=True)
     for text in ("8", "..", "release", "/etc", ""):
         (folder / "latest_checkpointed_iteration.txt").write_text(text)
-        with pytest.raises(CheckpointError, match="names no folder"):
+        with pytest.raises(CheckpointError, match="names a folder that does not exist"):
             open_checkpoint(folder, allow_pickle=True)
 
 
@@ -430,5 +430,5 @@ def test_torch_dist(name: str, stacked: bool, originals: Any, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="tensors are missing"):
         open_checkpoint(folder, allow_pickle=True)
     edited(folder / "iter_0000007" / "common.pt", lambda content: content.pop("args"))
-    with pytest.raises(CheckpointError, match="does not hold the arguments"):
+    with pytest.raises(CheckpointError, match="does not contain the training arguments"):
         open_checkpoint(folder, allow_pickle=True)

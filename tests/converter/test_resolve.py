@@ -584,7 +584,7 @@ def test_a_name_that_nothing_resembles_is_asked_for(hub: Hub) -> None:
 
 
 def test_a_preset_without_weights_says_so(hub: Hub) -> None:
-    with pytest.raises(InvalidInput, match="gpt3-175b is a config alone") as caught:
+    with pytest.raises(InvalidInput, match="gpt3-175b has only a config") as caught:
         resolve("gpt3-175b")
     assert "load --random gpt3-175b" in str(caught.value) and hub.asked == []
 

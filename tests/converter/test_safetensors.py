@@ -400,7 +400,7 @@ def test_a_disk_that_gives_back_other_bytes_is_found_out(tmp_path: Path, monkeyp
 
     writer = SafetensorsWriter(tmp_path / "a", [("a", "F32", (2,))])
     monkeypatch.setattr(os, "pwrite", corrupt)
-    with pytest.raises(GptkitError, match="does not hold what was written"):
+    with pytest.raises(GptkitError, match="differs from what gptkit wrote"):
         writer.write("a", np.ones(2, np.float32))
 
 

@@ -244,11 +244,11 @@ def test_two_configs_have_to_say_one_model(litgpt: Path, original: Path) -> None
     shutil.copy(original / "config.json", litgpt)
     same(litgpt, original)
     (litgpt / "model_config.yaml").write_text(litgpt_config(original, rope_base=20000))
-    refused(litgpt, "model_config.yaml and config.json say different models", InvalidInput)
+    refused(litgpt, "model_config.yaml and config.json describe different models", InvalidInput)
     (litgpt / "model_config.yaml").write_text(litgpt_config(original))
     (litgpt / "params.json").write_text("{}")
     (litgpt / "lit_model.pth").unlink()
-    refused(litgpt, "holds no weights|several configs|not a checkpoint|neither", InvalidInput)
+    refused(litgpt, "contains no weights|several configs|not a checkpoint|neither", InvalidInput)
 
 
 def meta_shards(state: State, config: dict[str, Any], ranks: int) -> list[State]:
@@ -570,7 +570,7 @@ def test_parts_of_two_ranks(fsdp: Path, original: Path, state: State) -> None:
     refused(fsdp, "are missing, or there twice")
     (fsdp / "kept").rename(rank)
     edited(rank, lambda data: data.replace(b"model.norm.weight", b"model.nurm.weight"))
-    refused(fsdp, "'model.norm.weight' is in 1 of 2 files, and not in .*rank_1.pt")
+    refused(fsdp, "'model.norm.weight' is in 1 of 2 files, but missing in .*rank_1.pt")
 
 
 def edited(path: Path, edit: Callable[[bytes], bytes]) -> None:
@@ -587,9 +587,9 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
     second = meta / "consolidated.01.pth"
     for change, message in (
         ({"norm.weight": two["norm.weight"] + 1}, "hold other values of 'norm.weight'.* of different steps"),
-        ({"output.weight": two["output.weight"][:-1]}, "'output.weight' of .* is no sum of the parts"),
-        ({"output.weight": two["output.weight"].float()}, "'output.weight' is of other types"),
-        ({"more": torch.ones(2)}, "'more' is in 1 of 2 files, and not in"),
+        ({"output.weight": two["output.weight"][:-1]}, "'output.weight' of .* does not match the parts"),
+        ({"output.weight": two["output.weight"].float()}, "'output.weight' has different dtypes"),
+        ({"more": torch.ones(2)}, "'more' is in 1 of 2 files, but missing in"),
     ):
         torch.save({**two, **change}, second)
         refused(meta, message)
@@ -650,7 +650,7 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     module = inside / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     module.rename(inside / "kept")
     torch.save([{"global_steps": 7}], module)
-    refused(deepspeed, "a rank lacks its piece of")
+    refused(deepspeed, "one rank has no part of")
     (inside / "kept").rename(module)
     states = [inside / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
     content = torch.load(states[1], weights_only=True)
@@ -658,7 +658,7 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     torch.save(content, states[1])
     refused(deepspeed, "is one of 3 partitions, and 2 files are there")
     states[1].unlink()
-    refused(deepspeed, "ZeRO-3 keeps the weights in it")
+    refused(deepspeed, "ZeRO-3 stores the weights in it")
 
 
 @pytest.fixture
@@ -680,7 +680,7 @@ def test_zero_2(zero2: Path, original: Path) -> None:
 @pytest.mark.parametrize("text", ["..", "../x", "/etc", ".", "", "a/b", "gone", "\0"])
 def test_latest_leads_nowhere_else(text: str, deepspeed: Path) -> None:
     (deepspeed / "latest").write_text(text)
-    refused(deepspeed, "names no folder beside it", InvalidInput)
+    refused(deepspeed, "names a folder that does not exist", InvalidInput)
 
 
 # --- hostile

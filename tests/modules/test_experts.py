@@ -156,7 +156,7 @@ def test_gate_and_up_in_one_product_are_the_same_function():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"top_k": 6}, "6 experts per token of 5"),
+        ({"top_k": 6}, "top_k is 6, but there are 5 experts"),
         ({"expert": replace(PLAIN, hidden_size=24)}, "experts are 24 wide, but the router is 48 wide"),
     ],
 )

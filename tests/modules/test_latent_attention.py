@@ -240,8 +240,8 @@ def test_every_parameter_moves_the_logits(name):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_heads": 1}, "1 rotary keys with positions NoneType"),
-        ({"position": Rotary(dim=8, base=1e4)}, "0 rotary keys with positions Rotary"),
+        ({"rope_heads": 1}, "1 rotary keys, but its position encoding is NoneType"),
+        ({"position": Rotary(dim=8, base=1e4)}, "0 rotary keys, but its position encoding is Rotary"),
         ({"nope_dim": 0}, "needs elements"),
         ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "the norm has size 21, but the latent is 20 wide"),
     ],

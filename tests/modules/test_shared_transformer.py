@@ -70,7 +70,7 @@ def test_a_weight_that_is_shared_acts_in_all_layers_that_run_its_block() -> None
 
 def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
     for layer, fields in ((1, {"weights_from": "earlier"}), (4, {"number": 2}), (4, {"kv_heads": 3})):
-        with pytest.raises(ConfigError, match="none before it is such"):
+        with pytest.raises(ConfigError, match="no earlier layer defines it"):
             with_shared(layer, **fields)
     assert with_shared(4, rank=5).lenders == SPEC.lenders  # adapters are each layer's own
 
@@ -84,10 +84,7 @@ def test_a_tree_whose_block_is_stored_nowhere_or_is_another_is_none() -> None:
             {"inner_norm": replace(SPEC.blocks[1].mixer("shared").norm, size=50)},
             "inner_norm has size 50, but its input is 48",
         ),  # type: ignore[union-attr]
-        (
-            {"position": CONFIGS and spec_of(CONFIGS["bloom"]).blocks[0].attention.position},
-            "positions of shared blocks",
-        ),
+        ({"position": CONFIGS and spec_of(CONFIGS["bloom"]).blocks[0].attention.position}, "a shared block needs RoPE"),
     ],
 )
 def test_records_that_fit_nothing_are_refused(fields: dict[str, Any], said: str) -> None:
@@ -97,7 +94,7 @@ def test_records_that_fit_nothing_are_refused(fields: dict[str, Any], said: str)
 
 def test_what_goes_to_the_next_sub_layer_has_one() -> None:
     first, mamba = SPEC.blocks[1].sublayers
-    with pytest.raises(ConfigError, match="next sub-layer alone"):
+    with pytest.raises(ConfigError, match="only the next sub-layer reads"):
         replace(SPEC.blocks[1], sublayers=(mamba, first))
 
 

@@ -364,13 +364,16 @@ BREAKS = {
         {"body": "return self.table(torch.ones(*ids.shape, 4, dtype=torch.float32))"},
         r"your module raised RuntimeError: .*, on the probe 'one token' in float64, in {name}\.py:13",
     ),
-    "with a dictionary": ({"body": "return {{'logits': ids}}"}, r"gives no logits \(B, T, V\) but dict"),
+    "with a dictionary": ({"body": "return {{'logits': ids}}"}, r"must return logits \(B, T, V\), but returned dict"),
     "with the last logits": (
         {"body": "return torch.zeros(len(ids), 1, 512)"},
         r"gives no logits \(B, T, V\) but float32 \(1, 1, 512\) for token ids \(1, 64\)",
     ),
-    "with integers": ({"body": "return ids[..., None]"}, r"gives no logits \(B, T, V\) but int64 \(1, 1, 1\)"),
-    "with nothing": ({"body": "return ()"}, r"gives no logits \(B, T, V\) but tuple"),
+    "with integers": (
+        {"body": "return ids[..., None]"},
+        r"must return logits \(B, T, V\), but returned int64 \(1, 1, 1\)",
+    ),
+    "with nothing": ({"body": "return ()"}, r"must return logits \(B, T, V\), but returned tuple"),
 }
 
 

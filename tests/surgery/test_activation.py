@@ -247,7 +247,7 @@ REFUSALS = [
     ("gpt2-by-layer", "silu:2", "two silu units stand for one of .*: from relu one unit is enough"),
     ("gpt2-other-names", "silu:2", "from quick_gelu one unit is enough"),
     ("gpt2-other-names", "silu:fit", "nothing to fit: the slope from quick_gelu to silu is known"),
-    ("gpt2-relu2", "silu", "no slope brings silu near to relu2, which layer 0 has"),
+    ("gpt2-relu2", "silu", "no rescaling brings silu close to relu2, the activation of layer 0"),
     ("mixtral", "gelu:fit", "nothing to fit: experts are not fitted"),
 ]
 
@@ -263,7 +263,7 @@ def test_refusals(name: str, value: str, words: str, tmp_path: Path) -> None:
 
 def test_a_text_is_asked_for(tmp_path: Path) -> None:
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
-    with pytest.raises(UsageError, match="fitted on a text, and none was given"):
+    with pytest.raises(UsageError, match="needs a text to fit on"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="silu:fit")
     with pytest.raises(UsageError, match="'swoosh' is unknown"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="swoosh")

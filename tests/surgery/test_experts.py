@@ -131,7 +131,7 @@ def test_some_layers(tmp_path: Path) -> None:
 def test_experts_that_differ(tmp_path: Path) -> None:
     """Their mean, by how much the router gives them: known on the bundled play, else a text is asked for."""
     save_hf(CONFIGS["mixtral"], tmp_path / "hf")
-    with pytest.raises(UsageError, match="fitted on a text, and none was given"):
+    with pytest.raises(UsageError, match="needs a text to fit on"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", mlp="dense")
     mean = gptkit.swap(tmp_path / "hf", tmp_path / "mean", mlp="dense", approximate=True)
     assert mean.guarantee == "retrained" and "the experts differ" in mean.chain.notes[0]
@@ -178,11 +178,11 @@ def test_weights_that_do_not_sum_to_one() -> None:
 REFUSALS = [
     ("gpt2", "dense", "the feed-forwards asked for are dense already"),
     ("mixtral", "moe:4x2", "mixtures of experts already"),
-    ("gpt2", "moe:2x3", "3 of 2 experts for a token"),
-    ("gpt2", "moe:2x0", "0 of 2 experts for a token"),
-    ("gpt2", "moe:1025x1", "1 of 1025 experts for a token: possible are 1 to 1024"),
+    ("gpt2", "moe:2x3", "3 of 2 experts per token"),
+    ("gpt2", "moe:2x0", "0 of 2 experts per token"),
+    ("gpt2", "moe:1025x1", "1 of 1025 experts per token is not possible: give 1 to 1024"),
     ("gpt2", "moe:5x5:split", "a width of 192 has no 5 equal parts"),
-    ("gpt2", "moe:4x2:split", "with 2 of 4 parts a token loses the others"),
+    ("gpt2", "moe:4x2:split", "with 2 of 4 parts per token, the output of the other parts is lost"),
 ]
 
 

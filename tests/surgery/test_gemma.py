@@ -74,7 +74,7 @@ def test_layernorm_in_place_of_an_rmsnorm_keeps_its_one() -> None:
         ("gemma2", Step("fold", "norm"), "attention has output_norm too"),
         ("gemma", Step("fold", "norm"), "multiplies by 1 + weight"),
         ("gemma", Step("hidden", "96"), "multiplies by 1 + weight"),
-        ("gemma2", Step("attention", "mla:full"), "has a cap on its scores"),
+        ("gemma2", Step("attention", "mla:full"), "caps its scores"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_name(name: str, step: Step, said: str) -> None:

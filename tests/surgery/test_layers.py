@@ -86,7 +86,9 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
     save_hf(CONFIGS["gpt2"], tmp_path / "hf")
     (tmp_path / "recipe.toml").write_text(f"[[step]]\nlayers = {int(value)}\n")
     for call in ({"layers": value}, {"recipe": tmp_path / "recipe.toml"}):
-        with pytest.raises(UsageError, match=r"may be the layer \d or a number of layers\n.*keep:.*drop:.*auto:.*\+"):
+        with pytest.raises(
+            UsageError, match=r"is ambiguous: it may mean layer \d, or \d layers\n.*keep:.*drop:.*auto:.*\+"
+        ):
             gptkit.swap(tmp_path / "hf", tmp_path / "out", **call)
     with pytest.raises(UsageError, match="or a number of layers"):
         swapped(spec_of(CONFIGS["gpt2"]), steps_from([f"layers={value}"]), "gpt2", "a name")
@@ -109,7 +111,7 @@ def test_a_number_alone_is_neither_a_count_nor_a_layer(value: str, tmp_path: Pat
         ("+99999", UsageError, "too many"),
         ("auto:0", UsageError, "from 1"),
         ("auto:4", SwapRefused, "4 layers cannot be kept of 3"),
-        ("auto:2", UsageError, "none was given"),
+        ("auto:2", UsageError, "needs a text to fit on"),
     ],
 )
 def test_refusals(value: str, error: type[Exception], words: str, tmp_path: Path) -> None:

@@ -265,18 +265,18 @@ def copy(plain: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, "an adapter of the kind 'IA3'"),
-        ({"peft_type": "LOHA"}, "an adapter of the kind 'LOHA'"),
-        ({"peft_type": "ADALORA"}, "an adapter of the kind 'ADALORA'"),
+        ({"peft_type": "IA3"}, "an adapter of the type 'IA3'"),
+        ({"peft_type": "LOHA"}, "an adapter of the type 'LOHA'"),
+        ({"peft_type": "ADALORA"}, "an adapter of the type 'ADALORA'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa': the adapter does not start from the base"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: it repeats layers"),
         ({"use_qalora": True}, "use_qalora"),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"r": 4}, "q_proj has rank 3, its adapter_config.json says 4"),
-        ({"rank_pattern": {"(": 4}}, "'\\(' is no regular expression"),
+        ({"rank_pattern": {"(": 4}}, "'\\(' is not a valid regular expression"),
         ({"rank_pattern": {"(.*)*x": 4}}, "matching '\\(\\.\\*\\)\\*x' takes more time"),
         ({"alpha_pattern": {"q" * 5000: 4}}, "more than 4,096 characters"),
-        ({"alpha_pattern": [3]}, "alpha_pattern is \\[3\\], which is no object"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is \\[3\\], expected an object"),
         ({"lora_alpha": "7"}, "lora_alpha of .* is '7', which is no number"),
     ],
 )
@@ -291,10 +291,10 @@ def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], mess
 def test_another_base_is_refused_with_what_does_not_fit(copy: Path) -> None:
     edit(copy, base_model_name_or_path="org/the-right-one")
     narrow = refused(copy, "narrow")
-    assert "does not fit this model" in narrow.message and "is [120, 3]" in narrow.message
+    assert "is incomplete" in narrow.message and "is [120, 3]" in narrow.message
     assert narrow.hint == "It says that it was trained on org/the-right-one."
     deep = refused(copy, "deep").message
-    assert "does not fit this model: its target_modules name model.layers.3.self_attn.q_proj.weight" in deep
+    assert "is incomplete: its target_modules include model.layers.3.self_attn.q_proj.weight" in deep
     assert "another model" not in narrow.message + deep  # which is a guess
     assert "modules that this model does not have: model.layers.2.self_attn" in refused(copy, "shallow").message
     assert "changes 6 modules that this model does not have" in refused(copy, "gpt2").message
@@ -344,13 +344,13 @@ def test_weights_that_are_not_finite(copy: Path) -> None:
         return old
 
     tensors(copy, poisoned)
-    assert "is not finite" in refused(copy).message
+    assert "are not finite" in refused(copy).message
 
 
 def test_after_a_swap_that_leaves_the_family_it_is_refused(copy: Path) -> None:
     save_hf(CONFIGS["gpt2"], copy / "tree")
     steps = [Step("mlp", "gated"), Step("merge_lora", str(copy / "adapter"))]
-    with pytest.raises(SwapRefused, match="an adapter goes by gpt2's names"):
+    with pytest.raises(SwapRefused, match="the adapter uses gpt2's names"):
         gptkit.swap(copy / "tree", copy / "out", steps)
 
 

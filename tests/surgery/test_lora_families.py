@@ -26,7 +26,7 @@ _HEADS = ("lm_head", "head", "decoder", "output_projection", "embed_out")
 """Linears that may be tied to the embedding: tests/surgery/test_lora.py has those."""
 NOT_MERGED = {
     "zamba2": "whose weights this model has from another module",
-    **dict.fromkeys(("t5", "bart", "marian", "mbart"), "has an encoder beside its decoder"),
+    **dict.fromkeys(("t5", "bart", "marian", "mbart"), "also has an encoder"),
 }
 
 
@@ -315,7 +315,7 @@ def test_layers_that_mlx_trained_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lora_parameters": {"rank": 3}}, "have no scale that is a number"),
+        ({"lora_parameters": {"rank": 3}}, "need a number as scale"),
         ({"fine_tune_type": "prefix"}, "fine_tune_type 'prefix', which gptkit does not know"),
     ],
 )

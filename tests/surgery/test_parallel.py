@@ -95,7 +95,7 @@ def test_layers_are_looked_at_one_by_one(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for name, value, words in (
-        ("bloom-post-norm", "parallel", "residual of layers 0, 1, 2 is taken from the norm's output"),
+        ("bloom-post-norm", "parallel", "residual of layers 0, 1, 2 comes from the norm's output"),
         ("falcon-7b", "parallel", "these layers are parallel already"),
         ("gpt2", "serial", "the blocks asked for are serial already"),
         ("gpt2", "parallel:shared", "differ in layers 0, 1, 2"),

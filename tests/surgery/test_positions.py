@@ -278,12 +278,12 @@ def test_without_a_table_the_number_alone_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "step", "reason", "hint"),
     [
-        ("llama", Step("position", "rope"), "these positions already: rope", "rope:BASE"),
-        ("bloom", Step("position", "alibi"), "these positions already: alibi", None),
-        ("llama", Step("position", "rope", blocks="1"), "these layers have these positions already", "rope:BASE"),
+        ("llama", Step("position", "rope"), "this position encoding: rope", "rope:BASE"),
+        ("bloom", Step("position", "alibi"), "this position encoding: alibi", None),
+        ("llama", Step("position", "rope", blocks="1"), "already have this position encoding", "rope:BASE"),
         ("gpt2", Step("position", "learned"), "a table of 256 positions already", "--context N"),
-        ("gpt2", Step("position", "rope", blocks="0"), "reaches every layer", "first --position none"),
-        ("bloom", Step("position", "learned"), "how many positions the table needs", "learned:LENGTH"),
+        ("gpt2", Step("position", "rope", blocks="0"), "affects every layer", "first --position none"),
+        ("bloom", Step("position", "learned"), "the length of the position table", "learned:LENGTH"),
         ("gpt2", Step("context", "256"), "context is 256 tokens already", None),
         ("llama", Step("context", "256"), "context is 256 tokens already", None),
     ],
@@ -297,7 +297,7 @@ def test_refusals(name: str, step: Step, reason: str, hint: str | None) -> None:
 
 def test_refusals_of_heads_without_room() -> None:
     odd = spec_of({**CONFIGS["gpt2"], "n_embd": 20})
-    with pytest.raises(SwapRefused, match="the heads of layer 0 have 5") as refused:
+    with pytest.raises(SwapRefused, match="the head dimension of layer 0 is 5") as refused:
         apply(Weights(odd), Step("position", "rope"))
     assert refused.value.hint == "First --head-dim 6."
     llama = spec_of(CONFIGS["llama-2"])
@@ -306,7 +306,7 @@ def test_refusals_of_heads_without_room() -> None:
         apply(Weights(latent), Step("position", "rope"))
     assert "before --attention mla" in str(refused.value.hint)
     rope = with_blocks(llama, attention=replace(LATENT, **ROPE))
-    with pytest.raises(SwapRefused, match="keys of their own for rotary positions") as refused:
+    with pytest.raises(SwapRefused, match="separate keys for RoPE") as refused:
         apply(Weights(rope), Step("position", "none"))
     assert "rope:neutral" in str(refused.value.hint)
     (_,), neutral = after(Weights(rope), Step("position", "rope:neutral"))
@@ -331,7 +331,7 @@ def test_refusals_of_heads_without_room() -> None:
 def test_values_that_are_none(option: str, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         apply(Weights(with_blocks(spec_of(CONFIGS["llama"]))), Step(option, value))
-    with pytest.raises(UsageError, match="for the whole model"):
+    with pytest.raises(UsageError, match="changes the whole model"):
         apply(Weights(spec_of(CONFIGS["gpt2"])), Step("context", "9", blocks="0"))
 
 

@@ -98,7 +98,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab=value)
     note = gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab="90").chain.notes[0]
-    assert note.startswith("there is no tokenizer beside the model")
+    assert note.startswith("the model has no tokenizer")
 
 
 def late_special(folder: Path) -> Path:
@@ -199,19 +199,19 @@ def test_a_list_of_tokens_or_ids(tmp_path: Path) -> None:
     assert result.chain.swapped[0].summary["asked_for"] == 3  # "7" is a token, and no id
     for text, error, message in (
         ("thereisnosuch\nROMEO\n9999\n", InvalidInput, r"neither a token nor an id: 'thereisnosuch' \(line 1\)"),
-        ("\n", InvalidInput, "names no token"),
+        ("\n", InvalidInput, "contains no token"),
         ("\n".join(vocab), SwapRefused, "nothing to prune: .* are all 512"),
     ):
         listed.write_text(text)
         with pytest.raises(error, match=message):
             gptkit.swap("sample:gpt2", tmp_path / "no", vocab=f"prune:{listed}")
     listed.write_bytes(b"a\xff")
-    with pytest.raises(InvalidInput, match="not plain text"):
+    with pytest.raises(InvalidInput, match="not a UTF-8 text"):
         gptkit.swap("sample:gpt2", tmp_path / "no", vocab=f"prune:{listed}")
     with pytest.raises(InvalidInput, match=r"cannot read .*nowhere: No such file"):
         gptkit.swap("sample:gpt2", tmp_path / "no", vocab=f"prune-text:{tmp_path / 'nowhere'}")
     save_hf(CONFIGS["llama"], tmp_path / "bare")
-    with pytest.raises(SwapRefused, match="no tokenizer beside the model"):
+    with pytest.raises(SwapRefused, match="the model has no tokenizer"):
         gptkit.swap(tmp_path / "bare", tmp_path / "no", vocab=f"prune:{listed}")
     assert not (tmp_path / "no").exists()
 

@@ -178,7 +178,7 @@ def test_a_plan_that_comes_along_is_one(name: str, tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, str], str, str]] = {
     "seeds": ({"seeds": '"two"'}, VARIANTS, r"plan\.toml: seeds is to be a whole number, not text"),
-    "a word for a number": ({"tokens": '"1M"'}, VARIANTS, "tokens is to be a whole number or a list, not text"),
+    "a word for a number": ({"tokens": '"1M"'}, VARIANTS, "tokens must be a whole number or a list, not text"),
     "a word": ({"how": '"heel"'}, VARIANTS, "how cannot be 'heel'; did you mean heal"),
     "unknown key": ({"sedes": "2"}, VARIANTS, "no key is called sedes; did you mean seeds"),
     "another key": ({"steps": "2"}, VARIANTS, "no key is called steps; known: base, variant, name, .*, keep"),
@@ -329,7 +329,7 @@ def test_edits_go_by_paths() -> None:
         edited(found, {"positions": to_json(spec)["positions"], "*_norm.eps": 1e-5, "blocks.1.attention.kv_heads": 2})
         == spec
     )
-    with pytest.raises(ConfigError, match="not a gptkit model spec"):
+    with pytest.raises(ConfigError, match="does not describe a model"):
         edited(spec, {"blocks.*.attention": {"type": "Attention"}})
     with pytest.raises(InvalidInput, match="nowhere in the tree"):
         edited(spec, {"blocks.7.attention.heads": 1})
