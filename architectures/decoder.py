@@ -535,8 +535,8 @@ class Decoder:
         inner = of_kind(dense, self.inner)
         if self.whole_heads and spec.hidden_size % attention.heads:
             raise CannotExpress(
-                f"transformers refuses this model: the hidden size {spec.hidden_size} is not divisible by "
-                f"{attention.heads} heads"
+                "transformers needs a hidden size that is divisible by the number of heads "
+                f"({spec.hidden_size} and {attention.heads})"
             )
         norm: Any = next(iter(first.norms().values()), spec.final_norm)
         if norm is None:
