@@ -26,7 +26,7 @@ from gptkit.architectures.config import COMMON_IRRELEVANT, COMMON_REFUSED, MAX_C
 from gptkit.components import from_json, to_json
 from gptkit.errors import CannotExpress, ConfigError, UnknownFamily
 
-EXAMPLES = 200
+EXAMPLES = 100
 ROPES = (
     "default",
     "linear",
@@ -158,7 +158,7 @@ def check(family: str, count: int) -> Counter[str]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     counts: Counter[str] = Counter()
     while counts["all"] < count:
-        counts += fuzz(family, max(200, min(20_000, (count - counts["all"]) // 6)))
+        counts += fuzz(family, max(100, min(20_000, (count - counts["all"]) // 6)))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert not counts["slow"] and not counts["refused at length"] and grown < 512, (counts, grown)
     # What the test is worth: much of what it makes is let through, and more is not.

@@ -183,7 +183,7 @@ def test_the_default_config_counts_what_transformers_counts(family):
 
 # --- 4: logits -------------------------------------------------------------------------------------------------------
 
-LENGTHS = (1, 7, 64, 200)
+LENGTHS = (1, 7, 200)
 
 
 WHOLE = {[*REPRESENTATIVES][place] for place in spread(len(REPRESENTATIVES), 6 if covering.quick else 10**6, 0)}
