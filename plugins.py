@@ -43,7 +43,7 @@ def import_file(path: Path) -> None:
     """Import a file of Python that lies anywhere, as a module of the file's name; raises whatever it does."""
     found = importlib.util.spec_from_file_location(path.stem, path)
     if found is None or found.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
 

@@ -50,13 +50,15 @@ def fields_are_accounted_for(family: Architecture, configs: Iterable[Config], fi
         read |= reader.used
     irrelevant, refused = family.ignored, family.refusals
     left = sorted(set(fields) - read - irrelevant.keys() - refused.keys())
-    assert not left, f"read these in the family's file, or declare them irrelevant or refused: {left}"
-    assert not read & irrelevant.keys(), f"read, and declared irrelevant: {sorted(read & irrelevant.keys())}"
+    assert not left, f"the family neither reads these fields nor declares them irrelevant or refused: {left}"
+    assert not read & irrelevant.keys(), (
+        f"the family reads these fields, but declares them irrelevant: {sorted(read & irrelevant.keys())}"
+    )
     both = refused.keys() & (read | irrelevant.keys())
-    assert not both, f"refused, and read or irrelevant: {sorted(both)}"
+    assert not both, f"the family refuses these fields, but also reads them or declares them irrelevant: {sorted(both)}"
     reasons = [*irrelevant.values(), *(reason for _, reason in refused.values())]
     short = [each for each in reasons if len(each.split()) < 2 and each not in ("generation", "tokenizer")]
-    assert not short, f"no reasons: {short}"
+    assert not short, f"these reasons are shorter than two words: {short}"
 
 
 def elements_land_once(family: Architecture, config: Config) -> None:
@@ -120,7 +122,7 @@ def reference(
 ) -> Any:
     """The model that a family names as its own, its weights not filled."""
     found = own_reference({**config, "model_type": family.model_types[0]}, dtype, attention)
-    assert found is not None, f"{family.name} names no model of its own"
+    assert found is not None, f"{family.name} does not define its own reference model (Architecture.model)"
     return found.eval()
 
 
@@ -165,5 +167,5 @@ def logits_agree(model: Callable[..., Any], decoder: Decoder, batches: Iterable[
             if probe.attention_mask is not None:
                 ours, theirs = (logits[probe.attention_mask.bool()] for logits in (ours, theirs))
             worst[probe.name] = largest_difference(ours, theirs)
-    assert worst, "nothing was probed"
+    assert worst, "there was no batch to compare"
     assert {name: difference for name, difference in worst.items() if difference != 0} == {}

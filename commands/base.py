@@ -72,7 +72,7 @@ def _once(command: Any, ctx: Any, args: Sequence[str]) -> None:
     names = [each.name for each in single]
     twice = next((each for each in single if names.count(each.name) > 1), None)
     if twice is not None:
-        ctx.fail(f"option {twice.get_error_hint(ctx)} was given {names.count(twice.name)} times: give it once")
+        ctx.fail(f"option {twice.get_error_hint(ctx)} was given {names.count(twice.name)} times, but takes one value")
 
 
 class Command(typer.core.TyperCommand):
@@ -99,11 +99,11 @@ class _Commands(typer.core.TyperGroup):
         """What to do after a wrong call of `given`."""
         first = next((word for word in given if not word.startswith("-")), "")
         if first in _WORDS:
-            return f"{_WORDS[first]} does that"
+            return f"Use {_WORDS[first]} instead."
         if call.ctx is not None:
-            return f"{call.ctx.command_path} -h says what it takes"
+            return f"Run {call.ctx.command_path} -h for help."
         # The parser of options does not say whose it is, and the group itself has none that take a value.
-        return f"gptkit {first} -h says what it takes" if first in self.commands else "gptkit -h says what it takes"
+        return f"Run gptkit {first} -h for help." if first in self.commands else "Run gptkit -h for help."
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _writing():  # the group's help
@@ -225,7 +225,9 @@ class _PictureFiles:
 
     def __post_init__(self) -> None:
         if self.figure is not None and self.png is None and self.svg is None:
-            raise UsageError("--figure names what a picture shows", "Add --svg FILE or --png FILE.")
+            raise UsageError(
+                "--figure chooses the figure of a picture, but no picture is written", "Add --svg FILE or --png FILE."
+            )
         if self:
             from ..report.pictures import ready
 
@@ -301,11 +303,11 @@ def _not_imported(error: ImportError) -> str | None:
         return None
     package = _PACKAGES.get(module, module.replace("_", "-"))
     if isinstance(error, ModuleNotFoundError) and error.name == module:
-        return f"this needs {package}, which is not installed\npip install {package}"
+        return f"this needs the package {package}, which is not installed\nInstall it: pip install {package}"
     reason = " ".join(str(error).split())
     if not module:
-        return f"a package that this needs cannot be imported: {reason}\nInstall it again."
-    return f"{package} cannot be imported: {reason}\npip install --upgrade {package} installs another version"
+        return f"a required package cannot be imported: {reason}\nReinstall that package."
+    return f"{package} cannot be imported: {reason}\nInstall another version: pip install --upgrade {package}"
 
 
 def _guarded(function: _F) -> _F:
@@ -340,7 +342,7 @@ def _guarded(function: _F) -> _F:
             if _lacks_memory(error):
                 fail("not enough memory", 1)
             lacking = _not_imported(error) if isinstance(error, ImportError) else None
-            bug = f"{type(error).__name__}: {error}\nThis is a bug in gptkit; GPTKIT_DEBUG=1 shows where."
+            bug = f"{type(error).__name__}: {error}\nThis is a bug in gptkit. Set GPTKIT_DEBUG=1 to see the traceback."
             fail(lacking or bug, 1)
 
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -416,7 +418,7 @@ def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | 
         return None
     if of_a_card and text.strip().isdecimal():
         raise UsageError(
-            f"{option} {text!r} has no unit", f"{option} {text.strip()}GB for a card of {text.strip()} GB."
+            f"{option} {text!r} has no unit", f"Write {option} {text.strip()}GB for a card of {text.strip()} GB."
         )
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = match[2].upper() if match else ""
@@ -424,7 +426,7 @@ def parse_size(option: str, text: str | None, of_a_card: bool = False) -> int | 
         unit = f"{unit[0]}I{unit[1]}"
     nbytes = int(float(match[1]) * _UNITS.get(unit, 0)) if match else 0
     if nbytes <= 0:
-        raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, as 2GB, 500MB or 1GiB.")
+        raise UsageError(f"{option} {text!r} is not a size", "Give a number of bytes, such as 2GB, 500MB or 1GiB.")
     return nbytes
 
 
@@ -444,7 +446,7 @@ def rows_by(text: str) -> _By:
         if text in (known, f"{known}s"):
             return known
     plurals = ", ".join(f"{known}s" for known in _ROWS)
-    raise UsageError(f"--by {text!r:.40} is none of {', '.join(_ROWS)}", f"or their plurals: {plurals}")
+    raise UsageError(f"--by must be component, layer or tensor, not {text!r:.40}", f"Plurals work too: {plurals}.")
 
 
 _COUNTS = {"": 1, "k": 2**10, "m": 2**20}  # tokens, as contexts are named: a model "of 128k" takes 131,072
@@ -462,6 +464,7 @@ def tokens(option: str, text: str) -> int:
         number = 0 if rest else number
     if not 1 <= number < 10**16:
         raise UsageError(
-            f"{option} {text!r:.40} is not a number of tokens", f"as in {option} 8192, {option} 8k or {option} 1M"
+            f"{option} {text!r:.40} is not a number of tokens",
+            f"For example: {option} 8192, {option} 8k or {option} 1M",
         )
     return number

@@ -37,9 +37,9 @@ def compare(
     from ..analysis.params import ModelCount, params
 
     if sum((markdown, csv, json)) > 1:
-        raise UsageError("--markdown, --csv and --json are three outputs", "Give one of them.")
+        raise UsageError("--markdown, --csv and --json cannot be combined", "Give only one of them.")
     if only_differences and everything:
-        raise UsageError("--only-differences and --all are opposites", "Give one of them.")
+        raise UsageError("--only-differences and --all cannot be combined", "Give only one of them.")
     asked = Asked(dtype=dtype, context=None if context is None else tokens("--context", context))
     counts: list[ModelCount] = params(*models, **opening)
     if swap or recipe is not None:

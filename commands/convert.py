@@ -43,7 +43,10 @@ def load(
         return
     for name, value in (("--seed", seed), ("--out", out), ("--force", force or None)):
         if value is not None:
-            raise UsageError(f"{name} is for random weights", "Add --random; gptkit convert writes a checkpoint's own.")
+            raise UsageError(
+                f"{name} works only with --random",
+                "Add --random, or use gptkit convert to write a checkpoint's own weights.",
+            )
     from ..converter.checkpoint import open_checkpoint
     from ..report.checkpoints import load_json, load_summary
 
@@ -91,7 +94,7 @@ def _random(
     except GptkitError as error:
         if written is None:
             raise
-        notes.append(f"no forward pass: {error.message}")
+        notes.append(f"the forward pass was skipped: {error.message}")
     else:
         with progress_bar("drawing", quiet) as advance:
             module = load_random(
@@ -191,19 +194,22 @@ def check(
     from ..report.pages import counted
 
     if folder.is_file():
-        raise InvalidInput(f"{folder} is a file, and manifests are those of folders", "gptkit load checks its header.")
+        raise InvalidInput(f"{folder} is a file, but gptkit check takes a folder", "Use gptkit load to check one file.")
     if not folder.is_dir():
-        raise InvalidInput(f"no such folder: {folder}", "Name a checkpoint's folder.")
+        raise InvalidInput(f"no such folder: {folder}", "Give the folder of a checkpoint.")
     if not (folder / MANIFEST).exists():
         opened = open_files(folder, **opening)
         tensors = f"{counted(len(opened.leaves), 'tensor')} in {counted(len(opened.files), 'file')}"
-        whole = "that config.json says" if isinstance(opened, Checkpoint) else "that its headers and index say"
+        source = "config.json says" if isinstance(opened, Checkpoint) else "its headers and index say"
         notes = [f"note: {note}" for note in opened.notes]
-        say([f"{folder}: {tensors}, all {whole}; no {MANIFEST}, so no bytes to compare with", *notes], quiet)
+        say(
+            [f"{folder}: {tensors}, as {source}; bytes were not compared, because there is no {MANIFEST}", *notes],
+            quiet,
+        )
         return
     problems = check_manifest(folder)
     if problems:
         some = [*problems[:10], *([f"… and {len(problems) - 10} more"] if len(problems) > 10 else [])]
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise CheckpointError(f"{folder}: {count}", "\n".join(some))
-    say([f"{folder}: every file has the bytes that its manifest says"], quiet)
+    say([f"{folder}: every file is identical to its entry in {MANIFEST}"], quiet)

@@ -49,9 +49,9 @@ def evaluate(
     from ..training.evaluate import evaluate as run
 
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", top_k):
-        raise UsageError(f"--top-k {top_k!r:.40} is no list of numbers", "as in --top-k 1,5")
+        raise UsageError(f"--top-k must be numbers separated by commas, not {top_k!r:.40}", "For example: --top-k 1,5")
     if attention not in ("sdpa", "eager"):
-        raise UsageError(f"unknown attention {attention!r:.40}", "known: sdpa, eager")
+        raise UsageError(f"--attention must be sdpa or eager, not {attention!r:.40}")
     lengths = {"context": context, "stride": stride}
     windows: Any = {name: None if each is None else tokens(f"--{name}", each) for name, each in lengths.items()}
     computing: Any = {"dtype": dtype, "attention": attention, "device": device, **opening}

@@ -49,17 +49,24 @@ def generate(
     from ..modules.text import generate as run
 
     if (text is None) == (ids is None):
-        raise UsageError("give a prompt: either TEXT or --ids", "gptkit generate sample:gpt2 'ROMEO:'")
+        raise UsageError(
+            "the prompt must be given once: as TEXT or as --ids", "For example: gptkit generate sample:gpt2 'ROMEO:'"
+        )
     if attention not in ("sdpa", "eager"):
-        raise UsageError(f"unknown attention {attention!r}", "known: sdpa, eager")
+        raise UsageError(f"--attention must be sdpa or eager, not {attention!r}")
     if temperature == 0 and (top_k is not None or top_p is not None):
         name = "--top-k" if top_k is not None else "--top-p"
-        raise UsageError(f"{name} does nothing at --temperature 0, which is greedy", "Give a temperature above 0.")
+        raise UsageError(
+            f"{name} has no effect at --temperature 0, which decodes greedily", "Give a temperature above 0."
+        )
     if beams is None and (length_penalty is not None or early_stopping):
         name = "--early-stopping" if length_penalty is None else "--length-penalty"
-        raise UsageError(f"{name} is of a search with beams", "Give --beams N too.")
+        raise UsageError(f"{name} works only with --beams", "Add --beams N.")
     if beams is not None and (temperature or top_k is not None or top_p is not None):
-        raise UsageError("--beams searches without a draw", "Without --temperature, --top-k and --top-p.")
+        raise UsageError(
+            "beam search does not sample, so --beams excludes --temperature, --top-k and --top-p",
+            "Leave those options out.",
+        )
     prompt = _read_prompt(text, ids)
     limits: list[str] = []
     opened = open_checkpoint(model, **opening)
@@ -90,7 +97,7 @@ def _read_prompt(text: str | None, ids: str | None) -> str | list[int]:
         try:
             return [int(part) for part in ids.replace(",", " ").split()]
         except ValueError as error:
-            raise UsageError(f"--ids takes numbers, not {ids!r:.60}") from error
+            raise UsageError(f"--ids must be token ids separated by spaces or commas, not {ids!r:.60}") from error
     try:
         return sys.stdin.read() if text == "-" else text or ""
     except UnicodeDecodeError as error:

@@ -106,7 +106,7 @@ def heal(
     from ..training.heal import heal as run
 
     if dtype not in (None, "float32", "bfloat16"):
-        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
+        raise UsageError(f"--dtype must be float32 or bfloat16, not {dtype!r:.40}")
     options = amounts(budget, time, batch, context, held_out)
     how: dict[str, Any] = {
         "trained": trained,

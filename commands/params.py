@@ -85,22 +85,33 @@ def params(
     # Options that would do nothing are refused before any work.
     number = next((name for name in models if re.fullmatch("[0-9]+k?", name) and not Path(name).exists()), None)
     if number is not None and (flops or memory):
-        raise UsageError(f"{number} is no model, and --flops and --memory take no number", f"--context {number}")
+        raise UsageError(
+            f"{number} is not a model, and --flops and --memory take no value",
+            f"Give the context as --context {number}.",
+        )
     if json and csv:
-        raise UsageError("--json and --csv are two formats of the same", "Leave one of them out.")
+        raise UsageError("--json and --csv cannot be combined", "Give only one of them.")
     if csv and stored:
-        raise UsageError("--csv has no columns for what is --stored", "--json tells it, tensor by tensor.")
+        raise UsageError("--csv cannot show the stored tensors (--stored)", "Use --json to list each stored tensor.")
     if csv and rows != "component" and asked.more:
-        raise UsageError(f"--csv has one table: --by {rows}, or costs, a row a model", "Call it twice.")
-    where = "--flops and --memory, --gpu, --tp and --pp"
+        raise UsageError(
+            f"--csv prints one table: either --by {rows}, or the costs with one row per model", "Run the command twice."
+        )
+    where = "--flops, --memory, --gpu, --tp or --pp"
     if fsdp != 1 and not memory:
-        raise UsageError("--fsdp is for --memory: it shares out what training takes", "Add --memory.")
+        raise UsageError("--fsdp works only with --memory", "Add --memory.")
     if context is not None and not asked.at_context:
-        raise UsageError(f"--context is for {where}", "--kv names contexts of its own.")
+        raise UsageError(
+            f"--context works only with {where}", "For --kv, give the contexts as its value: --kv 4096,8192."
+        )
     if batch != 1 and not (asked.kv or asked.at_context):
-        raise UsageError(f"--batch is for --kv, {where.replace(' and', ',', 1)}", "Parameters are the same for any.")
+        raise UsageError(
+            f"--batch works only with --kv, {where}", "Leave it out: the number of parameters does not depend on it."
+        )
     if kv_dtype is not None and not (asked.kv or memory or asked.gpu or asked.spread):
-        raise UsageError("--kv-dtype is for --kv and --memory, --gpu, --tp and --pp", "--dtype is that of the weights.")
+        raise UsageError(
+            "--kv-dtype works only with --kv, --memory, --gpu, --tp or --pp", "--dtype sets the dtype of the weights."
+        )
     counts: list[ModelCount] = count_params(*models, stored=stored, **opening)
     swapped = bool(swap or recipe)
     if swapped:
@@ -156,7 +167,7 @@ def presets(
         near = nearest(" ".join(wanted))
         raise UsageError(
             f"no preset has {' and '.join(map(repr, wanted)):.80} in its name",
-            f"did you mean {', '.join(near[:4])}?" if near else "gptkit presets lists all of them",
+            f"Did you mean {', '.join(near[:4])}?" if near else "Run gptkit presets to list all presets.",
         )
     if names and not json:
         say([preset.name for preset in matching], quiet)
@@ -182,6 +193,7 @@ def families(
     found = families_json([word.lower() for word in words or ()], everything=everything)
     if not found["families"] and not found["others"]:
         raise UsageError(
-            f"no family has {' and '.join(map(repr, words or ())):.80} in its name", "gptkit families lists all of them"
+            f"no family has {' and '.join(map(repr, words or ())):.80} in its name",
+            "Run gptkit families to list all families.",
         )
     answer(json, lambda: found, lambda: families_table(found), quiet)

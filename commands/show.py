@@ -39,7 +39,9 @@ def show(
         return
     layers = len(counted.spec.blocks)
     if layer is not None and not 0 <= layer < layers:
-        raise UsageError(f"there is no layer {layer}", f"{model} has {layers:,}, 0 to {layers - 1:,}")
+        raise UsageError(
+            f"--layer: {model} has no layer {layer}", f"It has {layers:,} layers, numbered from 0 to {layers - 1:,}."
+        )
     graph = structure(counted.spec)
     kinds = graph.kinds if layer is None else (graph.kind_of(layer),)
     answer(

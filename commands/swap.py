@@ -148,7 +148,10 @@ def swaps(
 
     if recipes:
         if model is not None:
-            raise UsageError("--recipes takes no MODEL", "gptkit swap MODEL OUT --recipe NAME --dry-run tries one.")
+            raise UsageError(
+                "--recipes lists all recipes and takes no MODEL",
+                "To try a recipe on a model: gptkit swap MODEL OUT --recipe NAME --dry-run",
+            )
         known = [read_recipe(name) for name in shipped()]
         return answer(json, lambda: recipes_json(known), lambda: recipes_report(known), quiet)
     if model is None:

@@ -30,7 +30,10 @@ def tokenize(
 
     *texts, out = files
     if not texts:
-        raise UsageError("tokenize takes a text and the folder to make", "gptkit tokenize play.txt play-tokens")
+        raise UsageError(
+            "tokenize needs at least one text file, and the folder to write",
+            "For example: gptkit tokenize play.txt play-tokens",
+        )
     with progress_bar("tokenizing", quiet) as advance:
         done = run(texts, out, tokenizer=tokenizer, vocabulary=vocabulary, force=force, progress=advance)
     documents = f"{done.documents:,} document{'' if done.documents == 1 else 's'}"

@@ -20,7 +20,7 @@ def _seconds(name: str, text: str) -> float:
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([smhd]?)\s*", text, re.ASCII)
     found = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if found <= 0:
-        raise UsageError(f"{name} {text!r:.40} is not a time", f"as in {name} 90s, {name} 10m or {name} 1.5h")
+        raise UsageError(f"{name} {text!r:.40} is not a time", f"For example: {name} 90s, {name} 10m or {name} 1.5h")
     return found
 
 
@@ -121,7 +121,7 @@ def train(
     from ..training.train import train as run
 
     if dtype not in (None, "float32", "bfloat16"):
-        raise UsageError(f"unknown dtype {dtype!r:.40}", "known: float32, bfloat16")
+        raise UsageError(f"--dtype must be float32 or bfloat16, not {dtype!r:.40}")
     options = {**amounts(budget, time, batch, context, held_out), "documents_apart": not no_document_mask}
     options |= {"rate": lr, "warmup": warmup, "decay": decay, "clip": clip, "accumulate": accumulate, "every": every}
     options |= {"tokenizer": tokenizer, "random": random, "seed": seed, "dtype": dtype, "compiled": compiled}

@@ -53,7 +53,10 @@ def verify(
     from ..report import verification as report
 
     if against is not None and (local is not None or card is not None):
-        raise UsageError("--against takes a MODEL alone", "gptkit verify sample:llama --against my_port:build")
+        raise UsageError(
+            "--against cannot be combined with LOCAL or --card",
+            "For example: gptkit verify sample:llama --against my_port:build",
+        )
 
     def measured_text(source: Checkpoint) -> tuple[int, ...] | None:
         """The end of a text, or of the bundled play for the samples."""

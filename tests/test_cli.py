@@ -230,13 +230,13 @@ def test_a_terminal_that_lacks_characters(tiny: Path) -> None:
         (["load", "sample:gpt2", "--dtype"], "requires an argument"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),
         (["generate", "sample:gpt2", "a", "-n", "many"], "--max-new-tokens"),
-        (["generate", "sample:gpt2"], "give a prompt"),
-        (["generate", "sample:gpt2", "a", "--ids", "1"], "give a prompt"),
-        (["generate", "sample:gpt2", "--ids", "1 x"], "takes numbers"),
+        (["generate", "sample:gpt2"], "the prompt must be given once"),
+        (["generate", "sample:gpt2", "a", "--ids", "1"], "the prompt must be given once"),
+        (["generate", "sample:gpt2", "--ids", "1 x"], "must be token ids"),
         (["generate", "sample:gpt2", "--ids", "1 99999"], "outside the vocabulary"),
         (["generate", "sample:gpt2", "--ids", "-1"], "outside the vocabulary"),
         (["generate", "sample:gpt2", ""], "empty"),
-        (["generate", "sample:gpt2", "a", "--attention", "flash"], "unknown attention"),
+        (["generate", "sample:gpt2", "a", "--attention", "flash"], "--attention must be sdpa or eager"),
         (["generate", "sample:gpt2", "a", "--dtype", "int8"], "unknown dtype"),
         (["generate", "sample:gpt2", "a", "-n", "-1"], "--max-new-tokens"),
         (["generate", "sample:gpt2", "a", "--temperature", "nan"], "temperature"),
@@ -326,7 +326,8 @@ def test_a_bug_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
     result = runner.invoke(app, ["params", "gpt2"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "gptkit: ZeroDivisionError: some \\x1b[31mreason\n  This is a bug in gptkit; GPTKIT_DEBUG=1 shows where.\n"
+        "gptkit: ZeroDivisionError: some \\x1b[31mreason\n"
+        "  This is a bug in gptkit. Set GPTKIT_DEBUG=1 to see the traceback.\n"
     )
 
 

@@ -110,4 +110,4 @@ def test_another_name_lists_the_figures(figure: str, said: str, pictured: list[s
 def test_a_figure_is_named_of_a_picture(name: str, tmp_path: Path) -> None:
     for more in ([], ["--html", tmp_path / "page.html"]):
         code, out, err = run(*COMMANDS[name], "--figure", "cache", *more)
-        assert (code, out) == (2, "") and "--figure names what a picture shows" in err
+        assert (code, out) == (2, "") and "--figure chooses the figure of a picture" in err

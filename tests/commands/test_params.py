@@ -214,22 +214,22 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
     [
         (["--kv", "x"], "--kv 'x' is not a number of tokens"),
         (["--kv", "100,"], "--kv '' is not a number of tokens"),
-        (["--context", "64"], "--context is for --flops and --memory"),
-        (["--batch", "3"], "--batch is for"),
+        (["--context", "64"], "--context works only with --flops, --memory"),
+        (["--batch", "3"], "--batch works only with"),
         (["--batch", "0", "--flops"], "--batch is a whole number from 1"),
-        (["--kv-dtype", "fp8"], "--kv-dtype is for --kv and --memory"),
+        (["--kv-dtype", "fp8"], "--kv-dtype works only with --kv, --memory"),
         (["--kv-dtype", "int4", "--kv", "8"], "unknown dtype 'int4'"),
         (["--dtype", "int3"], "unknown dtype 'int3'"),
-        (["--by", "head"], "--by 'head' is none of component, layer, tensor"),
-        (["--by", "lay"], "or their plurals: components, layers, tensors"),
-        (["--json", "--csv"], "two formats"),
+        (["--by", "head"], "--by must be component, layer or tensor, not 'head'"),
+        (["--by", "lay"], "Plurals work too: components, layers, tensors"),
+        (["--json", "--csv"], "--json and --csv cannot be combined"),
         (["--gpu", "24 pounds"], "--gpu '24 pounds' is not a size"),
         (["--tp", "5"], "--tp 5: 12 query heads are not divisible by 5 GPUs"),
         (["--pp", "5"], "--pp 5: 12 layers do not make 5 stages"),
         (["--tp", "0"], "--tp is a whole number from 1"),
         (["--tp", "2", "--dtype", "q8_0"], "not laid out for several GPUs"),
-        (["--explain", "--batch", "2"], "--batch is for"),
-        (["--csv", "--stored"], "--json tells it"),
+        (["--explain", "--batch", "2"], "--batch works only with"),
+        (["--csv", "--stored"], "Use --json"),
         (["--csv", "--by", "layer", "--flops"], "one table"),
         (["--flops", "4096"], "--context 4096"),
         (["--flops", "--context", "4096"], "4,096 tokens do not fit the model's table of 1,024 positions"),
@@ -340,8 +340,8 @@ def test_presets_by_word() -> None:
 
 
 def test_a_word_that_no_preset_has() -> None:
-    assert "did you mean" in call("presets", "qwne3", code=2).stderr
-    assert "lists all of them" in call("presets", "zzzzzz", code=2).stderr
+    assert "Did you mean" in call("presets", "qwne3", code=2).stderr
+    assert "Run gptkit presets to list" in call("presets", "zzzzzz", code=2).stderr
 
 
 @few(1)

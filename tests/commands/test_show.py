@@ -94,7 +94,7 @@ def test_many_kinds_are_folded_where_only_words_differ(tmp_path: Path) -> None:
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
     for layer in ("12", "-1"):
-        assert "there is no layer" in run("gpt2", "--layer", layer, code=2)
+        assert f"gpt2 has no layer {layer}" in run("gpt2", "--layer", layer, code=2)
     assert "0 to 11" in run("gpt2", "--layer", "12", code=2)
 
 

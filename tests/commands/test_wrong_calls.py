@@ -28,12 +28,12 @@ def wrong(*args: str) -> str:
     ],
 )
 def test_the_help_that_says_more_is_that_of_the_command(call: str, said: str, way_on: str) -> None:
-    assert wrong(*call.split()).splitlines() == [f"gptkit: {said}", f"  {way_on} says what it takes"]
+    assert wrong(*call.split()).splitlines() == [f"gptkit: {said}", f"  Run {way_on} for help."]
 
 
 @pytest.mark.parametrize(("word", "called"), [("version", "gptkit --version"), ("help", "gptkit -h")])
 def test_words_that_are_commands_elsewhere(word: str, called: str) -> None:
-    assert wrong(word).splitlines() == [f"gptkit: no such command {word!r}", f"  {called} does that"]
+    assert wrong(word).splitlines() == [f"gptkit: no such command {word!r}", f"  Use {called} instead."]
     assert CliRunner().invoke(app, called.split()[1:]).exit_code == 0
 
 
@@ -48,7 +48,7 @@ def test_a_number_out_of_range_names_its_option(option: str, value: str) -> None
 @pytest.mark.parametrize("option", ["--top-k", "--top-p"])
 def test_a_filter_of_greedy_decoding_names_its_option(option: str) -> None:
     said = wrong("generate", "sample:gpt2", "a", "--temperature", "0", option, "1")
-    assert said.startswith(f"gptkit: {option} does nothing at --temperature 0")
+    assert said.startswith(f"gptkit: {option} has no effect at --temperature 0")
 
 
 def test_ids_that_were_typed_are_not_blamed_on_a_tokenizer() -> None:
