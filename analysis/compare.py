@@ -156,7 +156,7 @@ def compare(
         Offline: a repository whose config is not in the cache, and no network.
     """
     if not models:
-        raise UsageError("name at least one model", "gptkit compare gpt2 llama-2-7b")
+        raise UsageError("compare needs at least one model", "For example: gptkit compare gpt2 llama-2-7b")
     asked = Asked(dtype=dtype, context=context)
     return comparison(params(*models, offline=offline, allow_pickle=allow_pickle), asked)
 
@@ -178,10 +178,10 @@ def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
         own = model.spec.context_length
         if not model.sees and model.spec.positions is not None:
             notes.append(
-                f"{model.name} has {model.spec.positions.length:,} positions, and cannot see {length:,} tokens."
+                f"{model.name} has a table of {model.spec.positions.length:,} positions: {length:,} tokens are too many."
             )
         elif own is not None and length > own:
-            notes.append(f"{model.name} is for {own:,} tokens, not {length:,}.")
+            notes.append(f"{model.name} has a context of {own:,} tokens, less than {length:,}.")
     return Comparison(tuple(compared), rows, length, dtype, asked.cached, tuple(dict.fromkeys(notes)))
 
 

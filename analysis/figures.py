@@ -56,10 +56,12 @@ class Asked:
         numbers = [("--kv", each) for each in self.kv] + [("--context", self.context), ("--batch", self.batch)]
         for what, number in [*numbers, ("--tp", self.tp), ("--pp", self.pp), ("--fsdp", self.fsdp)]:
             if number is not None and not 1 <= number <= MOST:
-                raise UsageError(f"{what} is a whole number from 1 to {MOST:,}, not {number}")
+                raise UsageError(f"{what} must be a whole number from 1 to {MOST:,}, not {number}")
         if self.spread and self.dtype in GGUF:
-            problem = f"files of {self.dtype} are not laid out for several GPUs"
-            raise UsageError(problem, "--dtype int8, int4 or bfloat16")
+            raise UsageError(
+                f"--tp and --pp: GGUF weights, such as {self.dtype}, are not split over several GPUs",
+                "Choose --dtype int8, int4 or bfloat16.",
+            )
 
     @property
     def computed(self) -> str:
@@ -143,7 +145,7 @@ class Figures:
 
 def _told(figure: Record | None, context: int) -> Any:
     """A figure's JSON values, or why there is none at a context."""
-    impossible = {"context": context, "impossible": "more tokens than the table of positions has"}
+    impossible = {"context": context, "impossible": "the context is longer than the model's table of positions"}
     return impossible if figure is None else figure.as_json()
 
 

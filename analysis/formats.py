@@ -98,7 +98,7 @@ def weight_dtype(name: str) -> str:
     try:
         return full_dtype(name)
     except UsageError as error:
-        raise UsageError(error.message, f"known: {', '.join([*DTYPES, 'int4', *FORMATS])}") from None
+        raise UsageError(error.message, f"Choose one of {', '.join([*DTYPES, 'int4', *FORMATS])}.") from None
 
 
 def weight_bytes(parameters: int, dtype: str) -> int:

@@ -56,22 +56,24 @@ def layers_of_config(config: Mapping[str, Any], shapes: Iterable[tuple[str, Shap
         window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
         types = ["full_attention" if window is None else "sliding_attention"] * min(count, MAX_LAYERS)
     if not isinstance(types, list) or len(types) != count or not all(isinstance(each, str) for each in types):
-        raise _refusal("layer_types", "is no list of a kind a layer")
+        raise _refusal("layer_types", "must be a list with one kind for every layer")
     used = [_FIELDS[kind] for kind in dict.fromkeys(types) if kind in _FIELDS]
     for name, value in text.items():
         known = _HARMLESS.fullmatch(name) or any(each.match(name) for each in used)
         if value not in (None, False, 0, [], {}) and _STRANGE.search(name) and not known:
-            raise _refusal(name, "says that some layers keep what is not told by heads alone")
+            raise _refusal(name, "may mean that some layers cache something else than keys and values")
     unknown = next((kind for kind in types if kind not in _KINDS), None)
     if unknown is not None:
-        raise _refusal("layer_types", f"has layers of the kind {shown(unknown, 40)}, and what these keep is not known")
+        raise _refusal("layer_types", f"has layers of the kind {shown(unknown, 40)}, whose cache gptkit cannot count")
     if "kv_lora_rank" not in text:
         for name, shape in shapes:
             part = _PROJECTION.fullmatch(name)
             kind = types[int(part["layer"])] if part and int(part["layer"]) < count else ""
             seen = kind.endswith("attention") and kind != "linear_attention"
             if part and seen and shape[0] != _widths(text)[part["of"] == "v"]:
-                raise _refusal("num_key_value_heads", f"is not what {name} is made for, which is {list(shape)}")
+                raise _refusal(
+                    "num_key_value_heads", f"does not agree with the shape of {name}, which is {list(shape)}"
+                )
     found = Counter(_KINDS[kind](text) for kind in types)
     return {kept: number for kept, number in found.items() if kept.left or kept.state}
 
@@ -97,14 +99,17 @@ def cache_of_layers(layers: Layers, context: int, dtype: str = "bfloat16", batch
 
 
 def _refusal(name: str, why: str) -> UnknownFamily:
-    return UnknownFamily(f"config.json: {name} {why}", "The KV cache is told of types whose fields say what it is.")
+    return UnknownFamily(
+        f"config.json: {name} {why}",
+        "gptkit counts the KV cache of an unsupported family only if it understands all of its fields.",
+    )
 
 
 def _integer(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The whole number in the first of these fields that there is."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 0 < value < 2**31:
-        raise _refusal(names[0], "is no whole number above zero")
+        raise _refusal(names[0], "must be a whole number above zero")
     return value
 
 
@@ -127,7 +132,10 @@ def _linear(config: Mapping[str, Any]) -> Kept:
     """A state of a matrix a head, and the last inputs of the convolutions before it."""
     names = next((each for each in _LINEAR if all(config.get(name) is not None for name in each)), None)
     if names is None:
-        raise _refusal("layer_types", "has layers of linear attention, and the fields of their states are not known")
+        raise _refusal(
+            "layer_types",
+            "has layers of linear attention, but gptkit knows none of the fields that give the size of their states",
+        )
     return Kept(0, state=_LINEAR[names](*(_integer(config, name) for name in names)))
 
 

@@ -20,7 +20,7 @@ from .prefill import Logits, peak
 from .sizes import MOST, check_sizes, full_dtype, itemsize
 
 _WINDOWED = (
-    "a window is a mask of context x context numbers",
+    "a sliding window needs a mask of context x context numbers",
     "keys and values beyond a window stay until the next step",
 )
 
@@ -135,7 +135,7 @@ def memory(
     weights = costs(spec, length).parameters * itemsize(name)
     assumed = (
         f"activations in {computed}, {_attention(spec, 'sdpa')}",
-        f"the whole context read at once, logits of {'the last token' if logits == 'last' else 'every token'}",
+        f"the whole context in one forward pass, logits of {'the last token' if logits == 'last' else 'every token'}",
         *(_WINDOWED if min(windows(spec), default=MOST + 1) <= length else ()),
     )
     beside = beside_weights(spec, computed, length, batch, cache_dtype, logits)
@@ -183,11 +183,11 @@ def training_memory(
     length = usual_context(spec) if context is None else context
     check_sizes(spec, length, batch)
     if not 1 <= ranks <= MOST:
-        raise UsageError(f"cannot share a model out over {ranks:,} processes")
+        raise UsageError(f"the number of processes must be from 1 to {MOST:,}, not {ranks:,}")
     name = full_dtype(dtype)
     size, parameters = itemsize(name), costs(spec, length).parameters
     if size == 1:
-        raise UsageError(f"no training in {name}", "Name the dtype that is computed in: bfloat16, float16, float32.")
+        raise UsageError(f"training cannot compute in {name}", "Choose bfloat16, float16 or float32.")
     wide, run = max(size, FLOAT), Pass(length, batch, size, attention)
     logits = run.rows * spec.vocab_size * (size + 2 * FLOAT)
     # The loss and the logits are gone when the first layer is run again: whichever is more.
@@ -206,10 +206,10 @@ def training_memory(
         checkpointed_by_component={name: size for name, size in checkpointed.items() if name not in gone},
         assumed=(
             f"weights, gradients and activations in {name}, Adam's moments in float{8 * wide}"
-            + (f", weights in float{8 * wide} beside them" if size < wide else ""),
+            + (f", a second copy of the weights in float{8 * wide}" if size < wide else ""),
             f"no dropout, {_attention(spec, attention)}, logits of every token",
             *(_WINDOWED[:1] if min(windows(spec), default=MOST + 1) <= length else ()),
-            *([f"one of {ranks:,} processes that share weights, gradients and moments"] if ranks > 1 else []),
+            *([f"one of {ranks:,} processes that shard weights, gradients and moments"] if ranks > 1 else []),
         ),
         ranks=ranks,
         gathered=_gathered(spec) * size if ranks > 1 else 0,
@@ -233,6 +233,10 @@ def _attention(spec: ModelSpec, kernel: Kernel) -> str:
     if not any(found):
         return "no attention"
     if kernel == "eager":
-        return "attention that writes its scores out"
+        return "attention that stores its scores"
     where = "" if unfused == len(found) else f" in {unfused} of {len(found)} layers"
-    return f"attention that writes its scores out{where}, for want of a fused kernel" if unfused else "fused attention"
+    return (
+        f"attention that stores its scores{where}, because no fused kernel supports it"
+        if unfused
+        else "fused attention"
+    )

@@ -63,8 +63,8 @@ class Named(Record):
     def refusal(self, model: str) -> UsageError:
         """The error for what needs to know what the tensors compute, to be raised by the caller."""
         kind = f" {shown(self.model_type)}" if self.model_type else ""
-        message = f"{model} is of a family{kind} that gptkit does not know: its tensors are counted by names"
-        return UsageError(message, f"gptkit draft {model} --out definition.py begins a definition of the family.")
+        message = f"gptkit does not support the model family{kind} of {model}, so it can only count tensors by name"
+        return UsageError(message, f"To draft a definition of the family: gptkit draft {model} --out definition.py")
 
     def groups(self) -> list[TensorGroup]:
         """Its tensors, those that differ by numbers in their names alone folded."""
@@ -123,11 +123,15 @@ def by_class(config: Mapping[str, object], unknown: UnknownFamily) -> tuple[str,
     """
     for name, value in config.items():
         if "layers" in name and type(value) is int and value > MAX_LAYERS:
-            raise UnknownFamily(f"{unknown.message}, and {name} is {value:,}, more than {MAX_LAYERS:,}", unknown.hint)
+            raise UnknownFamily(
+                f"{unknown.message}, and {name} is {value:,}, more than the maximum of {MAX_LAYERS:,}", unknown.hint
+            )
     answer = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries()})
     if answer is None or "error" in answer:
-        why = "it takes more time or memory than a model does" if answer is None else answer["error"]
+        why = "this took too much time or memory" if answer is None else answer["error"]
         words = "".join(sign if sign.isprintable() else " " for sign in why)
-        raise UnknownFamily(f"{unknown.message}, and transformers makes no model of it: {words:.300}", unknown.hint)
+        raise UnknownFamily(
+            f"{unknown.message}, and transformers could not build the model: {words:.300}", unknown.hint
+        )
     found = answer["answer"]
     return found["class"], by_names((name, tuple(shape)) for name, shape in found["parameters"])

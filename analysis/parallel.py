@@ -119,14 +119,17 @@ def split(
         UsageError: heads, units or layers that do not divide, or layers of several stages that share a block; no
             tokens, or more than there are positions for.
     """
-    spec.one_stack("sharing out over GPUs")
+    spec.one_stack("splitting over GPUs")
     layers = len(spec.blocks)
     if layers % pp:
         raise UsageError(
-            f"--pp {pp}: {layers:,} layers do not make {pp} stages of one length", f"Choose a divisor of {layers:,}."
+            f"--pp {pp}: {layers:,} layers cannot be split into {pp} stages of the same length",
+            f"Choose a divisor of {layers:,}.",
         )
     if spec.shares and pp > 1:
-        raise UsageError(f"--pp {pp}: layers share a block, and stages have none together")
+        raise UsageError(
+            f"--pp {pp}: the model shares a block between layers, so it cannot be split into stages", "Leave out --pp."
+        )
     one, each = shard(spec, tp), layers // pp
     size = sizer(one, dtype)
     weights: list[Counter[str]] = [Counter() for _ in range(pp)]
@@ -153,16 +156,18 @@ def split(
 def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
     notes = []
     if tp > 1:
-        notes.append("Norms, routers, learned positions and the biases of o and down are on each of them.")
+        notes.append("Every GPU has all norms, routers and learned positions, and the biases of o and down.")
     if one.vocab_size * tp > spec.vocab_size:
-        notes.append(f"The vocabulary is padded to {one.vocab_size * tp:,} rows, {one.vocab_size:,} a GPU.")
+        notes.append(f"The vocabulary is padded to {one.vocab_size * tp:,} rows, {one.vocab_size:,} per GPU.")
     operations = [each for block in set(spec.blocks) for each in spec.block_operations(block)]
     kv_heads = {each.kv_heads for each in operations if isinstance(each, ops.Scores)}
     repeated = sorted(number for number in kv_heads if number < tp)
     if repeated:
-        notes.append(f"Each of {' or '.join(map(str, repeated))} key-value heads is on several GPUs.")
+        notes.append(
+            f"There are fewer key-value heads ({' or '.join(map(str, repeated))}) than GPUs, so several GPUs have the same head."
+        )
     if tp > 1 and any(isinstance(each, ops.Cache) and len(each.shape) == 3 for each in operations):
-        notes.append("The latent and its cache are on each of them.")
+        notes.append("Every GPU has the whole latent and its cache.")
     if spec.tied and pp > 1:
-        notes.append("The last stage has a copy of the embedding, which is its head.")
+        notes.append("The last stage has a copy of the embedding, because the head is tied to it.")
     return notes

@@ -233,7 +233,7 @@ def _named(found: Reference, error: UnknownFamily, offline: bool, allow_pickle: 
     held = _stored_files(files) if stored and files is not None else None
     told = Named(kind if isinstance(kind, str) else "", source, parameters, config)
     folder = here.path if here.kind == "path" and here.names is not None else None
-    notes = (*here.notes, error.message if config else "there is no config.json with its tensors")
+    notes = (*here.notes, error.message if config else "there is no config.json next to its weights")
     return ModelCount(found.text, "", None, here.revision, notes, held, folder=folder, named=told)
 
 

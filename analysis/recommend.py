@@ -223,13 +223,13 @@ def recommend(
             one component would do.
     """
     if goal not in GOALS:
-        raise UsageError(f"unknown goal {goal!r:.40}", f"known: {', '.join(GOALS)}")
+        raise UsageError(f"unknown goal {goal!r:.40}", f"Choose one of {', '.join(GOALS)}.")
     budget = parse_budget(params)
     vocab = usual_vocabulary(budget) if vocab is None else vocab
     length = context if context is not None else _LONG_CONTEXT if goal == "context" else _CONTEXT
     for what, value, most in (("--vocab", vocab, _MOST_VOCABULARY), ("--context", length, _MOST_CONTEXT)):
         if not 1 <= value <= most:
-            raise UsageError(f"{what} is {value:,}", f"Give a number from 1 to {most:,}.")
+            raise UsageError(f"{what} must be from 1 to {most:,}, not {value:,}")
     design = _settled(GOALS[goal], budget, vocab, length)
     shape = fit(design, budget, vocab, length)
     family, spec = expressed(build(design, shape, vocab, length))
@@ -237,8 +237,8 @@ def recommend(
         near = _nearest(design, shape, vocab, length)
         if near is None:
             raise UsageError(
-                "no transformers family has these components, nor all but one of them",
-                "Leave out --loadable: gptkit's own format holds any.",
+                "no transformers class has this combination of components, not even with one of them exchanged",
+                "Leave out --loadable: gptkit's own format can store any combination.",
             )
         design = near.design
         shape = fit(design, budget, vocab, length)
@@ -277,15 +277,15 @@ def parse_budget(text: int | str) -> int:
         UsageError: it is no number, or not from a hundred thousand to a trillion.
     """
     found = _NUMBER.fullmatch(str(text).strip())
-    hint = "Give 7B, 124M, 1.5e9 or a plain number."
+    hint = "Give it as 7B, 124M, 1.5e9 or a plain number."
     if found is None:
-        raise UsageError(f"{str(text)!r:.40} is no number of parameters", hint)
+        raise UsageError(f"{str(text)!r:.40} is not a number of parameters", hint)
     whole, part, power, unit = found.groups()
     scale = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[unit.lower()] + int(power or 0)
     digits = re.sub("[,_]", "", whole)
     number: int = int(digits + (part or ".")[1:]) * 10**scale // 10 ** len((part or ".")[1:])
     if not _LEAST <= number <= _MOST:
-        raise UsageError(f"{text} parameters are not from 100k to 1T", hint)
+        raise UsageError(f"the number of parameters must be from 100k to 1T, not {text}", hint)
     return number
 
 
@@ -363,7 +363,7 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
     if family is None:
         notes.append(_only_here(design, _nearest(design, shape, vocab, found.context), spec, found))
     else:
-        notes.append(f"transformers holds it as {ARCHITECTURES[family].hf_class}.")
+        notes.append(f"transformers can load it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
         f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to that of GPT-3's models of its size"
         f" ({PAPERS['gpt3']}) as a number of parameters within {100 * TOLERANCE:.0f}% allows; quality depends on it"
@@ -392,8 +392,8 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
 def _only_here(design: Design, near: _Near | None, spec: ModelSpec, found: Costs) -> str:
     """What to do with a tree that no family has: the exchange after which one does, and what that costs."""
     told = (
-        "No transformers family has these components together: gptkit's own format holds it, which loads and generates,"
-        " and `convert --to hf:auto` refuses."
+        "No transformers family has this combination of components. gptkit can store it in its own format, load it and"
+        " generate with it, but `convert --to hf:auto` refuses it."
     )
     if near is None:
         return told
@@ -405,7 +405,7 @@ def _only_here(design: Design, near: _Near | None, spec: ModelSpec, found: Costs
     )
     kept = "the same cache" if cache == 0 else f"{cache / found.held_bytes():+.1%} of cache"
     return (
-        f"{told} One component away {ARCHITECTURES[near.family].hf_class} holds it: {new} for {old}, at"
+        f"{told} With {new} instead of {old}, {ARCHITECTURES[near.family].hf_class} can hold it, at"
         f" {more:+,} parameters ({more / found.parameters:+.1%}), {flops:+.1%} FLOPs per token and {kept}. --loadable"
-        " takes it, at the size that was asked for."
+        " chooses this variant, at the size that was asked for."
     )

@@ -33,7 +33,7 @@ def full_dtype(dtype: str) -> str:
     name = dtype.lower().removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r:.40}", f"known: {', '.join(DTYPES)}")
+        raise UsageError(f"unknown dtype {dtype!r:.40}", f"Choose one of {', '.join(DTYPES)}.")
     return name
 
 
@@ -49,7 +49,7 @@ def check_number(what: str, number: int) -> None:
         UsageError: below 1, or absurdly large.
     """
     if not 1 <= number <= MOST:
-        raise UsageError(f"{number} {what}: expected 1 to {MOST:,}")
+        raise UsageError(f"the number of {what} must be from 1 to {MOST:,}, not {number}")
 
 
 def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
@@ -63,5 +63,5 @@ def check_sizes(spec: ModelSpec, tokens: int, batch: int) -> None:
     if spec.positions is not None and tokens > spec.positions.length:
         raise UsageError(
             f"{tokens:,} tokens do not fit the model's table of {spec.positions.length:,} positions",
-            f"Ask for a context of {spec.positions.length:,} or less.",
+            f"Choose a context of at most {spec.positions.length:,} tokens.",
         )

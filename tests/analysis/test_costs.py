@@ -394,13 +394,13 @@ def test_windows_roll() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (lambda: costs(preset("gpt2"), 0), "0 tokens"),
-        (lambda: forward_flops(preset("gpt2"), 0), "0 tokens"),
-        (lambda: forward_flops(preset("gpt2"), 8, -1), "-1 sequences"),
+        (lambda: costs(preset("gpt2"), 0), "the number of tokens must be"),
+        (lambda: forward_flops(preset("gpt2"), 0), "the number of tokens must be"),
+        (lambda: forward_flops(preset("gpt2"), 8, -1), "the number of sequences must be"),
         (lambda: training_flops(preset("gpt2"), 1025), "table of 1,024 positions"),
-        (lambda: cache_bytes(preset("llama-3-8b"), 2**31), "tokens: expected 1 to"),
+        (lambda: cache_bytes(preset("llama-3-8b"), 2**31), "the number of tokens must be from 1 to"),
         (lambda: cache_bytes(preset("llama-3-8b"), 8, "float7"), "unknown dtype 'float7'"),
-        (lambda: cache_bytes(preset("llama-3-8b"), 0), "0 tokens"),
+        (lambda: cache_bytes(preset("llama-3-8b"), 0), "the number of tokens must be"),
     ],
 )
 def test_what_cannot_be_asked(asked: Any, message: str) -> None:

@@ -91,7 +91,7 @@ def test_no_figure_beyond_a_table_of_positions() -> None:
     assert qwen.figures.prefill is not None and None not in qwen.figures.cache
     data = gpt2.as_json()
     assert data["flops"] == data["memory"] == data["kv_cache"][1]
-    assert data["flops"] == {"context": 1025, "impossible": "more tokens than the table of positions has"}
+    assert data["flops"] == {"context": 1025, "impossible": "the context is longer than the model's table of positions"}
     with pytest.raises(UsageError, match="1,025 tokens do not fit the model's table of 1,024 positions"):
         params("gpt2", asked=Asked(flops=True, context=1025))
     with pytest.raises(UsageError, match="1,025 tokens"):

@@ -123,10 +123,10 @@ def test_figures_that_need_a_tree_are_refused_by_the_family(
     (tmp_path / "config.json").write_text(json.dumps(DIFFLLAMA))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["params", ".", *options.split()])
-    assert (result.exit_code, "family 'diffllama' that gptkit does not know" in result.stderr) == (2, True)
+    assert (result.exit_code, "does not support the model family 'diffllama'" in result.stderr) == (2, True)
     assert not (tmp_path / "page.html").exists()
     result = CliRunner().invoke(app, ["params", ".", "--kv", "64"])  # told of types whose fields say what layers keep
-    assert (result.exit_code, "state_size says" in result.stderr) == (4, True)
+    assert (result.exit_code, "state_size may mean" in result.stderr) == (4, True)
     with pytest.raises(UsageError, match="diffllama"):
         _ = gptkit.params(tmp_path)[0].count
 
@@ -150,7 +150,7 @@ def test_it_stands_beside_models_of_families(
 )
 def test_what_transformers_makes_nothing_of_is_refused(config: dict[str, Any], tmp_path: Path, inside: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnknownFamily, match="transformers makes no model of it"):
+    with pytest.raises(UnknownFamily, match="transformers could not build the model"):
         gptkit.params(tmp_path)
 
 

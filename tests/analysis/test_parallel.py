@@ -93,7 +93,7 @@ def test_what_does_not_divide_is_named() -> None:
     spec = preset_spec("llama-3-8b")
     for tp, pp, told in (
         (3, 1, "--tp 3: 32 query heads are not divisible"),
-        (1, 5, "--pp 5: 32 layers do not make 5 stages"),
+        (1, 5, "--pp 5: 32 layers cannot be split into 5 stages"),
         (64, 1, "--tp 64: 32 query heads"),
     ):
         with pytest.raises(UsageError, match=told):
@@ -104,7 +104,7 @@ def test_what_does_not_divide_is_named() -> None:
         shard(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX, "intermediate_size": 93}), 2)
     with pytest.raises(UsageError, match="not laid out for several GPUs"):
         Asked("q4_k_m", tp=2)
-    with pytest.raises(UsageError, match="--tp is a whole number"):
+    with pytest.raises(UsageError, match="--tp must be a whole number"):
         Asked(tp=0)
 
 

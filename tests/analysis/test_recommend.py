@@ -272,7 +272,7 @@ def test_one_component_away_a_family_has_it() -> None:
     assert more == len(found.spec.blocks) * 4096 * (3 * 11_008 - 2 * 16_384)
     flops = costs(other, found.context).total_flops / found.costs.total_flops - 1
     note = found.notes[0]
-    assert "MistralForCausalLM holds it: GEGLU 11,008 for GELU 16,384" in note
+    assert "With GEGLU 11,008 instead of GELU 16,384, MistralForCausalLM can hold it" in note
     assert f"{more:+,} parameters" in note and f"{flops:+.1%} FLOPs per token and the same cache" in note
     assert "`convert --to hf:auto` refuses" in note and "--loadable" in note
     loadable = recommend("balance", "7B", context=16_384, loadable=True)
@@ -299,7 +299,7 @@ def test_where_more_than_one_component_is_in_the_way(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(GOALS, "balance", Goal("a way of its own", design, True))  # type: ignore[misc]
     told = recommend("balance", "124M").notes[0]
     assert "gptkit's own format" in told and "--loadable" not in told
-    with pytest.raises(UsageError, match="nor all but one of them") as refused:
+    with pytest.raises(UsageError, match="not even with one of them exchanged") as refused:
         recommend("balance", "124M", loadable=True)
     assert "Leave out --loadable" in str(refused.value)
 

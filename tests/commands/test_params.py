@@ -81,7 +81,10 @@ def test_the_table_alone_is_what_it_was() -> None:
 
 def test_json_of_everything() -> None:
     gpt2, mixtral = models("gpt2", "mixtral-8x7b", "--by", "tensor", *EVERYTHING)
-    assert gpt2["kv_cache"][1] == {"context": 2048, "impossible": "more tokens than the table of positions has"}
+    assert gpt2["kv_cache"][1] == {
+        "context": 2048,
+        "impossible": "the context is longer than the model's table of positions",
+    }
     assert mixtral["kv_cache"][1]["bytes"] == 2 * 2048 * 131_072
     assert mixtral["weights"] == {"dtype": "int4", "bytes": mixtral["weights"]["bytes"]}
     assert mixtral["weights"]["bytes"]["total"] == mixtral["memory"]["inference"]["weights"] == 46_702_792_704 // 2
@@ -216,7 +219,7 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--kv", "100,"], "--kv '' is not a number of tokens"),
         (["--context", "64"], "--context works only with --flops, --memory"),
         (["--batch", "3"], "--batch works only with"),
-        (["--batch", "0", "--flops"], "--batch is a whole number from 1"),
+        (["--batch", "0", "--flops"], "--batch must be a whole number from 1"),
         (["--kv-dtype", "fp8"], "--kv-dtype works only with --kv, --memory"),
         (["--kv-dtype", "int4", "--kv", "8"], "unknown dtype 'int4'"),
         (["--dtype", "int3"], "unknown dtype 'int3'"),
@@ -225,9 +228,9 @@ def test_swaps_that_are_none(args: list[str], code: int, told: str) -> None:
         (["--json", "--csv"], "--json and --csv cannot be combined"),
         (["--gpu", "24 pounds"], "--gpu '24 pounds' is not a size"),
         (["--tp", "5"], "--tp 5: 12 query heads are not divisible by 5 GPUs"),
-        (["--pp", "5"], "--pp 5: 12 layers do not make 5 stages"),
-        (["--tp", "0"], "--tp is a whole number from 1"),
-        (["--tp", "2", "--dtype", "q8_0"], "not laid out for several GPUs"),
+        (["--pp", "5"], "--pp 5: 12 layers cannot be split into 5 stages"),
+        (["--tp", "0"], "--tp must be a whole number from 1"),
+        (["--tp", "2", "--dtype", "q8_0"], "not split over several GPUs"),
         (["--explain", "--batch", "2"], "--batch works only with"),
         (["--csv", "--stored"], "Use --json"),
         (["--csv", "--by", "layer", "--flops"], "one table"),

@@ -136,7 +136,7 @@ def test_devices_share_its_heads_and_units_and_stages_have_no_block_together() -
     one, other = (each.stages[0].weights["shared block"] for each in (whole, halves))
     adapters = 2 * 72 * 6  # rows of units, in each of three layers
     assert one - other == 2 * (2 * linears + 3 * adapters) // 2
-    with pytest.raises(UsageError, match="layers share a block"):
+    with pytest.raises(UsageError, match="shares a block between layers"):
         split(SPEC, 1, 5, context=8)
 
 
