@@ -177,9 +177,7 @@ def comparison(models: Sequence[ModelCount], asked: Asked) -> Comparison:
     for model in compared:
         own = model.spec.context_length
         if not model.sees and model.spec.positions is not None:
-            notes.append(
-                f"{model.name} has a table of {model.spec.positions.length:,} positions: {length:,} tokens are too many."
-            )
+            notes.append(f"{model.name} has {model.spec.positions.length:,} positions, fewer than {length:,} tokens.")
         elif own is not None and length > own:
             notes.append(f"{model.name} has a context of {own:,} tokens, less than {length:,}.")
     return Comparison(tuple(compared), rows, length, dtype, asked.cached, tuple(dict.fromkeys(notes)))

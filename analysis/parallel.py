@@ -164,7 +164,7 @@ def _notes(spec: ModelSpec, one: ModelSpec, tp: int, pp: int) -> list[str]:
     repeated = sorted(number for number in kv_heads if number < tp)
     if repeated:
         notes.append(
-            f"There are fewer key-value heads ({' or '.join(map(str, repeated))}) than GPUs, so several GPUs have the same head."
+            f"A layer has {' or '.join(map(str, repeated))} key-value heads, so several GPUs have the same one."
         )
     if tp > 1 and any(isinstance(each, ops.Cache) and len(each.shape) == 3 for each in operations):
         notes.append("Every GPU has the whole latent and its cache.")

@@ -104,20 +104,24 @@ class Context:
     def layer_input(self) -> Tensor:
         """What the block that runs reads beside the stream, (B, T, width); raises MissingComponent: nothing made it."""
         if self.inputs is None:
-            raise MissingComponent("a layer reads an input of its own (layer_inputs), and none was made for this pass")
+            raise MissingComponent("a layer needs an input of its own (layer_inputs), but this forward pass has none")
         return self.inputs[:, :, self.layer]
 
     def earlier(self, spec: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that an earlier layer left for an attention; raises MissingComponent: none did."""
         found = self.shared.get(spec.remembered)
         if found is None:
-            raise MissingComponent("attention takes keys of an earlier layer (kv_from), which has not run in this pass")
+            raise MissingComponent(
+                "attention uses the keys of an earlier layer (kv_from), which has not run in this forward pass"
+            )
         return found
 
     def first_stream(self) -> Tensor:
         """What the first block reads, (B, T, hidden); raises MissingComponent: nothing left it."""
         if self.first is None:
-            raise MissingComponent("a shared block reads what the first layer does, and nothing left that in this pass")
+            raise MissingComponent(
+                "a shared block needs the input of the first layer, which this forward pass has not stored"
+            )
         return self.first
 
     def lender(self, spec: SharedTransformer, module: Any) -> Any:
@@ -125,7 +129,7 @@ class Context:
         if spec.weights_from == "own":
             self._lenders[spec.number] = module
         if spec.number not in self._lenders:
-            raise MissingComponent(f"the layer that has the weights of shared block {spec.number} has not run")
+            raise MissingComponent(f"shared block {spec.number} cannot run before the layer that has its weights")
         return self._lenders[spec.number]
 
     def see(self, encoded: Encoded) -> None:
@@ -135,7 +139,7 @@ class Context:
     def source(self) -> Tensor:
         """The encoder's output (B, U, hidden); raises MissingComponent: nothing made it."""
         if self.encoded is None:
-            raise MissingComponent("a layer has cross-attention, and no source was encoded for this pass")
+            raise MissingComponent("a layer has cross-attention, but this forward pass has no encoder output")
         return self.encoded.states
 
     def first_key(self, window: int | None) -> int:
@@ -152,7 +156,9 @@ class Context:
         key = (id(spec), heads, first)
         if key not in self._biases and isinstance(spec, Buckets):
             if self.table is None:
-                raise MissingComponent("a layer adds biases of distances, and there is no table of them in this pass")
+                raise MissingComponent(
+                    "a layer adds relative position biases, but this forward pass has no table of them"
+                )
             self._biases[key] = spec, module_of(spec).looked_up(spec, self.table, self.past, self.steps)
         if key not in self._biases:
             mask = self.attention_mask

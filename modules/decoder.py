@@ -347,7 +347,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, attention: Kernel = "sdpa") -> None:
         super().__init__()
         if attention not in ("sdpa", "eager"):
-            raise UsageError(f"attention is {attention!r}, expected 'sdpa' or 'eager'")
+            raise UsageError(f"attention must be 'sdpa' or 'eager', not {attention!r}")
         # Equal records are one, by which the passes' contexts know them: torch.compile cannot trace their hashes.
         seen: dict[Component, Component] = {}
         self.spec = spec = spec.mapped(lambda node, _: seen.setdefault(node, node))
@@ -399,19 +399,19 @@ class Decoder(nn.Module):
                 meaning together.
         """
         if input_ids.dim() != 2 or not input_ids.shape[1]:
-            raise UsageError(f"token ids of shape {tuple(input_ids.shape)}, expected (B, T) with T of 1 or more")
+            raise UsageError(f"token ids must have the shape (B, T) with T >= 1, not {tuple(input_ids.shape)}")
         batch, steps = input_ids.shape
         past = 0 if cache is None else cache.length
         if attention_mask is not None and attention_mask.shape != (batch, past + steps):
             raise UsageError(
-                f"attention_mask of shape {tuple(attention_mask.shape)}, expected {(batch, past + steps)}:"
-                " a column for every token, those in the cache included"
+                f"attention_mask must have the shape {(batch, past + steps)}, not {tuple(attention_mask.shape)}",
+                "Give it a column for every token, including the tokens in the cache.",
             )
         if documents is not None:
             if documents.shape != input_ids.shape or cache is not None or attention_mask is not None:
                 raise UsageError(
-                    f"documents of shape {tuple(documents.shape)} for token ids of {(batch, steps)}",
-                    "They are as many as the ids, and go with neither a cache nor an attention_mask.",
+                    f"documents has the shape {tuple(documents.shape)}, and the token ids {(batch, steps)}",
+                    "Give both the same shape, without a cache and without an attention_mask.",
                 )
             position_ids = positions_in(documents) if position_ids is None else position_ids
         elif position_ids is None and self.positions is not None:
@@ -424,8 +424,8 @@ class Decoder(nn.Module):
                 raise UsageError(f"{past + steps} tokens do not fit the model's table of {length} positions")
         if token_types is not None and (self.token_types is None or token_types.shape != input_ids.shape):
             raise UsageError(
-                f"token_types of shape {tuple(token_types.shape)} for token ids of {(batch, steps)}",
-                "They are as many as the ids, of a model that has a table of types.",
+                f"token_types has the shape {tuple(token_types.shape)}, and the token ids {(batch, steps)}",
+                "Give both the same shape, and only to a model with token type embeddings.",
             )
         encoded = self._source(encoded, cache, batch)
         x, inputs = _embedded(self, input_ids, position_ids, token_types, table)
@@ -452,7 +452,7 @@ class Decoder(nn.Module):
             UsageError: the model has no encoder; as `forward`.
         """
         if self.encoder is None:
-            raise UsageError("the model has no encoder: it reads one text alone", "call it with the token ids")
+            raise UsageError("this model has no encoder", "Call the model itself with the token ids.")
         own = dict(self.encoder.embedding.named_parameters())
         table = None if "weight" in own else self.embedding.weight
         return Encoded(self.encoder(source, attention_mask, table=table), attention_mask)
@@ -461,14 +461,16 @@ class Decoder(nn.Module):
         """The source of a pass, which a cache remembers; raises UsageError where there is none, or none is wanted."""
         if self.encoder is None:
             if encoded is not None:
-                raise UsageError("a source for a model without an encoder", "leave encoded out")
+                raise UsageError("encoded is only for models with an encoder, and this model has none", "Leave it out.")
             return None
         if encoded is None and cache is not None:
             encoded = cache.encoded
         if encoded is None:
-            raise UsageError("this model has an encoder, and there is no source", "give encoded=model.encode(ids)")
+            raise UsageError("this model has an encoder, so it needs encoded", "Pass encoded=model.encode(ids).")
         if len(encoded.states) != batch:
-            raise UsageError(f"{len(encoded.states)} sources for {batch} texts", "there is one source for each")
+            raise UsageError(
+                f"encoded has {len(encoded.states)} rows, and the token ids {batch}", "Give one encoded source per row."
+            )
         if cache is not None:
             cache.encoded = encoded
         return encoded

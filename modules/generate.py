@@ -43,17 +43,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise UsageError(f"the temperature is {self.temperature}, expected 0 (greedy) or more")
+            raise UsageError(f"the temperature must be 0 (greedy) or more, not {self.temperature}")
         if 0 < self.temperature < _SMALLEST_TEMPERATURE:
-            raise UsageError(f"the temperature {self.temperature} is too small to divide by", "0 is greedy decoding")
+            raise UsageError(
+                f"the temperature {self.temperature} is too small to divide by", "Use 0 for greedy decoding."
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k is {self.top_k}, expected 1 or more")
+            raise UsageError(f"top_k must be 1 or more, not {self.top_k}")
         if self.top_p is not None and not 0 <= self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}, expected a number from 0 to 1")
+            raise UsageError(f"top_p must be from 0 to 1, not {self.top_p}")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
-            raise UsageError("top_k and top_p do nothing at temperature 0, which is greedy", "give a temperature too")
+            raise UsageError(
+                "top_k and top_p have no effect at temperature 0, which decodes greedily", "Give a temperature."
+            )
         if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise UsageError(f"the seed is {self.seed}, expected an integer from 0 to 2**64 - 1")
+            raise UsageError(f"the seed must be an integer from 0 to 2**64 - 1, not {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -94,9 +98,11 @@ class Beams:
 
     def __post_init__(self) -> None:
         if self.count < 2:
-            raise UsageError(f"{self.count} beams, expected 2 or more", "one beam is greedy decoding")
+            raise UsageError(
+                f"beam search needs 2 beams or more, not {self.count}", "For greedy decoding, leave beams out."
+            )
         if not math.isfinite(self.length_penalty):
-            raise UsageError(f"the length penalty is {self.length_penalty}, expected a number")
+            raise UsageError(f"the length penalty must be a finite number, not {self.length_penalty}")
 
 
 _GREEDY = Sampling()
@@ -147,23 +153,25 @@ def generate(
     model.spec.predicts("generate")
     prompt = _prompt(model, input_ids)
     if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
+        raise UsageError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
     if beams is not None and not sampling.greedy:
-        raise UsageError("beams are searched without a draw", "without a temperature, top_k and top_p")
+        raise UsageError("beam search does not sample", "Leave out temperature, top_k and top_p.")
     positions = (model.spec.encoder or model.spec).positions
     if positions is not None and prompt.shape[1] > positions.length:
         raise UsageError(
             f"the prompt of {prompt.shape[1]} tokens does not fit the model's table of {positions.length} positions",
-            "shorten the prompt",
+            "Shorten the prompt.",
         )
     source = None
     if model.spec.encoder is not None:
         if start is None:
-            hint = "give start, or state decoder_start_token_id in config.json"
-            raise UsageError("this model has an encoder, and nothing says with which token its own text begins", hint)
+            raise UsageError(
+                "this model has an encoder, and the first token for its decoder is not given",
+                "Pass start, or set decoder_start_token_id in config.json.",
+            )
         source, prompt = prompt, _prompt(model, [start])
     elif start is not None:
-        raise UsageError("start is of a model with an encoder: this one continues the prompt", "leave it out")
+        raise UsageError("start is only for models with an encoder, and this model has none", "Leave it out.")
     # A generator function runs nothing before its first token; the checks above are done by now.
     if beams is not None:
         return _searched(model, prompt, source, max_new_tokens, beams, frozenset(stop), tell)
@@ -185,16 +193,17 @@ def _prompt(model: Decoder, input_ids: Sequence[int] | Tensor) -> Tensor:
     if ids.dim() == 1:
         ids = ids[None]
     if ids.dim() != 2 or ids.shape[0] != 1:
-        raise UsageError(f"token ids of shape {tuple(ids.shape)}, expected (T,) or (1, T)", "generate takes one prompt")
+        raise UsageError(
+            f"token ids must have the shape (T,) or (1, T), not {tuple(ids.shape)}", "Give one prompt per call."
+        )
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UsageError(f"token ids of dtype {ids.dtype}, expected integers")
+        raise UsageError(f"token ids must be integers, not {ids.dtype}")
     if ids.shape[1] == 0:
-        hint = "give at least one token, such as the model's beginning-of-sequence one"
-        raise UsageError("the prompt is empty", hint)
+        raise UsageError("the prompt is empty", "Give at least one token, such as the beginning-of-sequence token.")
     ids, vocab_size = ids.to(device=model.embedding.weight.device, dtype=torch.long), model.spec.vocab_size
     outside = ids[(ids < 0) | (ids >= vocab_size)].tolist()
     if outside:
-        raise outside_vocabulary(outside, vocab_size, f"token ids go from 0 to {vocab_size - 1}")
+        raise outside_vocabulary(outside, vocab_size, f"Give token ids from 0 to {vocab_size - 1}.")
     return ids
 
 
@@ -202,9 +211,9 @@ def _integers(ids: Sequence[int]) -> list[int]:
     """Python integers that fit a tensor; raises UsageError for what is no integer, or no token of any vocabulary."""
     for each in ids:
         if isinstance(each, bool) or not hasattr(each, "__index__"):
-            raise UsageError(f"{each!r:.60} is not a token id", "token ids are integers")
+            raise UsageError(f"{each!r:.60} is not a token id", "Give integers.")
         if not -(2**63) <= each.__index__() < 2**63:
-            raise UsageError(f"{each} is not a token id", "token ids are integers from 0 to the vocabulary's size")
+            raise UsageError(f"{each} is not a token id", "Give integers from 0 up to the size of the vocabulary.")
     return [each.__index__() for each in ids]
 
 
@@ -227,14 +236,14 @@ class _Limits:
         """Of a text of so many tokens that is too long to be read."""
         if self.table is None or read <= self.table.length:
             return ""
-        return f"the text ends here: the model's table of {self.table.length:,} positions is full"
+        return f"generation stopped: the model has {self.table.length:,} positions, and all are used"
 
     def passed(self, read: int, first: bool) -> str:
         """Of a text of so many tokens that is the first beyond the context."""
         if self.context is None or read <= self.context or not (first or read == self.context + 1):
             return ""
         told = f"the text is longer than the model's context of {self.context:,} tokens"
-        return f"{told}: expect nonsense from there on"
+        return f"{told}, so the rest may be nonsense"
 
     def renewed(self, read: int) -> bool:
         """Whether what tokens before the last left was turned by other angles than a text of so many tokens is."""
@@ -283,7 +292,7 @@ def _no_numbers(step: int) -> GptkitError:
     """The error for logits that are NaN, to be raised by the caller."""
     return GptkitError(
         f"the model's logits for new token {step + 1} are NaN",
-        "its weights may be damaged, or its activations too large for float16: try float32",
+        "The weights may be damaged, or activations too large for float16. Try float32.",
     )
 
 

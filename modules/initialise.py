@@ -49,7 +49,7 @@ def initialised(spec: ModelSpec, seed: int = 0, dtype: str = "F32") -> Iterator[
         UsageError: the seed is negative.
     """
     if seed < 0:
-        raise UsageError(f"the seed is {seed}, expected a whole number from 0")
+        raise UsageError(f"the seed must be a whole number from 0, not {seed}")
     for parameter in spec.parameters():
         yield parameter.name, cast(_drawn(parameter, len(spec.blocks), seed), "F32", dtype), dtype
 
@@ -101,9 +101,9 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
         narrow = 2 * parameters < min(needed, free)  # else nothing is won by it
         half = f"--dtype bfloat16 takes {_size(2 * parameters)}; " if narrow else ""
         raise GptkitError(
-            f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, and {_size(free)} of memory"
-            " are available",
-            f"{half}--out FOLDER writes them one tensor at a time.",
+            f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, but only {_size(free)} of memory"
+            " is available",
+            f"{half}With --out FOLDER, gptkit writes one tensor at a time.",
         )
 
 

@@ -104,24 +104,24 @@ def _in_memory(model: Decoder, dtype: str | None = None, about: dict[str, Any] |
     """A module as a checkpoint of its parameters, to be stored as `dtype`, by torch's name; raises as `save`."""
     if not isinstance(model, Decoder):
         raise UsageError(
-            f"save takes what gptkit.load returns, not a {type(model).__name__}",
-            "Unwrap it first: model.module of a parallel one, model._orig_mod of a compiled one.",
+            f"save takes a model that gptkit.load returned, not a {type(model).__name__}",
+            "Unwrap it first: model.module of a parallel model, model._orig_mod of a compiled model.",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     declared = {each.name: each.shape for each in model.spec.parameters()}
     wrong = [f"{name} is missing" for name in declared if name not in parameters]
-    wrong += [f"{name} has no place in the tree" for name in parameters if name not in declared]
+    wrong += [f"{name} is not part of it" for name in parameters if name not in declared]
     wrong += [
-        f"{name} is {list(parameters[name].shape)}, expected {list(shape)}"
+        f"{name} has the shape {list(parameters[name].shape)}, expected {list(shape)}"
         for name, shape in declared.items()
         if name in parameters and tuple(parameters[name].shape) != shape
     ]
-    wrong += [f"{name} has no values" for name, each in parameters.items() if each.is_meta]
+    wrong += [f"{name} has no values (meta device)" for name, each in parameters.items() if each.is_meta]
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InvalidInput(
-            f"the model's parameters are not those of its tree: {'; '.join(wrong[:_SHOWN])}{more}",
-            "Merge adapters and take off what was added before saving.",
+            f"the model's parameters do not match its architecture: {'; '.join(wrong[:_SHOWN])}{more}",
+            "Merge adapters and remove added parameters before saving.",
         )
     stored = {}
     for name in declared:
@@ -156,6 +156,6 @@ def _tokenizer(folder: Path | None) -> dict[str, bytes]:
     if folder is None:
         return {}
     if not folder.is_dir():  # since the model was loaded; its weights are worth more than that
-        warnings.warn(f"{folder} is gone: the model is saved without its tokenizer", stacklevel=4)
+        warnings.warn(f"{folder} no longer exists, so the model is saved without its tokenizer", stacklevel=4)
         return {}
     return {each.name: each.read_bytes() for each in companions_in(folder)}

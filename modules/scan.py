@@ -28,7 +28,9 @@ def real(x: Tensor, context: Context) -> Tensor:
         UsageError: several documents in a row, which no mask keeps apart here.
     """
     if context.documents is not None:
-        raise UsageError("a recurrence carries its state from one document into the next, which no mask keeps apart")
+        raise UsageError(
+            "recurrent layers carry their state from one document into the next, so documents cannot be masked"
+        )
     if not context.padded or context.attention_mask is None or x.shape[1] == 1:  # what is decoded is no padding
         return x
     return (x * context.attention_mask[:, -x.shape[1] :, None]).to(x.dtype)

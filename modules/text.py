@@ -77,12 +77,12 @@ def generate(
         temperature = 0.0 if top_k is None and top_p is None else 1.0
     sampling = Sampling(temperature, top_k, top_p, seed)
     if beams is None and (length_penalty != 1.0 or early_stopping):
-        raise UsageError("length_penalty and early_stopping are of a search with beams", "give beams too")
+        raise UsageError("length_penalty and early_stopping work only with beams", "Give beams.")
     search = None if beams is None else Beams(beams, length_penalty, early_stopping)
     if isinstance(model, Decoder):
         if dtype is not None or attention != "sdpa":
             raise UsageError(
-                "a model in memory computes as it is", "Without dtype and attention; model.to(dtype) casts."
+                "dtype and attention do not apply to a model that is already loaded", "Use model.to(dtype)."
             )
         about = model.source or Outline(model.spec, Origin())
         tokenizer = None
@@ -113,10 +113,10 @@ def _prompt_ids(name: str, spec: ModelSpec, tokenizer: Tokenizer | None, prompt:
     if not isinstance(prompt, str):
         return list(prompt)
     if tokenizer is None:
-        raise UsageError(f"{name} has no tokenizer to read a text with", "give token ids: --ids '1 5 9'")
+        raise UsageError(f"{name} has no tokenizer", "Give token ids instead of a text: --ids '1 5 9'")
     ids = tokenizer.encode(prompt)
     if outside := [each for each in ids if each >= spec.vocab_size]:
-        raise outside_vocabulary(outside, spec.vocab_size, "is the tokenizer that of this model?")
+        raise outside_vocabulary(outside, spec.vocab_size, "Check that the tokenizer belongs to this model.")
     return ids
 
 

@@ -92,7 +92,7 @@ def test_no_figure_where_a_table_of_positions_ends() -> None:
     assert found.costs()["KV at 8,192"][0] is None and found.costs()["FLOPs per token"][0] is None
     assert found.costs()["KV per token"][0] == CACHE[0]
     assert found.notes == (
-        "gpt2 has a table of 1,024 positions: 8,192 tokens are too many.",
+        "gpt2 has 1,024 positions, fewer than 8,192 tokens.",
         "llama-2-7b has a context of 4,096 tokens, less than 8,192.",
     )
     json.dumps(found.as_json(), allow_nan=False)

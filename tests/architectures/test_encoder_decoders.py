@@ -268,16 +268,16 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
     spec = spec_of(REPRESENTATIVES["t5"].config)
     decoder = gptkit.load(save_hf(REPRESENTATIVES["t5"].config, tmp_path) and tmp_path)
     ids = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(UsageError, match="this model has an encoder, and there is no source"):
+    with pytest.raises(UsageError, match="this model has an encoder, so it needs encoded"):
         decoder(ids)
-    with pytest.raises(UsageError, match="2 sources for 1 texts"):
+    with pytest.raises(UsageError, match="encoded has 2 rows, and the token ids 1"):
         decoder(ids, encoded=Encoded(torch.zeros(2, 3, spec.hidden_size)))
-    with pytest.raises(UsageError, match="nothing says with which token its own text begins"):
+    with pytest.raises(UsageError, match="the first token for its decoder is not given"):
         generate(decoder, ids, 3)
     llama = gptkit.load("sample:llama")
-    with pytest.raises(UsageError, match="a source for a model without an encoder"):
+    with pytest.raises(UsageError, match="encoded is only for models with an encoder"):
         llama(ids, encoded=decoder.encode(ids))
-    with pytest.raises(UsageError, match="the model has no encoder"):
+    with pytest.raises(UsageError, match="this model has no encoder"):
         llama.encode(ids)
     with pytest.raises(SwapRefused, match="--attention supports decoder-only models"):
         gptkit.swap(tmp_path, tmp_path / "out", attention="mqa")

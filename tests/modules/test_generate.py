@@ -251,9 +251,9 @@ def test_learned_positions_end_the_stream(gpt2: Decoder) -> None:
     assert len(list(generate(gpt2, prompt, 4, tell=told.append))) == 4
     assert told == []
     assert len(list(generate(gpt2, prompt, 100, tell=told.append))) == 4
-    assert told == [f"the text ends here: the model's table of {length:,} positions is full"]
+    assert told == [f"generation stopped: the model has {length:,} positions, and all are used"]
     full = (PROMPT * 30)[:length]
-    with pytest.warns(UserWarning, match="positions is full") as warned:
+    with pytest.warns(UserWarning, match="positions, and all are used") as warned:
         assert len(generate_ids(gpt2, full, 100)) == 1
     assert len(warned) == 1
     with pytest.raises(UsageError, match=f"{length + 1} tokens.*{length} positions"):
@@ -399,7 +399,7 @@ def test_beams_that_cannot_be() -> None:
     for fields in ({"count": 1}, {"count": 2, "length_penalty": float("nan")}):
         with pytest.raises(UsageError):
             Beams(**fields)
-    with pytest.raises(UsageError, match="without a draw"):
+    with pytest.raises(UsageError, match="does not sample"):
         generate(decoder, PROMPT, 4, beams=Beams(2), sampling=Sampling(1.0))
     assert generate_ids(decoder, PROMPT, 0, beams=Beams(2)) == []
 
@@ -409,4 +409,4 @@ def test_beams_end_where_the_table_of_positions_does(gpt2: Decoder) -> None:
     length = gpt2.spec.context_length or 0
     prompt = [5] * (length - 3)
     found = generate_ids(gpt2, prompt, 50, beams=Beams(2), tell=told.append)
-    assert len(found) == 4 and told == [f"the text ends here: the model's table of {length:,} positions is full"]
+    assert len(found) == 4 and told == [f"generation stopped: the model has {length:,} positions, and all are used"]

@@ -101,9 +101,9 @@ def test_what_goes_to_the_next_sub_layer_has_one() -> None:
 def test_a_layer_by_itself_says_what_it_lacks() -> None:
     context = Context(1, 3, 0, False, torch.arange(3)[None], None, torch.float32)
     x = torch.randn(1, 3, 48)
-    with pytest.raises(MissingComponent, match="weights of shared block 0 has not run"):
+    with pytest.raises(MissingComponent, match="shared block 0 cannot run before"):
         BlockModule(SPEC.blocks[4])(x, context)
-    with pytest.raises(MissingComponent, match="what the first layer does"):
+    with pytest.raises(MissingComponent, match="needs the input of the first layer"):
         BlockModule(SPEC.blocks[1])(x, context)
     assert SPEC.beside == SharedTransformer.slot
 

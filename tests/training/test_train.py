@@ -154,7 +154,7 @@ def test_every_family_takes_a_step(tmp_path: Path, variant: Variant, dtype: str)
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, (2, 17))
     windows = Windows(ids[:, :-1].copy(), ids[:, 1:].copy(), np.repeat([[0] * 5 + [1] * 7 + [2] * 4], 2, 0))
     if any(isinstance(each, ops.Scan | ops.Convolve) for b in spec.blocks for each in spec.block_operations(b)):
-        with pytest.raises(UsageError, match="carries its state from one document into the next"):
+        with pytest.raises(UsageError, match="carry their state from one document into the next"):
             load_random(spec, "float32")(torch.from_numpy(windows.ids), documents=torch.from_numpy(windows.documents))
         windows = windows._replace(documents=None)
     alone = Group(0, 1, torch.device("cpu"))
