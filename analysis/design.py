@@ -220,7 +220,7 @@ def fit(design: Design, budget: int, vocab: int, context: int) -> Shape:
                 scores.append((score, Shape(hidden, layers)))
     if not scores:
         raise UsageError(
-            f"{budget:,} parameters are too few for a vocabulary of {vocab:,}: the smallest model has {min(smallest):,}",
+            f"{budget:,} parameters are too few for a vocabulary of {vocab:,}: the least is {min(smallest):,}",
             f"Choose a smaller vocabulary, such as --vocab {min(usual_vocabulary(budget), 8_192)}, or more parameters.",
         )
     return min(scores, key=lambda score: score[0])[1]

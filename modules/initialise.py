@@ -101,8 +101,8 @@ def require_memory(spec: ModelSpec, dtype: str, name: str = "the model") -> None
         narrow = 2 * parameters < min(needed, free)  # else nothing is won by it
         half = f"--dtype bfloat16 takes {_size(2 * parameters)}; " if narrow else ""
         raise GptkitError(
-            f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, but only {_size(free)} of memory"
-            " is available",
+            f"{name}: {parameters:,} parameters take {_size(needed)} as {HF_NAMES[dtype]}, but only {_size(free)} of"
+            " memory is available",
             f"{half}With --out FOLDER, gptkit writes one tensor at a time.",
         )
 

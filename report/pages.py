@@ -149,8 +149,11 @@ def require(option: str, packages: Sequence[str], extra: str) -> None:
     """Raise UsageError where a package is missing that an option needs."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        install = f'pip install {" ".join(missing)} # gptkit\'s extra "{extra}"'
-        raise UsageError(f"{option} needs {' and '.join(missing)}", install)
+        are = "is" if len(missing) == 1 else "are"
+        raise UsageError(
+            f"{option} needs {' and '.join(missing)}, which {are} not installed",
+            f"Install them: pip install 'gptkit[{extra}]'",
+        )
 
 
 def writable(path: Path, option: str) -> None:
@@ -161,7 +164,9 @@ def writable(path: Path, option: str) -> None:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     if special:
-        raise UsageError(f"cannot write {path}: it is no file", f"Name a file: {option} page.{option.lstrip('-')}")
+        raise UsageError(
+            f"cannot write {path}: it is not a regular file", f"Give a file: {option} page.{option.lstrip('-')}"
+        )
     if not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: {'no permission' if folder.is_dir() else 'no such folder'}")
 

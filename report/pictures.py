@@ -30,16 +30,16 @@ _TITLE = 26  # pixels above the figure for its name
 def ready(html: Path | None, png: Path | None, svg: Path | None) -> None:
     """Raise UsageError where one of them could not be made or written: before the work, not after it."""
     if html is not None:
-        suffix, problem = html.suffix.lower(), f"--html {html}: not the name of a page"
+        suffix, problem = html.suffix.lower(), f"--html {html}: the name of a page must end in .html"
         if suffix in (".png", ".svg"):
-            raise UsageError(problem, f"--{suffix[1:]} {html} draws it.")
+            raise UsageError(problem, f"For a picture, use --{suffix[1:]} {html}.")
         pages.ready(html)
         if suffix not in (".html", ".htm"):
-            raise UsageError(problem, "End it in .html.")
+            raise UsageError(problem, "Choose a name that ends in .html.")
     given = [(option, path) for option, path in (("--png", png), ("--svg", svg)) if path is not None]
     for option, path in given:
         if path.suffix.lower() != f".{option[2:]}":
-            raise UsageError(f"{option} {path}: not the name of such a file", f"End it in .{option[2:]}.")
+            raise UsageError(f"{option} {path}: the name must end in .{option[2:]}")
         pages.writable(path, option)
     if given:
         _can_draw(given[0][0])
@@ -49,9 +49,9 @@ def _can_draw(option: str) -> None:
     pages.require(option, ("plotly", "kaleido", "choreographer"), "images")
     if _browser() is None:
         raise UsageError(
-            f"{option} needs Chrome or Chromium to draw with, and none was found",
+            f"{option} needs Chrome or Chromium, and neither is installed",
             "Install one (apt install chromium, brew install --cask chromium, or kaleido_get_chrome),"
-            " or name it: BROWSER_PATH=/path/to/chrome",
+            " or set BROWSER_PATH=/path/to/chrome.",
         )
 
 
@@ -84,7 +84,7 @@ def write(
         return written
     figures = page.figures()
     if not figures:
-        raise UsageError(f"there is no figure to draw in {wanted[0]}", "A page needs none: --html page.html")
+        raise UsageError(f"there is no figure to draw in {wanted[0]}", "Write a page instead: --html page.html")
     figure = figures[0] if name is None else _named(figures, name)
     drawings = drawn([(figure, path.suffix.lower()[1:]) for path in wanted])
     for path, drawing in zip(wanted, drawings, strict=True):
@@ -101,7 +101,8 @@ def _named(figures: Sequence[Figure], name: str) -> Figure:
     if len(fitting) == 1:
         return fitting[0]
     titles = "; ".join(figure.title for figure in fitting or figures)
-    raise UsageError(f"--figure {name!r} is {'more than one' if fitting else 'none'} of the page's figures", titles)
+    how_many = "more than one" if fitting else "none"
+    raise UsageError(f"--figure {name!r} matches {how_many} of the page's figures", f"Choose one of: {titles}")
 
 
 def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
@@ -113,8 +114,10 @@ def drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:
             return thread.submit(asyncio.run, _drawn(figures)).result()
         except Exception as error:  # whatever the browser, its pipes or its threads say
             why = " ".join(str(error).split()) or type(error).__name__
-            hint = "BROWSER_PATH names another Chrome or Chromium; --html needs none."
-            raise UsageError(f"the browser could not draw the picture: {why}", hint) from error
+            raise UsageError(
+                f"the browser could not draw the picture: {why}",
+                "Set BROWSER_PATH to another Chrome or Chromium, or use --html, which needs no browser.",
+            ) from error
 
 
 async def _drawn(figures: Sequence[tuple[Figure, str]]) -> list[bytes]:

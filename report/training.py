@@ -44,7 +44,10 @@ class Watched:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise UsageError("TensorBoard is not installed", "pip install 'gptkit[tensorboard]'") from error
+                raise UsageError(
+                    "--tensorboard needs TensorBoard, which is not installed",
+                    "Install it: pip install 'gptkit[tensorboard]'",
+                ) from error
             self._board = SummaryWriter(str(board))  # type: ignore[no-untyped-call, unused-ignore]
         self._seen, self._took = 0, 0.0  # steps, and the seconds of one, smoothed
 
@@ -84,7 +87,7 @@ class Watched:
             f"{prepared.tokens:,} tokens to train on, {prepared.held_out:,} held out",
             f"{prepared.flops:.3g} FLOPs a step; at most {prepared.peak:.3g} a second, by {prepared.peak_by}",
         ]
-        lines += [f"goes on behind step {prepared.first:,}"] if prepared.first else []
+        lines += [f"continues after step {prepared.first:,}"] if prepared.first else []
         head = f"{'step':>8}{'tokens':>14}{'loss':>9}{'held out':>10}{'rate':>11}{'tokens/s':>10}{'of peak':>9}"
         say([*lines, "", head], self.quiet)
         if not self.quiet and sys.stderr.isatty():
@@ -134,7 +137,7 @@ class Watched:
 def result_lines(done: Trained) -> list[str]:
     """What came out, in lines."""
     first, form = done.curve[0], "gptkit's own format" if done.to == "local" else f"Hugging Face files ({done.to[3:]})"
-    before = f" ({nats(first['held_out'])} behind step {first['step']:,})" if len(done.curve) > 1 else ""
+    before = f" ({nats(first['held_out'])} after step {first['step']:,})" if len(done.curve) > 1 else ""
     return [
         "",
         f"held-out loss {nats(done.held_out)} nats per token{before}",

@@ -42,9 +42,9 @@ _RESULT = "ablation.json"
 _OWN = ("data", "held-out", "trees", "changed", "runs")  # what an ablation writes beside its table
 _BEGUN = ".ablation-begun"  # within OUT, what is prepared beside an ablation that it may take the place of
 _CHANGED = {
-    "tree": "the variant's tree is another now",
-    "swaps": "the variant's swaps are others now",
-    "data": "it read other tokens",
+    "tree": "the architecture of the variant changed",
+    "swaps": "the swaps of the variant changed",
+    "data": "it was trained on other tokens",
     "held_out": "another share or text was held out",
 }
 """What a run of another plan is told by, where a value tells a person nothing."""
@@ -170,7 +170,7 @@ def ablate(
     asked, target = read_plan(plan), Path(out).expanduser()
     texts: list[Path | str] = [*paths_of(data)] or [*asked.data]
     if not texts:
-        raise UsageError("the plan names no data", '--data FILE, or data = ["FILE"] in the plan.')
+        raise UsageError("the plan has no data", 'Give --data FILE, or set data = ["FILE"] in the plan.')
     variants = arms_of(asked, offline, allow_pickle)
     base, opening = variants[0], {"device": device, "offline": offline, "allow_pickle": allow_pickle}
     length = asked.context or min(CONTEXT, *(longest(each.spec) for each in variants))
@@ -194,8 +194,11 @@ def ablate(
 
             found = take(texts, "data", named if trained else None)
             if found.vocabulary > base.spec.vocab_size:
-                message = f"the texts have {found.vocabulary:,} tokens, and the plan's models {base.spec.vocab_size:,}"
-                raise UsageError(message, "Name the texts themselves, or tokenise them with a smaller --vocabulary.")
+                raise UsageError(
+                    f"the texts have {found.vocabulary:,} different tokens, but the plan's models only"
+                    f" {base.spec.vocab_size:,}",
+                    "Give the text files themselves, or tokenise them with a smaller --vocabulary.",
+                )
             for each in variants:
                 with told_as(called(each)):
                     require_trainable(each.spec, found.documents > 1, False)
@@ -237,9 +240,9 @@ def _claim(target: Path, resume: bool, force: bool) -> bool:
     try:
         read_ablation(target)
     except UsageError as error:
-        raise UsageError(f"{target} exists, and no ablation made it", "Choose another name.") from error
+        raise UsageError(f"{target} exists, and it is not the folder of an ablation", "Choose another name.") from error
     if not resume and not force:
-        raise UsageError(f"an ablation lies in {target}", "--resume goes on from there; --force begins anew.")
+        raise UsageError(f"{target} already has an ablation", "Continue it with --resume, or start again with --force.")
     shutil.rmtree(target / _BEGUN, ignore_errors=True)  # of a call that was killed
     return resume
 
@@ -308,13 +311,15 @@ class _Runs:
             kept = json.loads(read_small(path, 2**26))
             result, before = Result(**kept["result"]), dict(kept["about"])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise InvalidInput(f"{path} cannot be read: {error}", "Remove it; --resume runs it again.") from error
+            raise InvalidInput(
+                f"{path} cannot be read: {error}", "Remove it, and repeat that run with --resume."
+            ) from error
         for key in about:
             if before.get(key) != json.loads(json.dumps(about[key])):
                 why = _CHANGED.get(key, f"its {key} is {before.get(key)}, not {about[key]}")
                 raise InvalidInput(
-                    f"{path} is of another plan: {why}",
-                    "Put the plan back, or choose another OUT; --force begins anew.",
+                    f"{path} belongs to another plan: {why}",
+                    "Restore the plan, choose another OUT, or start again with --force.",
                 )
         return result
 
@@ -357,8 +362,9 @@ class _Runs:
         except NoNumber as error:
             # Going on at another rate would lay a run of two rates beside runs of one.
             shutil.rmtree(folder, ignore_errors=True)
-            hint = "A smaller rate or clip in the plan may help; --force begins all its runs anew."
-            raise NoNumber(error.message, hint) from error
+            raise NoNumber(
+                error.message, "Try a smaller rate or clip in the plan, and start all runs again with --force."
+            ) from error
         *before, lines = [_metrics(each) for each in phases if each.is_dir()]
         first = sum(each[-1]["tokens"] for each in before)  # where layers are trained by themselves, no KL is evaluated
         curve = [
@@ -436,5 +442,7 @@ def read_ablation(folder: str | Path) -> dict[str, Any]:
         rows = found["rows"]
         assert isinstance(rows, list) and all(isinstance(each, dict) for each in rows)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise UsageError(f"{folder} holds no ablation", "gptkit ablate PLAN OUT makes one.") from error
+        raise UsageError(
+            f"{folder} is not the folder of an ablation", "Run one first: gptkit ablate PLAN OUT"
+        ) from error
     return dict(found)

@@ -139,12 +139,12 @@ class TokenFile(Record):
         except OSError as error:
             raise self._changed(str(error.strerror)) from error
         if any(getattr(before, each) != getattr(now, each) for each in ("st_size", "st_mtime_ns", "st_ino")):
-            raise self._changed("its size, time or inode is another")
+            raise self._changed("its size, time or inode is different")
 
     def _changed(self, why: str) -> InvalidInput:
         message = f"{self.folder / TOKENS} changed since it was opened: {why}"
         return InvalidInput(
-            message, "Tokenise the text again into a new folder; gptkit check FOLDER says what changed."
+            message, "Tokenise the text again into a new folder. gptkit check FOLDER lists the changes."
         )
 
     def load_tokenizer(self) -> Tokenizer:
@@ -161,11 +161,11 @@ def is_tokens(folder: Path) -> bool:
 
 def open_tokens(folder: Path) -> TokenFile:
     """Open a folder of tokens, whose files are hashed and held to its manifest. Raises InvalidInput."""
-    again = "gptkit tokenize makes such a folder of texts."
+    again = "Create such a folder with gptkit tokenize."
     if not is_tokens(folder):
-        raise InvalidInput(f"{folder} is no folder of tokens: there is no {DESCRIPTION} in it", again)
+        raise InvalidInput(f"{folder} is not a folder of tokens: it has no {DESCRIPTION}", again)
     if problems := check_manifest(folder):
-        raise InvalidInput(f"{folder} is not as it was tokenised: {problems[0]}", again)
+        raise InvalidInput(f"{folder} does not match its manifest: {problems[0]}", again)
     try:
         found = msgspec.json.decode(read_small(folder / DESCRIPTION, 2**26), type=_Description)
     except (OSError, msgspec.DecodeError) as error:
@@ -195,8 +195,10 @@ def require_tokenizer(tokens: TokenFile, model: str | Path, own: Tokenizer | Non
     """
     own = own or _tokenizer_of(model, **opening)[0]
     if own is not None and not alike(tokens.load_tokenizer(), own):
-        message = f"{tokens.folder} has tokens of another tokenizer than {model} has"
-        raise UsageError(message, f"Name the texts themselves, or tokenise them with --tokenizer {model}.")
+        raise UsageError(
+            f"{tokens.folder} was not tokenised with the tokenizer of {model}",
+            f"Give the text files themselves, or tokenise them with --tokenizer {model}.",
+        )
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -216,8 +218,10 @@ class Text:
         except OSError as error:
             raise InvalidInput(f"cannot read {self.path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            message = f"{self.path} is not text in UTF-8: {error.reason} before byte {self.read:,}"
-            raise InvalidInput(message, "iconv -t UTF-8 writes it anew.") from error
+            raise InvalidInput(
+                f"{self.path} is not text in UTF-8: {error.reason} before byte {self.read:,}",
+                "Convert it to UTF-8, for example with iconv -t UTF-8.",
+            ) from error
 
     def _take(self, data: bytes) -> bytes:
         self.read += len(data)
@@ -243,8 +247,10 @@ class Text:
                 except (ValueError, KeyError, TypeError, RecursionError):
                     text = None
                 if not isinstance(text, str):
-                    message = f"{self.path}, line {number:,} is no JSON object with a string named text"
-                    raise InvalidInput(message, 'Each line of a .jsonl is a document: {"text": "…"}.')
+                    raise InvalidInput(
+                        f"{self.path}, line {number:,} is not a JSON object with a string named text",
+                        'Write one document per line: {"text": "…"}',
+                    )
                 first = 0
                 while len(text) - first > _PIECE:
                     end = first + _seam(text[first : first + _PIECE], True)
@@ -295,12 +301,14 @@ def _tokenizer_files(
     `BYTES` names one whose tokens are the 256 bytes and the end of a text.
     """
     if vocabulary is not None and named is not None:
-        raise UsageError("a vocabulary is for a tokenizer that is trained", "Leave out --vocabulary, or --tokenizer.")
+        raise UsageError("--vocabulary works only without --tokenizer", "Leave out one of them.")
     if named is None or named == BYTES:
         wanted = SMALLEST if named == BYTES else _VOCABULARY if vocabulary is None else vocabulary
         if wanted < SMALLEST:
-            hint = f"{SMALLEST} at least: one for each byte and one that ends a text."
-            raise UsageError(f"a vocabulary of {wanted} is too small for a byte-level tokenizer", hint)
+            raise UsageError(
+                f"a vocabulary of {wanted} is too small for a byte-level tokenizer",
+                f"Use at least {SMALLEST} tokens: one per byte, and one for the end of a text.",
+            )
         read = () if named == BYTES else (piece for text in texts for piece, _ in text.pieces())
         settings = {"bos_token": _END, "eos_token": _END, "clean_up_tokenization_spaces": False}
         return {
@@ -313,12 +321,12 @@ def _tokenizer_files(
         try:
             Tokenizer(path)
         except InvalidInput as error:
-            raise InvalidInput(error.message, "Name a tokenizer.json, or a model that has one.") from error
+            raise InvalidInput(error.message, "Give a tokenizer.json, or a model that has one.") from error
         beside = token_files(path.parent) if path.name == "tokenizer.json" else []
         return {**{each.name: each.read_bytes() for each in beside}, "tokenizer.json": path.read_bytes()}
     found, folder, inside = _tokenizer_of(named, offline)
     if found is None:
-        raise UsageError(f"{named} has no tokenizer", "Name a tokenizer.json, or leave --tokenizer out to train one.")
+        raise UsageError(f"{named} has no tokenizer", "Give a tokenizer.json, or leave out --tokenizer to train one.")
     files = {**{each.name: each.read_bytes() for each in (token_files(folder) if folder else ())}, **inside}
     files.setdefault("generation_config.json", json_bytes({"eos_token_id": list(found.eos_ids)}))
     return {**files, "tokenizer.json": files.get("tokenizer.json") or found.to_json().encode()}
@@ -365,7 +373,7 @@ def tokenize(
     """
     texts = [Text(path) for path in paths_of(files)]
     if not texts:
-        raise UsageError("there is no text to tokenise", "Name one file or more.")
+        raise UsageError("there is no text to tokenise", "Give at least one file.")
     with Staging(Path(out), force) as staging:
         try:
             for name, data in _tokenizer_files(texts, tokenizer, vocabulary, offline).items():
@@ -395,7 +403,9 @@ def _write(texts: Sequence[Text], folder: Path, progress: Progress) -> _Descript
                 if ids:
                     largest = max(largest, *ids)
                     if largest > np.iinfo(kind).max:
-                        raise InvalidInput(f"the tokenizer has an id {largest:,}, of {coder.vocab_size:,} tokens")
+                        raise InvalidInput(
+                            f"the tokenizer gives the id {largest:,}, but has only {coder.vocab_size:,} tokens"
+                        )
                     tokens.write(np.array(ids, kind).tobytes())
                     count += len(ids)
                 if begun and last:

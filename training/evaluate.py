@@ -158,8 +158,10 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
     if is_tokens(path):
         return _stored(path, tokenizer, checkpoint.reference)
     if tokenizer is None:
-        hint = "gptkit tokenize makes a folder of tokens, which --data takes."
-        raise UsageError(f"{checkpoint.reference} has no tokenizer to read {path} with", hint)
+        raise UsageError(
+            f"{checkpoint.reference} has no tokenizer to read {path} with",
+            "gptkit tokenize makes a folder of tokens, which --data takes.",
+        )
     before, _ = around(tokenizer, ())
     found, ids, ends = list[_Document](), list[int](), list[Array]()
     size = 0
@@ -200,10 +202,12 @@ def _read(checkpoint: Checkpoint, files: Sequence[Path]) -> list[_Document]:
     for document in found:
         if (outside := document.ids[document.ids >= rows]).size:
             ids = np.unique(outside).tolist()
-            raise outside_vocabulary(ids, rows, f"{document.name} has them: is it the tokenizer of this model?")
+            raise outside_vocabulary(
+                ids, rows, f"They are in {document.name}. Check that the tokenizer belongs to this model."
+            )
     if not any(len(document.ids) > 1 for document in found):
         raise InvalidInput(
-            f"{', '.join(map(str, files))}: there is no text of two tokens, and the first has no prediction",
+            f"{', '.join(map(str, files))}: every text has fewer than two tokens, so nothing can be predicted",
             "Give a longer text.",
         )
     return found
@@ -344,7 +348,7 @@ def _run(
                     if bool(lost[-1].isnan().any()):
                         raise GptkitError(
                             f"{name}: the logits for {documents[each.document].name} are NaN",
-                            "its weights may be damaged, or its activations too large for float16: try float32",
+                            "The weights may be damaged, or activations too large for float16. Try float32.",
                         )
             done += len(part)
             tell(f"{name}: {done:,} of {len(windows):,} windows")
@@ -505,12 +509,14 @@ def evaluate(
         del decoder
         checkpoint.release()
     if short := sum(len(each.ids) < 2 for each in runs[0].documents):
-        notes.append(f"{short:,} of {len(runs[0].documents):,} documents have less than two tokens and no prediction")
+        notes.append(
+            f"{short:,} of {len(runs[0].documents):,} documents have fewer than two tokens, so they have no prediction"
+        )
     if past > 1 and (reached := max(curve.bins[-1].last for curve in curves) + 1) < width * past:
         notes.append(f"no document is longer than {reached + 1:,} tokens: the curve ends there")
     paired = _pair(*runs) if len(runs) == 2 else None
     if paired is not None and paired.unit == "bits a byte":
-        notes.append("the models read the text as other tokens: they are compared by bits a byte")
+        notes.append("the models tokenise the text differently, so they are compared in bits per byte")
     scores = [run.score(width, top_k) for run in runs]
     return Evaluation(
         data=tuple(map(str, paths)),
@@ -552,22 +558,28 @@ def _with_tree(model: Decoder, spec: ModelSpec, attention: Kernel) -> Decoder:
 def _require(paths: Sequence[Path], width: int, past: int, stride: int, top_k: Sequence[int], rope: str | None) -> None:
     """Raise UsageError for numbers out of range, InvalidInput for files that are not there."""
     if not paths:
-        raise UsageError("there is no text to measure on", "--data FILE")
+        raise UsageError("there is no text to measure on", "Give --data FILE.")
     for path in paths:
         if not path.exists():
-            raise InvalidInput(f"there is no file {path}")
+            raise InvalidInput(f"{path} does not exist")
         if path.is_dir() and not is_tokens(path):
-            raise InvalidInput(f"{path} is a folder, and not one of tokens", "Name files of text.")
+            raise InvalidInput(
+                f"{path} is not a folder that gptkit tokenize wrote", "Give text files, or a folder of tokens."
+            )
     if width < 1:
-        raise UsageError(f"a window of {width} tokens", "Give one or more.")
+        raise UsageError(f"the context must be 1 token or more, not {width}")
     if past < 1:
-        raise UsageError(f"windows of {past} contexts", "--past takes 2 or more; 1 stays within the context.")
+        raise UsageError(f"--past must be 1 or more, not {past}", "Give 2 or more to evaluate beyond the context.")
     if not 1 <= stride <= width:
-        raise UsageError(f"a stride of {stride:,}", f"From 1 to the window's {width:,} tokens.")
+        raise UsageError(f"the stride must be from 1 to {width:,}, the tokens of a window, not {stride:,}")
     if not top_k or min(top_k) < 1:
-        raise UsageError(f"top-k of {', '.join(map(str, top_k)) or 'nothing'}", "Numbers from 1 on, as in 1,5.")
+        raise UsageError(
+            f"--top-k must be numbers from 1, not {', '.join(map(str, top_k)) or 'empty'}", "For example: --top-k 1,5"
+        )
     if rope is not None and past == 1:
-        raise UsageError("scaled positions show behind the context", "Say how far to look: --past 4.")
+        raise UsageError(
+            "--rope works only with --past, because it acts beyond the context", "Add, for example, --past 4."
+        )
 
 
 def _require_positions(checkpoint: Checkpoint, width: int) -> None:
@@ -575,7 +587,6 @@ def _require_positions(checkpoint: Checkpoint, width: int) -> None:
     positions = checkpoint.spec.positions
     if positions is not None and width > positions.length:
         raise UsageError(
-            f"{checkpoint.reference} has a table of {positions.length:,} positions, and windows are to be {width:,}"
-            " tokens long",
-            "There is nothing behind its end: leave out --past, or give a shorter --context.",
+            f"{checkpoint.reference} has only {positions.length:,} positions, but the windows have {width:,} tokens",
+            "Leave out --past, or choose a smaller --context.",
         )

@@ -31,7 +31,9 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise UsageError("this needs lm-evaluation-harness", "pip install gptkit[lm-eval]") from error
+    raise UsageError(
+        "this needs lm-evaluation-harness, which is not installed", "Install it: pip install 'gptkit[lm-eval]'"
+    ) from error
 
 _NEW_TOKENS = 256
 """Of a continuation for which a task does not say how long it may be, as the harness has it."""
@@ -67,7 +69,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         checkpoint = open_checkpoint(pretrained, **opening)
         found = load_tokenizer(checkpoint.folder, checkpoint.texts)
         if found is None:
-            raise UsageError(f"{checkpoint.reference} has no tokenizer to read tasks with")
+            raise UsageError(f"{checkpoint.reference} has no tokenizer, and the tasks are texts")
         self.coder = found
         first = [*around(found, ())[0], *found.eos_ids]
         if not first:
@@ -97,7 +99,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         found = []
         for _text, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
-                raise UsageError(f"a task asks for {len(continuation):,} tokens of a model for {self.max_length:,}")
+                raise UsageError(
+                    f"a task has a continuation of {len(continuation):,} tokens, but max_length is {self.max_length:,}"
+                )
             ids = torch.tensor([*context, *continuation][-(self.max_length + 1) :], device=self._device)
             states = states_of(self.model, ids[None, :-1])[0]
             kept = len(continuation)
@@ -126,7 +130,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         ends = [ends] if isinstance(ends, str) else list(ends)
         count = int(options.get("max_gen_toks") or options.get("max_new_tokens") or _NEW_TOKENS)
         if count >= self.max_length:
-            raise UsageError(f"a task asks for {count:,} new tokens of a model for {self.max_length:,}")
+            raise UsageError(f"a task asks for {count:,} new tokens, but max_length is {self.max_length:,}")
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         chosen = {name: options[name] for name in ("top_k", "top_p") if heat and name in options}
         ids = self.tok_encode(prompt)[-(self.max_length - count) :] or [self.prefix_token_id]

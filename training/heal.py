@@ -196,11 +196,11 @@ def heal(
     target, paths = Path(out).expanduser(), paths_of(data)
     rank = rank_of(trained)
     if seeds < 1 or not 0 <= local < 1:
-        raise UsageError("seeds are 1 or more, and the local share is 0 or more and below 1")
+        raise UsageError(f"seeds must be 1 or more (is {seeds}), and local at least 0 and below 1 (is {local:g})")
     if beside not in (True, False, "control", "floor"):
-        raise UsageError(f"nothing is called {shown(beside, 40)} among what runs beside", "known: control, floor")
+        raise UsageError(f"beside must be True, False, 'control' or 'floor', not {shown(beside, 40)}")
     if not 0 <= hidden < math.inf:
-        raise UsageError(f"the weight of hidden states is {hidden:g}, expected 0 or more")
+        raise UsageError(f"the weight of the hidden-state loss must be 0 or more, not {hidden:g}")
     with ExitStack() as stack:
         us = stack.enter_context(group(device))
         folder = beside_of(target, "healing")
@@ -226,13 +226,13 @@ def heal(
         for each in (original, model):
             require_trainable(each.spec, False, not us.alone)
         if rank and not us.alone:
-            raise UsageError("several processes share out what is trained, and have no shares of lora's updates")
+            raise UsageError("gptkit cannot train lora with several processes", "Train in one process.")
         if rank > model.spec.hidden_size:
-            raise UsageError(f"a rank of {rank:,} is not low: the stream has {model.spec.hidden_size:,} numbers")
+            raise UsageError(f"the rank {rank:,} of lora is larger than the hidden size, {model.spec.hidden_size:,}")
         declared = list(model.spec.parameters())
         names = set(matrices(declared)) if rank else chosen(trained, declared, lambda: touched(original, model))
         if not names:
-            raise UsageError(f"nothing is left to train: {trained} names no parameter of this model")
+            raise UsageError(f"--train {trained} selects no parameter of this model")
         family, _ = expressed(model.spec)
         tree = model.source
         form = to or ("local" if family is None else f"hf:{family if tree is None else family_of(tree, family)}")
@@ -243,10 +243,14 @@ def heal(
         layers = changed_layers(original, model)
         if local and not layers:
             raise UsageError(
-                "no layer is trained by itself: layers of the two are not one another's", "Leave out --local."
+                "--local needs changed layers that correspond to layers of the teacher, and there are none",
+                "Leave out --local.",
             )
         if hidden and not layers:
-            raise UsageError("hidden states are not one another's: layers of the two are not", "Leave out --hidden.")
+            raise UsageError(
+                "--hidden needs changed layers that correspond to layers of the teacher, and there are none",
+                "Leave out --hidden.",
+            )
 
         def settings_for(tokens: int | None) -> Settings:
             windows = windows_of(batch, length, tokens, us.size * accumulate, FURTHER)
@@ -270,8 +274,10 @@ def heal(
             require_tokenizer(found, coded, coder, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > min(sizes):
             rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
-            message = f"the texts have ids up to {found.vocabulary - 1:,}, and the models {rows}"
-            raise UsageError(message, "Both must have the same tokens.")
+            message = (
+                f"the texts have token ids up to {found.vocabulary - 1:,}, but the models have embeddings of {rows}"
+            )
+            raise UsageError(message, "Use texts and models of the same tokenizer.")
         if by_text:
             tokens = min(max(found.tokens, BUDGET[0]), BUDGET[1])
             settings = settings_for(tokens)
@@ -384,7 +390,9 @@ def _tokenizer_of(*models: tuple[Decoder, str | Path]) -> tuple[Tokenizer | None
     coders = [load_tokenizer(each.path or Path(), each.texts) if each else None for each in about]
     told = [None if coder is None else coder.encode(SAMPLE) for coder in coders]
     if None not in told and told[0] != told[1]:  # the changed one may have tokens besides
-        message = "the changed model's tokenizer makes other tokens than the teacher's: it came from another model"
-        raise UsageError(message, "--teacher is the model that it was made from.")
+        raise UsageError(
+            "the tokenizers of the changed model and of the teacher encode the same text differently",
+            "Give --teacher the model that CHANGED was made from.",
+        )
     whose = 0 if coders[0] is not None or coders[1] is None else 1
     return coders[whose], str(models[whose][1])

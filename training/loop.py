@@ -169,7 +169,7 @@ class _Interrupt:
     def error(self, step: int, store: Store) -> BaseException:
         """What ends a run whose step is kept: SIGTERM's where this process got that, else that of Ctrl-C."""
         found = Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
-        found.add_note(f"step {step:,} is kept in {store.folder}: the same command with --resume goes on")
+        found.add_note(f"step {step:,} is saved in {store.folder}: repeat the command with --resume to continue")
         return found
 
     def __enter__(self) -> _Interrupt:
@@ -229,11 +229,15 @@ def fit(
     """
     parts = group.size * settings.accumulate
     if settings.windows < parts:
-        message = f"a step of {settings.windows} windows cannot be computed in {parts} parts"
-        raise UsageError(message, "Give a larger --batch, or a smaller --accumulate or --context.")
+        raise UsageError(
+            f"a step has {settings.windows} windows, fewer than its {parts} parts (processes times --accumulate)",
+            "Choose a larger --batch, or a smaller --accumulate or --context.",
+        )
     if held_out is not None and len(held_out.ids) < group.size:
-        message = f"the held-out text has {len(held_out.ids)} windows for {group.size} processes"
-        raise UsageError(message, "Hold out more, or choose a smaller --context.")
+        raise UsageError(
+            f"the held-out text has {len(held_out.ids)} windows, fewer than the {group.size} processes",
+            "Hold out more text, or choose a smaller --context.",
+        )
     group.share_out(model)
     model.train()
     optimiser = adamw(model, model.spec.parameters(), settings.rate, settings.decay, trained)
@@ -419,8 +423,8 @@ class _Engine:
         return total / max(1, windows.counted)
 
     def _no_number(self, number: int, where: str) -> NoNumber:
-        message = f"training stopped at step {number + 1:,}: the {where} is no number"
-        return NoNumber(message, "A smaller --lr may help: --force begins anew.")
+        message = f"training stopped at step {number + 1:,}: the {where} is NaN or infinite"
+        return NoNumber(message, "Try a smaller --lr, and start again with --force.")
 
     def _first(self, what: str, get: Callable[[Tensor], Tensor | None]) -> str | None:
         for name, parameter in self.model.named_parameters():

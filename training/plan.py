@@ -102,14 +102,16 @@ def read_plan(reference: str | Path) -> Plan:
     """
     known, path, where = shipped(), Path(reference), str(reference)
     if not path.is_file() and where not in known:
-        raise UsageError(f"there is no plan {where}", f"Name a TOML file, or one of ours: {', '.join(known)}.")
+        raise UsageError(f"there is no plan {where}", f"Give a TOML file, or a plan of gptkit: {', '.join(known)}.")
     try:
         data = tomllib.loads(read_small(path if path.is_file() else known[where], MOST_BYTES).decode())
         plan = msgspec.convert(data, Plan)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInput(f"{where} cannot be read as TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{where}: {_told(error)}", "The keys are in docs: Ablate a model.") from error
+        raise InvalidInput(
+            f"{where}: {_told(error)}", "The page 'Ablate a model' of the documentation lists all keys."
+        ) from error
     for wrong in _wrong(plan):
         raise InvalidInput(f"{where}: {wrong}")
     return msgspec.structs.replace(plan, name=plan.name or path.stem)
@@ -134,33 +136,33 @@ def _told(error: msgspec.ValidationError) -> str:
     told = re.sub(r"^Object missing required field `(.*?)`", r"\1 is missing", told)
     told = re.sub(r"^Invalid enum value ('.*?') - at `(.*?)`", r"\2 cannot be \1", told)
     expected = re.match(r"Expected `(.*?)`, got `(.*?)` - at `(.*?)`$", told)
-    return f"{expected[3]} is to be {words(expected[1])}, not {words(expected[2])}" if expected else told
+    return f"{expected[3]} must be {words(expected[1])}, not {words(expected[2])}" if expected else told
 
 
 def _wrong(plan: Plan) -> Iterator[str]:
     """What no type says of a plan, key by key."""
     names = [each.name for each in plan.variant]
     if not names:
-        yield "variant is empty: a plan has one [[variant]] or more"
+        yield "variant is empty, but a plan needs at least one [[variant]]"
     for number, name in enumerate(["base", *names]):
         if slug_of(name) in [slug_of(each) for each in ["base", *names][:number]]:
-            yield f"variant {name!r}: two have this name"
+            yield f"variant {name!r}: two variants have this name"
     for each in plan.variant:
         for other in each.include:
             if other not in names[: names.index(each.name)]:
-                yield f"variant {each.name!r}: include names {other!r}, and no variant before it is called so"
+                yield f"variant {each.name!r}: include names {other!r}, but no earlier variant has this name"
         if plan.how == "heal" and (each.changes or each.remove):
-            yield f"variant {each.name!r}: set and remove are for trees; what is healed comes of swaps"
+            yield f"variant {each.name!r}: set and remove do not work with how = 'heal'; use swap or recipe"
         if not any((each.model, each.include, each.recipe, each.swap, each.changes, each.remove)):
             yield f"variant {each.name!r} changes nothing: give it swap, recipe, set, remove, include or model"
     if (plan.tokens is None) == (plan.flops is None):
-        yield "a plan has a budget: tokens or flops"
+        yield "a plan needs exactly one budget: tokens or flops"
     if plan.how == "heal" and plan.parameters:
-        yield "parameters: what is healed keeps the size that its swaps give it"
+        yield "parameters does not work with how = 'heal': the swaps determine the size"
     least = {"seeds": 1, "seed": 0, "context": 1, "batch": 1, "every": 1, "tokens": 1, "flops": 1}
     for key, bound in least.items():
         if not all(bound <= each < math.inf for each in _each(getattr(plan, key))):
-            yield f"{key} is {getattr(plan, key)}, and is to be {bound} or more, and finite"
+            yield f"{key} is {getattr(plan, key)}, but must be finite and at least {bound}"
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -187,7 +189,7 @@ def edited(spec: ModelSpec, changes: Mapping[str, Any], removed: Sequence[str] =
     for path in removed:
         for above, name in _places(tree, path):
             if above.pop(name, None) is None:
-                raise InvalidInput(f"remove {path!r}: {name} is not there")
+                raise InvalidInput(f"remove {path!r}: the model has no {name} there")
     try:
         return from_json(tree)
     except ConfigError as error:
@@ -208,7 +210,7 @@ def _places(tree: Any, path: str) -> list[tuple[dict[str, Any], str]]:
     found = found or [(node, last) for node in tables if "*" not in last]
     if not found:
         raise InvalidInput(
-            f"{path!r} is nowhere in the tree", "Paths are as in gptkit.json: blocks.0.attention.kv_heads."
+            f"{path!r} matches nothing in the model", "Write paths as in gptkit.json: blocks.0.attention.kv_heads."
         )
     return found
 
@@ -228,16 +230,16 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
     """The base and every variant. Raises InvalidInput, SwapRefused and ConfigError, with the variant's name."""
     asked = {each.name: each for each in plan.variant}
 
-    hint = 'Trees alone are for how = "train".'
+    hint = 'Give a checkpoint, or choose how = "train".'
 
     def tree(model: str | dict[str, Any]) -> ModelSpec:
         if isinstance(model, dict):
             if plan.how == "heal":
-                raise InvalidInput("how is heal, and a table has no weights", hint)
+                raise InvalidInput("how = 'heal' needs weights, and a table has none", hint)
             return architecture_of(model).spec(model)
         found, scratch = tree_of(model, False, offline, allow_pickle)
         if scratch and plan.how == "heal":
-            raise InvalidInput(f"how is heal, and {model} has no weights", hint)
+            raise InvalidInput(f"how = 'heal' needs weights, and {model} has none", hint)
         return found.spec
 
     def changed(before: Arm, each: _Variant) -> Arm:
@@ -248,8 +250,8 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
             included = changed(Arm("", "", spec, start, steps), asked[other])
             spec, start, steps = included.spec, included.start, included.steps
         if each.recipe and read_recipe(each.recipe).heal is not None:
-            hint = 'Leave that step out; how = "heal" heals every variant.'
-            raise InvalidInput(f"{each.recipe} ends with heal, and all variants have the plan's own budget", hint)
+            hint = 'Remove that step: how = "heal" heals every variant.'
+            raise InvalidInput(f"{each.recipe} has a heal step, but the plan sets the budget of all variants", hint)
         if each.swap or each.recipe:
             own = [*steps_from((), each.recipe or None), *(step for text in each.swap for step in steps_from([text]))]
             spec, steps = swapped(spec, own, reference=each.name, offline=offline).spec, (*steps, *own)
@@ -264,8 +266,10 @@ def arms_of(plan: Plan, offline: bool, allow_pickle: bool) -> list[Arm]:
             if plan.parameters == "equal":
                 made = replace(made, spec=_as_large(made.spec, size_of(base.spec)))
             if made.spec.vocab_size != base.spec.vocab_size:
-                message = f"it has {made.spec.vocab_size:,} tokens, and the base {base.spec.vocab_size:,}"
-                raise InvalidInput(message, "Losses are in nats a token: all read the same tokens.")
+                raise InvalidInput(
+                    f"its vocabulary has {made.spec.vocab_size:,} tokens, and the base has {base.spec.vocab_size:,}",
+                    "Use the same vocabulary for all variants: their losses per token are compared.",
+                )
         found.append(made)
     return found
 
@@ -283,7 +287,7 @@ def _as_large(spec: ModelSpec, wanted: int) -> ModelSpec:
         return spec
     units = first + round((wanted - least) / a_unit)
     if units < 1:
-        raise InvalidInput(f"it has more than the base's {wanted:,} parameters without any feed-forward")
+        raise InvalidInput(f"even without feed-forwards it has more than the {wanted:,} parameters of the base")
     return wide(units)
 
 
@@ -328,7 +332,9 @@ def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
     for budget in _each(plan.flops) or _each(plan.tokens):
         for each in variants:
             if length > longest(each.spec):
-                raise InvalidInput(f"context is {length:,}, and {called(each)} has {longest(each.spec):,} positions")
+                raise InvalidInput(
+                    f"context is {length:,}, but {called(each)} has only {longest(each.spec):,} positions"
+                )
             a_step = training_flops(each.spec, length, windows).dense
             if plan.how == "heal" and each is not variants[0]:  # the original answers first
                 a_step += forward_flops(variants[0].spec, length, windows).dense
@@ -336,11 +342,9 @@ def planned(plan: Plan, variants: Sequence[Arm], length: int) -> list[Planned]:
             one = Planned(each, budget, steps * windows * length, steps * a_step)
             for other in found:
                 if (other.variant, other.tokens) == (each, one.tokens):
-                    message = (
-                        f"budgets of {other.budget:,} and {budget:,} are both {one.tokens:,} tokens of {called(each)}"
-                    )
                     raise InvalidInput(
-                        message, f"A step has {windows * length:,}: name budgets that are further apart."
+                        f"budgets of {other.budget:,} and {budget:,} are both {one.tokens:,} tokens for {called(each)}",
+                        f"A step has {windows * length:,} tokens: choose budgets that are further apart.",
                     )
             found.append(one)
     return found

@@ -16,7 +16,7 @@ from ..errors import InvalidInput
 
 MOST_THREADS = 1024
 _MOST_METRICS = 2**30  # bytes; a step takes 150
-_ANEW = "--force begins anew."
+_ANEW = "Start again with --force."
 
 
 class Evaluation(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,10 +77,10 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
     try:
         found = msgspec.convert(about, Progress)
         _require(0 <= found.step <= (found.step if steps is None else steps), "its step is beyond the run's budget")
-        _require(_finite([found.seconds]) and found.seconds >= 0, "its seconds are no time")
-        _require(1 <= found.threads <= MOST_THREADS, "its threads are no number of threads")
+        _require(_finite([found.seconds]) and found.seconds >= 0, "its seconds are not a valid time")
+        _require(1 <= found.threads <= MOST_THREADS, "its number of threads is not valid")
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{metrics.parent} cannot go on from its state.json: {error!s:.200}", _ANEW) from error
+        raise InvalidInput(f"{metrics.parent} cannot continue from its state.json: {error!s:.200}", _ANEW) from error
     lines = _lines(metrics, found.step, tokens)
     evaluated = [
         Evaluation(line.step, line.tokens, line.loss, line.held_out, line.averaged)
@@ -91,7 +91,7 @@ def progress_of(about: Any, metrics: Path, steps: int | None, tokens: int, from_
     begun = [(each.step, each.tokens, each.loss, math.isfinite(each.held_out)) for each in first]
     same = rest == evaluated and begun == [(0, 0, None, True)][: int(from_start)]
     if not same or (lines and lines[-1].seconds != found.seconds):
-        raise InvalidInput(f"{metrics.parent}: its state.json and its metrics.jsonl are not of one run", _ANEW)
+        raise InvalidInput(f"{metrics.parent}: state.json and metrics.jsonl do not belong to the same run", _ANEW)
     return found
 
 
@@ -112,25 +112,25 @@ def _lines(metrics: Path, step: int, tokens: int) -> list[_Line]:
             line = msgspec.json.decode(text, type=_Line)
             _require(
                 _finite([line.seconds, line.took, line.loss, line.rate, line.norm, line.held_out, line.averaged]),
-                "no number",
+                "a value is NaN or infinite",
             )
-            _require((line.step, line.tokens) == (number, number * tokens), "it is of another step")
+            _require((line.step, line.tokens) == (number, number * tokens), "it belongs to another step")
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{metrics} is damaged in line {number:,}: {error!s:.120}", _ANEW) from error
         found.append(line)
     if len(found) < step:
-        raise InvalidInput(f"{metrics} has {len(found):,} lines, and the run is at step {step:,}", _ANEW)
+        raise InvalidInput(f"{metrics} has only {len(found):,} lines, but the run is at step {step:,}", _ANEW)
     return found
 
 
 def require_changes(changes: Any, kept: dict[str, Any], last: int) -> None:
     """Raise ValueError unless these are a run's changes of its rate and clip, up to its last step."""
     found = msgspec.convert(changes, list[_Change])
-    _require(all(0 <= each.behind <= last for each in found), "a change is behind a step that the run has not made")
+    _require(all(0 <= each.behind <= last for each in found), "a change comes after a step that the run has not made")
     for name in ("rate", "clip"):
         values = [getattr(each, name) for each in found if getattr(each, name) is not None]
-        _require(_finite(values), f"a change of its {name} is no number")
-        _require(not values or values[-1] == kept.get(name), f"its changes end with another {name} than it has")
+        _require(_finite(values), f"a change of its {name} is NaN or infinite")
+        _require(not values or values[-1] == kept.get(name), f"its last change of {name} differs from its {name}")
 
 
 def _require(holds: bool, otherwise: str) -> None:

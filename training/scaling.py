@@ -120,11 +120,15 @@ def _points_of(folders: Sequence[str | Path]) -> list[Point]:
     for each in folders:
         table = read_ablation(each)
         if table.get("how") == "heal":
-            message = f"the runs of {each} were healed: the law is of models that are trained from random weights"
-            raise UsageError(message, 'Leave it out; how = "train" in a plan trains them.')
+            raise UsageError(
+                f"the runs of {each} were healed, but the law needs models trained from random weights",
+                'Leave them out, or set how = "train" in the plan.',
+            )
         if "data" not in table and len(folders) > 1:
-            message = f"{each} does not say what its runs read, for an older gptkit wrote its ablation.json"
-            raise UsageError(message, f"gptkit ablate PLAN {each} --resume adds it, and runs nothing again.")
+            raise UsageError(
+                f"the ablation.json of {each} does not record which text its runs were trained on",
+                f"Add it, without repeating any run: gptkit ablate PLAN {each} --resume",
+            )
         read.setdefault((table.get("data"), table.get("held_out")), each)
         try:
             for row in table["rows"]:
@@ -132,13 +136,15 @@ def _points_of(folders: Sequence[str | Path]) -> list[Point]:
                 found += [Point(size, tokens, float(run["loss"])) for run in row["runs"]]
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{each}: its ablation.json is damaged", "gptkit ablate --resume writes it anew."
+                f"{each}: its ablation.json is damaged", "Write it again with gptkit ablate --resume."
             ) from error
     if len(read) > 1:
         one, other, *_ = read.values()
         what = "texts" if len({data for data, _ in read}) > 1 else "held-out texts"
-        message = f"the runs of {one} and of {other} have other {what}: their losses are of no one law"
-        raise UsageError(message, "Fit those together that read the same tokens.")
+        raise UsageError(
+            f"the runs of {one} and of {other} have different {what}, so one law cannot fit both",
+            "Fit only runs on the same texts together.",
+        )
     return found
 
 
@@ -160,9 +166,11 @@ def fit_scaling(
     """
     for budget in flops:
         if not 0 < budget < math.inf:
-            raise UsageError(f"a budget of {budget:g} FLOPs is none", "Give a number above 0, as 1e18.")
+            raise UsageError(f"--flops must be a number above 0, not {budget:g}", "For example: --flops 1e18")
     if drawn < 0:
-        raise UsageError(f"runs cannot be drawn {drawn} times", "0 leaves intervals out.")
+        raise UsageError(
+            f"the number of bootstrap samples must be 0 or more, not {drawn}", "Give 0 to compute no intervals."
+        )
     points = [each for each in runs if isinstance(each, Point)]
     points = points or _points_of([each for each in runs if not isinstance(each, Point)])
     _require(points)
@@ -171,7 +179,9 @@ def fit_scaling(
     (law,) = _laws(values[None], beginnings)
     if min(law.alpha, law.beta) <= 0:
         what = "parameters" if law.alpha <= 0 else "tokens"
-        raise UsageError(f"the loss does not fall with {what} in these runs", "Run a wider range, or more seeds.")
+        raise UsageError(
+            f"the loss does not fall with more {what} in these runs", "Add runs of a wider range, or more seeds."
+        )
     generator, draws = np.random.default_rng(seed), list[_Values]()
     while len(draws) < drawn:
         some = values[generator.integers(0, len(values), len(values))]
@@ -192,12 +202,14 @@ def _require(points: Sequence[Point]) -> None:
     sizes, lengths = ({getattr(each, name) for each in points} for name in ("parameters", "tokens"))
     for what, found in (("size", sizes), ("number of tokens", lengths)):
         if len(found) < 2:
-            message = f"the runs are of {'one' if found else 'no'} {what}: what the loss has of it cannot be told"
-            raise UsageError(message, "gptkit ablate sizes OUT --data FILE makes runs of several.")
+            message = (
+                f"the runs have {'only one' if found else 'no'} {what}, so its effect on the loss cannot be fitted"
+            )
+            raise UsageError(message, "Make runs of several sizes: gptkit ablate sizes OUT --data FILE")
     if len(points) < _LEAST:
-        raise UsageError(f"{len(points)} runs do not tell five unknowns", f"{_LEAST} are the least; more tell more.")
+        raise UsageError(f"{len(points)} runs are too few to fit five unknowns", f"Use at least {_LEAST} runs.")
     if not all(0 < each.loss < math.inf and min(each.parameters, each.tokens) > 0 for each in points):
-        raise UsageError("a run has parameters, tokens or a loss that are no positive number")
+        raise UsageError("the parameters, the tokens or the loss of a run are not positive, finite numbers")
 
 
 # --- the fit ----------------------------------------------------------------------------------------------------------
@@ -267,9 +279,11 @@ def _optimum(law: Law, flops: float, again: Sequence[Law], ranges: Sequence[tupl
     best = law.best(flops)
     for what, value, (least, most) in zip(("parameters", "tokens"), best, ranges, strict=True):
         if not least / FARTHEST <= value <= FARTHEST * most:
-            message = f"the best run of {flops:.3g} FLOPs has {value:,.0f} {what}, and those that were made {least:,}"
-            hint = f"It is told up to {FARTHEST} times beyond what was run: run larger ones, or smaller."
-            raise UsageError(f"{message} to {most:,}", hint)
+            message = f"the best run for {flops:.3g} FLOPs has {value:,.0f} {what}, but the given runs have {least:,}"
+            raise UsageError(
+                f"{message} to {most:,}",
+                f"gptkit predicts up to {FARTHEST} times beyond the given runs. Add larger or smaller runs.",
+            )
     others = [each for each in again if min(each.alpha, each.beta) > 0]
     found = [(*each.best(flops), each.loss(*each.best(flops))) for each in others]
     spans = dict(zip(("parameters", "tokens", "loss"), map(_span, zip(*found, strict=True)), strict=False))

@@ -36,8 +36,8 @@ _HASHED = {
     "texts": "it reads other texts",
     "tokenizer": "it has another tokenizer",
     "tokens": "it reads other tokens",
-    "tree": "it trains another tree",
-    "weights": "it began from other weights",
+    "tree": "it trains another architecture",
+    "weights": "it started from other weights",
     "held_out": "it holds out other text",
     "teacher": "it learns from another model",
     "changed": "it heals another model",
@@ -60,8 +60,10 @@ class Store:
         """Whether there is a run to go on from. Raises UsageError for one that is neither to be resumed nor lost."""
         last = self.last()
         if last is not None and not resume and not force:
-            message = f"a run that has not ended lies in {self.folder}, at step {self._number(last):,}"
-            raise UsageError(message, "--resume goes on from there; --force begins anew.")
+            raise UsageError(
+                f"{self.folder} has an unfinished run, at step {self._number(last):,}",
+                "Continue it with --resume, or start again with --force.",
+            )
         return last is not None and resume
 
     def begin(self, run: Mapping[str, Any], resume: bool, force: bool) -> list[dict[str, Any]]:
@@ -80,7 +82,7 @@ class Store:
                 other = {name for name in {*before, *kept} if before.get(name) != kept.get(name)}
                 require_changes(changes, before, self._number(self.last()))
             except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-                raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Begin anew with --force.") from error
+                raise InvalidInput(f"{path} cannot be read: {error!s:.200}", "Start again with --force.") from error
             # With `force` too, a program resumes what it finds, and nobody has chosen another rate.
             free = other & _FREE if broke is True and not force else set()
             if other := other - free:
@@ -198,12 +200,12 @@ class Store:
 
                 load(tensors, checkpoint_id=path)
             if not isinstance(about, dict) or about.get("step") != self._number(path):
-                raise ValueError(f"its {_STATE} is not of this step")
+                raise ValueError(f"its {_STATE} belongs to another step")
             held = {name: self.group.local(each) for name, each in tensors.items()}
             if any(self.group.total(*(float(wrong) for wrong in _wrong(held, self._number(path))))):
-                raise ValueError("its parameters and moments are not those of this step")
+                raise ValueError("its parameters and optimizer moments do not belong to this step")
         except Exception as error:  # of safetensors' and torch's, which have classes of their own
-            raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove it.") from error
+            raise InvalidInput(f"the checkpoint {path} cannot be read: {error!s:.200}", "Remove its folder.") from error
         return about
 
     def done(self) -> None:
@@ -225,8 +227,8 @@ def another(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], oth
     told = None if cause is None else f"its {cause} is {shown(before.get(cause))}, not {shown(now.get(cause))}"
     told = told or next((words for name, words in _HASHED.items() if name in other), None)
     told = told or f"its {plain[0]} is {shown(before.get(plain[0]))}, not {shown(now.get(plain[0]))}"
-    message = f"the run in {folder} is another: {told}"
-    return UsageError(message, "Resume it with the same call, or begin anew with --force.")
+    message = f"the run in {folder} differs from this call: {told}"
+    return UsageError(message, "Resume it with its original options, or start again with --force.")
 
 
 def beside(out: Path, name: str) -> Path:
@@ -234,7 +236,7 @@ def beside(out: Path, name: str) -> Path:
     out = out.expanduser()
     whole = out if out.name not in ("", "..") else out.resolve()
     if not whole.name:
-        raise UsageError(f"{whole} is no folder that can be made", "Name another.")
+        raise UsageError(f"{whole} cannot be created as a folder", "Choose another name.")
     return whole.with_name(f"{whole.name}.{name}")
 
 
@@ -246,12 +248,12 @@ def require_free(target: Path, resume: bool, force: bool, runs: Iterable[Store])
         last = next((run for run in runs if run.last() is not None), None)
         if last is None:
             raise UsageError(
-                f"{target} exists: its run has ended, and --resume finds none to go on with",
-                "Train it further as the model of another call, or choose another name for another run.",
+                f"{target} exists, and there is no unfinished run to resume",
+                "To train it further, give it as the MODEL of a new call. For another run, choose another name.",
             )
         raise UsageError(
             f"{target} exists, and the run in {last.folder} has not ended",
-            "--resume together with --force goes on with that run, and replaces what exists once it has ended.",
+            "Use --resume with --force to continue that run, and to replace the existing files at its end.",
         )
     Staging(target, force).check()
 
@@ -321,7 +323,7 @@ def _fill(tensors: Mapping[str, Tensor], path: Path) -> None:
         for name, each in tensors.items():
             stored = file.get_tensor(name)
             if stored.shape != each.shape or stored.dtype != each.dtype:  # else it would be spread, or rounded
-                raise ValueError(f"{name} has another shape or dtype")
+                raise ValueError(f"{name} has an unexpected shape or dtype")
             each.copy_(stored)
 
 

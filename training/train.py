@@ -229,15 +229,21 @@ def train(
         found = take(texts, "data")
         if found.folder != store.folder / "data":
             if tokenizer is not None:
-                message = f"{found.folder} is a folder of tokens, which has its tokenizer"
-                raise UsageError(message, "Name the texts themselves, or leave out --tokenizer.")
+                raise UsageError(
+                    f"{found.folder} is a folder of tokens, which already has a tokenizer",
+                    "Give the text files themselves, or leave out --tokenizer.",
+                )
             if not scratch:  # what such weights have learnt of ids is of their own tokenizer's
                 require_tokenizer(found, model, offline=offline, allow_pickle=allow_pickle)
         if found.vocabulary > tree.spec.vocab_size:
             size = tree.spec.vocab_size
-            message = f"the tokenizer has {found.vocabulary:,} tokens, and {model} a vocabulary of {size:,}"
-            hint = f"gptkit tokenize FILE OUT --vocabulary {size} trains one that fits."
-            raise UsageError(message, hint if size >= SMALLEST else f"The smallest tokenizer has {SMALLEST} tokens.")
+            message = f"the tokenizer has {found.vocabulary:,} tokens, but {model} has a vocabulary of {size:,}"
+            raise UsageError(
+                message,
+                f"Train one that fits: gptkit tokenize FILE OUT --vocabulary {size}"
+                if size >= SMALLEST
+                else f"Choose a model with at least {SMALLEST} tokens.",
+            )
         require_trainable(tree.spec, documents_apart and found.documents > 1, not us.alone)
         training, held = split(found, held_out, take, us, length, windows, documents_apart)
         family, _ = expressed(tree.spec)
@@ -275,8 +281,9 @@ def train(
             us.lead(store.broke)
             if (kept := store.last()) is None:
                 raise
-            hint = f"Step {int(kept.name[5:]):,} is kept: --resume goes on from there, with a smaller --lr or --clip."
-            raise NoNumber(error.message, hint) from error
+            raise NoNumber(
+                error.message, f"Continue from step {int(kept.name[5:]):,} with --resume and a smaller --lr or --clip."
+            ) from error
         whole = gathered(decoder, us)
         done = Trained(target, to, run.step, run.step * windows * length, run.seconds, run.curve)
         # The tokenizer that it was trained with goes along, and not the one that lay where its tree came from.
@@ -324,7 +331,10 @@ def folder_of(data: Sequence[str | Path], own: Path) -> Path:
     paths = [Path(each) for each in data]
     named = [path for path in paths if is_tokens(path)]
     if named and len(paths) > 1:
-        raise UsageError("a folder of tokens goes alone", "gptkit tokenize makes one of several texts.")
+        raise UsageError(
+            "--data takes only one folder of tokens, and no texts with it",
+            "Use gptkit tokenize to combine several texts into one folder.",
+        )
     return named[0] if named else own
 
 
@@ -358,8 +368,10 @@ def _require_texts(texts: Sequence[str | Path], own: Path) -> None:
     now = {str(text): _hashed(text) for text in map(Path, texts)}  # as `tokenize` names them: ./a is a
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
-            message = f"{name} is not the text that the run in {own.parent} began with"
-            raise InvalidInput(message, "Put it back, or begin anew with --force.")
+            raise InvalidInput(
+                f"{name} is not the text that the run in {own.parent} started with",
+                "Restore it, or start again with --force.",
+            )
 
 
 def _hashed(path: Path) -> str:
@@ -375,7 +387,7 @@ def windows_of(batch: int | None, length: int, tokens: int | None, parts: int, s
     length below 1.
     """
     if length < 1:
-        raise UsageError(f"a window of {length:,} tokens", "--context takes 1 or more.")
+        raise UsageError(f"--context must be 1 or more, not {length:,}")
     if batch is not None:
         return batch // length
     return max(1, parts, WINDOWS if tokens is None else min(WINDOWS, -(-tokens // (steps * length))))
@@ -386,23 +398,24 @@ def settings_of(
 ) -> Settings:
     """Settings of a budget, and of the `others` in ranges that make sense. Raises UsageError."""
     if (tokens is None) == (seconds is None):
-        raise UsageError("training needs a budget, one alone", "Give --tokens 1M, or --time 10m.")
+        raise UsageError("training needs exactly one budget", "Give either --tokens 1M or --time 10m.")
     if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(f"a budget of {seconds:g} seconds", "--time takes a time, as 10m.")
+        raise UsageError(f"--time must be more than 0 seconds, not {seconds:g}", "For example: --time 10m")
     if windows < 1:
         raise UsageError(
-            f"a step of fewer tokens than one window of {length:,}", "Give a larger --batch, or --context."
+            f"--batch is smaller than one window of {length:,} tokens",
+            "Choose a larger --batch, or a smaller --context.",
         )
     if not 0 < others["rate"] <= 10:
-        raise UsageError(f"the rate is {others['rate']:g}, expected more than 0, and 10 at most")
+        raise UsageError(f"the learning rate must be more than 0 and at most 10, not {others['rate']:g}")
     if (dtype := others.get("dtype", "float32")) not in ("float32", "bfloat16"):
-        raise UsageError(f"unknown dtype {shown(dtype, 40)}", "known: float32, bfloat16")
+        raise UsageError(f"dtype must be float32 or bfloat16, not {shown(dtype, 40)}")
     ranges = {"warmup": (0, 0.99), "decay": (0, 10), "clip": (0, math.inf)}
     for name, (least, most) in ranges.items():
         if not least <= others[name] <= most:
-            raise UsageError(f"the {name} is {others[name]:g}, expected {least:g} to {most:g}")
+            raise UsageError(f"{name} must be from {least:g} to {most:g}, not {others[name]:g}")
     if others["seed"] < 0 or others["accumulate"] < 1 or (every is not None and every < 1) or (tokens or 1) < 1:
-        raise UsageError("a seed is 0 or more; tokens, parts and steps between evaluations are 1 or more")
+        raise UsageError("--seed must be 0 or more, and --tokens, --accumulate and --every must be 1 or more")
     steps = None if tokens is None else -(-tokens // (windows * length))
     often = every or (100 if steps is None else min(500, max(1, steps // 10)))
     return Settings(windows, length, steps, seconds, every=often, **others)
@@ -423,16 +436,22 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     spec.predicts("training on texts")
     spec.one_stack("training on texts")
     if apart and carries(spec):
-        message = f"{carries(spec)} carries a state from one document into the next, which no mask keeps apart"
-        raise UsageError(message, "--no-document-mask trains on documents as one text.")
+        raise UsageError(
+            f"{carries(spec)} carries a state from one document into the next, so no mask can separate documents",
+            "Use --no-document-mask to train on all documents as one text.",
+        )
     if several and spec.shares:
-        message = "layers share a block, which several processes do not train together here"
-        raise UsageError(message, "Train in one process.")
+        raise UsageError(
+            "the model shares a block between layers, which gptkit cannot train with several processes",
+            "Train in one process.",
+        )
     for block in dict.fromkeys(spec.blocks):
         for each in spec.block_operations(block):
             if several and isinstance(each, ops.Choose):
-                message = f"{each.id} chooses experts, which several processes do not train together here"
-                raise UsageError(message, "Train in one process.")
+                raise UsageError(
+                    f"{each.id} chooses experts, which gptkit cannot train with several processes",
+                    "Train in one process.",
+                )
 
 
 def split(
@@ -451,7 +470,10 @@ def split(
     most = max(us.size, evaluated // length)
     if isinstance(held_out, int | float):
         if not 0 < held_out < 1:
-            raise UsageError(f"held out is {held_out:g} of the text", "Give a share, as 0.05, or a text.")
+            raise UsageError(
+                f"the held-out share must be between 0 and 1, not {held_out:g}",
+                "Give a share, such as 0.05, or a text file.",
+            )
         cut = found.tokens - max(int(found.tokens * held_out), length + 1)
         training, held = (
             Stretch(found, 0, max(cut, 0), length, apart),
@@ -460,16 +482,21 @@ def split(
     else:
         other = take([held_out], "held-out", tokenizer=found.folder / "tokenizer.json")
         if other.tokenizer != found.tokenizer and not alike(other.load_tokenizer(), found.load_tokenizer()):
-            hint = f"gptkit tokenize FILE OUT --tokenizer {found.folder} takes the same."
-            raise UsageError(f"{held_out} was tokenised by another tokenizer than the text", hint)
+            raise UsageError(
+                f"{held_out} was tokenised with another tokenizer than the text",
+                f"Use the same one: gptkit tokenize FILE OUT --tokenizer {found.folder}",
+            )
         training, held = Stretch(found, 0, found.tokens, length, apart), Stretch(other, 0, other.tokens, length, apart)
     if not len(held):
         which = "text" if isinstance(held_out, int | float) else "held-out text"
-        message = f"the {which} is shorter than one window of {length:,} tokens"
-        raise UsageError(message, "Give more text, or a smaller --context.")
+        raise UsageError(
+            f"the {which} is shorter than one window of {length:,} tokens", "Give more text, or a smaller --context."
+        )
     if len(training) < windows:
-        message = f"a step takes {windows:,} windows of {length:,} tokens, and the text has {len(training):,}"
-        raise UsageError(message, "Give more text, or a smaller context or batch.")
+        raise UsageError(
+            f"a step needs {windows:,} windows of {length:,} tokens, but the text has only {len(training):,}",
+            "Give more text, or choose a smaller --context or --batch.",
+        )
     return training, held.spread(most)
 
 

@@ -56,8 +56,8 @@ def rank_of(what: str) -> int:
     """The rank in "lora:RANK", 0 of the others of `CHOICES`. Raises UsageError for none of them."""
     match = re.fullmatch(r"lora:([1-9]\d{0,8})", what, re.ASCII)
     if match is None and what not in CHOICES[:-1]:
-        hint = f"known: {', '.join(CHOICES)}, where RANK is 1 or more."
-        raise UsageError(f"nothing is called {shown(what, 40)} among what can be trained", hint)
+        choices = f"{', '.join(CHOICES[:-1])} or {CHOICES[-1]}"
+        raise UsageError(f"--train must be {choices}, not {shown(what, 40)}", "RANK must be 1 or more.")
     return 0 if match is None else int(match[1])
 
 
