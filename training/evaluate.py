@@ -159,8 +159,8 @@ def _documents(path: Path, tokenizer: Tokenizer | None, checkpoint: Checkpoint) 
         return _stored(path, tokenizer, checkpoint.reference)
     if tokenizer is None:
         raise UsageError(
-            f"{checkpoint.reference} has no tokenizer to read {path} with",
-            "gptkit tokenize makes a folder of tokens, which --data takes.",
+            f"{checkpoint.reference} has no tokenizer, so it cannot read the text {path}",
+            "Make a folder of tokens with gptkit tokenize, and give it to --data.",
         )
     before, _ = around(tokenizer, ())
     found, ids, ends = list[_Document](), list[int](), list[Array]()

@@ -41,14 +41,14 @@ def no_page(*blocks: Any) -> Page:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--png", "picture.svg"), "--png picture.svg: not the name of such a file"),
-        (("--svg", "picture"), "End it in .svg"),
+        (("--png", "picture.svg"), "--png picture.svg: the name must end in .png"),
+        (("--svg", "picture"), "the name must end in .svg"),
         (("--png", "no/picture.png"), "no such folder"),
-        (("--svg", "folder.svg"), "it is no file"),
-        (("--html", "p.html", "--png", "picture.jpg"), "End it in .png"),
-        (("--html", "p.PNG"), "--png p.PNG draws it"),
-        (("--html", "p.txt"), "End it in .html"),
-        (("--html", "page"), "End it in .html"),
+        (("--svg", "folder.svg"), "it is not a regular file"),
+        (("--html", "p.html", "--png", "picture.jpg"), "the name must end in .png"),
+        (("--html", "p.PNG"), "use --png p.PNG"),
+        (("--html", "p.txt"), "must end in .html"),
+        (("--html", "page"), "must end in .html"),
     ],
 )
 def test_what_cannot_be_written_is_refused_first(
@@ -68,12 +68,12 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "kaleido" else object())
     with pytest.raises(UsageError, match="--svg needs kaleido") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
-    assert told.value.hint == 'pip install kaleido # gptkit\'s extra "images"'
+    assert told.value.hint == "Install with pip install kaleido, or gptkit's extra images."
     lacking = ("kaleido", "choreographer")
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name in lacking else object())
     with pytest.raises(UsageError, match="--svg needs kaleido and choreographer") as told:
         pictures.ready(None, None, tmp_path / "a.svg")
-    assert told.value.hint.startswith("pip install kaleido choreographer #")
+    assert told.value.hint.startswith("Install with pip install kaleido choreographer, ")
     pictures.ready(tmp_path / "page.html", None, None)  # which needs none
 
 

@@ -43,7 +43,7 @@ def test_bytes_are_a_tokenizer(tmp_path: Path) -> None:
     other = tokenize([PLAY], tmp_path / "play", tokenizer="bytes")
     names = ("tokenizer.json", "tokenizer_config.json")
     assert all((found.folder / name).read_bytes() == (other.folder / name).read_bytes() for name in names)
-    with pytest.raises(UsageError, match="a vocabulary is for a tokenizer that is trained"):
+    with pytest.raises(UsageError, match="--vocabulary works only without --tokenizer"):
         tokenize([text], tmp_path / "third", tokenizer="bytes", vocabulary=300)
 
 
@@ -126,8 +126,8 @@ def test_pieces_give_the_tokens_of_the_whole(tmp_path: Path, monkeypatch, tokeni
     [
         ("a.txt", b"", "there is no text"),
         ("a.txt", b"abc\xff", "not text in UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 is no JSON object"),
-        ("a.jsonl", b"[" * 100_000, "line 1 is no JSON object"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 is not a JSON object"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -145,7 +145,7 @@ def test_a_call_that_is_wrong_is_refused(tmp_path: Path) -> None:
     assert call("tokenize", tmp_path / "none.txt", tmp_path / "out").exit_code == 4
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tree.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidInput, match=r"/tree\.json is not a tokenizer .*\nName a tokenizer\.json, or a model"):
+    with pytest.raises(InvalidInput, match=r"/tree\.json is not a tokenizer .*\nGive a tokenizer\.json, or a model"):
         tokenize([PLAY], tmp_path / "out", tokenizer=tmp_path / "tree.json")
 
 

@@ -116,7 +116,7 @@ def test_folders_of_tokens_are_read(tmp_path: Path, play: Path) -> None:
     gptkit.convert("sample:llama", tmp_path / "model.gguf", "gguf")
     assert evaluate(tmp_path / "model.gguf", tmp_path / "tokens").score.tokens == found.score.tokens
     other = tokenize([play], tmp_path / "other", vocabulary=300)
-    with pytest.raises(UsageError, match="another tokenizer"):
+    with pytest.raises(UsageError, match="was not tokenised with the tokenizer of"):
         evaluate("sample:llama", other.folder)
 
 
@@ -234,10 +234,10 @@ def refused(kind: type[GptkitError], match: str, *args: Any, **kwargs: Any) -> N
 
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
-    refused(InvalidInput, "there is no file", "sample:gpt2", tmp_path / "none.txt")
-    refused(InvalidInput, "no text of two tokens", "sample:gpt2", text_file(tmp_path / "empty.txt", ""))
-    refused(InvalidInput, "no text of two tokens", "sample:gpt2", text_file(tmp_path / "one.txt", "a"))
-    refused(InvalidInput, "is a folder", "sample:gpt2", tmp_path)
+    refused(InvalidInput, "does not exist", "sample:gpt2", tmp_path / "none.txt")
+    refused(InvalidInput, "every text has fewer than two tokens", "sample:gpt2", text_file(tmp_path / "empty.txt", ""))
+    refused(InvalidInput, "every text has fewer than two tokens", "sample:gpt2", text_file(tmp_path / "one.txt", "a"))
+    refused(InvalidInput, "is not a folder that gptkit tokenize wrote", "sample:gpt2", tmp_path)
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     refused(InvalidInput, "not text in UTF-8", "sample:gpt2", tmp_path / "binary")
     refused(UsageError, "no text to measure on", "sample:gpt2", [])
@@ -246,13 +246,13 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"context": 0}, "a window of 0"),
-        ({"context": 257}, "table of 256 positions"),
-        ({"past": 2}, "table of 256 positions"),
-        ({"past": 0}, "0 contexts"),
-        ({"stride": 0}, "a stride of 0"),
-        ({"context": 8, "stride": 9}, "a stride of 9"),
-        ({"top_k": (0,)}, "top-k of 0"),
+        ({"context": 0}, "context must be 1 token or more, not 0"),
+        ({"context": 257}, "has only 256 positions"),
+        ({"past": 2}, "has only 256 positions"),
+        ({"past": 0}, "--past must be 1 or more, not 0"),
+        ({"stride": 0}, "the stride must be from 1 to .*, not 0"),
+        ({"context": 8, "stride": 9}, "the stride must be from 1 to .*, not 9"),
+        ({"top_k": (0,)}, "--top-k must be numbers from 1, not 0"),
         ({"rope": "yarn:4"}, "--past 4"),
         ({"context": 32, "past": 2, "rope": "spiral:4"}, "spiral"),
     ],

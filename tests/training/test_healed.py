@@ -39,7 +39,7 @@ def test_a_recipe_that_was_stopped_while_it_healed_goes_on(tmp_path: Path, monke
     with monkeypatch.context() as patched:
         patched.setattr("gptkit.training.healed.exchange", lambda *_, **__: pytest.fail("it was swapped first"))
         told = call(*words)
-    assert told.exit_code == 2 and "--resume goes on from there" in told.stderr
+    assert told.exit_code == 2 and "Continue it with --resume" in told.stderr
     told = call(*words, "--resume")
     assert told.exit_code == 0, told.output
     assert re.findall(r"^healed-\S+ +(\d+)", told.stdout, re.MULTILINE) == ["3", "4", "5", "6", "7", "8"]

@@ -90,10 +90,10 @@ def test_intervals_hold_the_law_of_few_and_small_runs() -> None:
 
 def test_what_no_run_has_shown_is_not_told() -> None:
     for some, why in (
-        (points(0.0, sizes=(1e8,)), "of one size"),
-        ([each for each in points(0.0) if each.tokens == 10**9], "of one number of tokens"),
-        (points(0.0, sizes=(1e8, 1e9))[:5], "5 runs do not tell five unknowns"),
-        ([], "of no size"),
+        (points(0.0, sizes=(1e8,)), "have only one size"),
+        ([each for each in points(0.0) if each.tokens == 10**9], "have only one number of tokens"),
+        (points(0.0, sizes=(1e8, 1e9))[:5], "5 runs are too few to fit five unknowns"),
+        ([], "have no size"),
     ):
         with pytest.raises(UsageError, match=why):
             fit_scaling(some, drawn=0)
@@ -117,10 +117,10 @@ def test_runs_that_are_of_no_one_law_are_refused_by_name(tmp_path: Path) -> None
     other = table(tmp_path / "other", SIZES[3:], **about)
     assert len(fit_scaling([one, other], drawn=0).points) == len(SIZES) * len(TOKENS)
     for head, why in (
-        ({**about, "data": "b" * 64}, "one and of .*other have other texts"),
-        ({**about, "held_out": 0.1}, "one and of .*other have other held-out texts"),
+        ({**about, "data": "b" * 64}, "one and of .*other have different texts"),
+        ({**about, "held_out": 0.1}, "one and of .*other have different held-out texts"),
         ({**about, "how": "heal"}, "the runs of .*other were healed"),
-        ({"how": "train"}, "other does not say what its runs read"),
+        ({"how": "train"}, "other does not record which text"),
     ):
         told = call("fit-scaling", one, table(tmp_path / "other", SIZES[3:], **head), "--draws", "0")
         assert told.exit_code == 2 and re.search(why, told.stderr.replace("\n", " ")), told.stderr
@@ -133,7 +133,7 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     runs = table(tmp_path / "one")
     for budget in ("0", "-1", "inf", "nan"):
         told = call("fit-scaling", runs, "--draws", "0", "--flops", budget)
-        assert told.exit_code == 2 and f"a budget of {budget} FLOPs is none" in told.stderr
+        assert told.exit_code == 2 and f"--flops must be a number above 0, not {budget}" in told.stderr
     assert call("fit-scaling", runs, "--draws", "-1").exit_code == 2
     told = call("fit-scaling", runs, "--draws", "0")
     assert told.exit_code == 0 and "there are no intervals" in " ".join(told.stdout.split())
@@ -147,5 +147,5 @@ def test_beyond_ten_times_the_runs_nothing_is_told(tmp_path: Path) -> None:
     assert "10,000,000 to 1,000,000,000 parameters" in told.stdout and "10 times beyond" in told.stdout
     assert "Loss by tokens and size" in (tmp_path / "law.html").read_text()
     far = call(*words, "--flops", "1e26")
-    assert far.exit_code == 2 and "told up to 10 times beyond what was run" in far.stderr
+    assert far.exit_code == 2 and "predicts up to 10 times beyond the given runs" in far.stderr
     assert call("fit-scaling", tmp_path / "nothing").exit_code == 2

@@ -247,14 +247,14 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     (note,) = caught.value.__notes__
     assert "step 6 is kept" in note and "--resume" in note
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000006"]
-    with pytest.raises(UsageError, match="has not ended"):
+    with pytest.raises(UsageError, match="has an unfinished run"):
         trained(tmp_path)
     with pytest.raises(UsageError, match="its seed is 1, not 2"):
         trained(tmp_path, seed=2, resume=True)
-    with pytest.raises(UsageError, match="is another: it holds out other text"):
+    with pytest.raises(UsageError, match="differs from this call: it holds out other text"):
         trained(tmp_path, held_out=0.1, resume=True)
     (tmp_path / "other.txt").write_text("abc abb " * 200)
-    with pytest.raises(UsageError, match="is another: it holds out other text"):
+    with pytest.raises(UsageError, match="differs from this call: it holds out other text"):
         trained(tmp_path, held_out=tmp_path / "other.txt", resume=True)
     with pytest.raises(UsageError, match="its context is 32, not 16"):
         trained(tmp_path, context=16, resume=True)
@@ -267,7 +267,7 @@ def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
     made(tmp_path)
     trained(tmp_path)
     before = contents(tmp_path / "out")
-    with pytest.raises(UsageError, match="its run has ended") as caught:
+    with pytest.raises(UsageError, match="there is no unfinished run to resume") as caught:
         trained(tmp_path, resume=True)
     assert "force" not in str(caught.value)
 
@@ -277,7 +277,7 @@ def test_a_run_that_has_ended_is_not_to_be_replaced(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, force=True, every=1, tell=stop)
-    with pytest.raises(UsageError, match="--resume together with --force"):
+    with pytest.raises(UsageError, match="Use --resume with --force"):
         trained(tmp_path, resume=True, every=1)
     assert contents(tmp_path / "out") == before
     trained(tmp_path, resume=True, force=True, every=1)
@@ -371,21 +371,21 @@ def test_a_process_of_two_takes_its_share_of_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tokens": None}, "needs a budget"),
-        ({"seconds": 1.0}, "needs a budget"),
-        ({"batch": 16}, "fewer tokens than one window"),
-        ({"accumulate": 32}, "cannot be computed in 32 parts"),
+        ({"tokens": None}, "needs exactly one budget"),
+        ({"seconds": 1.0}, "needs exactly one budget"),
+        ({"batch": 16}, "--batch is smaller than one window"),
+        ({"accumulate": 32}, "fewer than its 32 parts"),
         ({"model": "sample:gpt2", "context": 300, "batch": 4800}, "300"),
-        ({"batch": 10**6}, "a step takes"),
-        ({"held_out": 2.0}, "held out is 2"),
-        ({"held_out": 0}, "held out is 0"),
-        ({"held_out": 1}, "held out is 1"),
-        ({"rate": -1.0}, "the rate is -1"),
-        ({"rate": 0.0}, "the rate is 0, expected more than 0"),
-        ({"context": 0}, "a window of 0 tokens"),
-        ({"tokens": None, "seconds": 0.0}, "a budget of 0 seconds"),
-        ({"tokens": None, "seconds": math.nan}, "a budget of nan seconds"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"batch": 10**6}, "a step needs"),
+        ({"held_out": 2.0}, "held-out share must be between 0 and 1, not 2"),
+        ({"held_out": 0}, "held-out share must be between 0 and 1, not 0"),
+        ({"held_out": 1}, "held-out share must be between 0 and 1, not 1"),
+        ({"rate": -1.0}, "the learning rate must be more than 0 and at most 10, not -1"),
+        ({"rate": 0.0}, "the learning rate must be more than 0 and at most 10, not 0"),
+        ({"context": 0}, "--context must be 1 or more, not 0"),
+        ({"tokens": None, "seconds": 0.0}, "--time must be more than 0 seconds, not 0"),
+        ({"tokens": None, "seconds": math.nan}, "--time must be more than 0 seconds, not nan"),
+        ({"dtype": "int8"}, "dtype must be float32 or bfloat16, not 'int8'"),
         ({"device": "nowhere"}, "cannot compute on"),
         ({"model": "sample:nothing"}, "no such sample"),
         ({"data": ["missing.txt"]}, "cannot read"),
@@ -403,7 +403,7 @@ def test_a_wrong_call_is_refused(tmp_path: Path, options: dict[str, Any], said: 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch) -> None:
     made(tmp_path, lines=200)
     monkeypatch.chdir(tmp_path)
-    for out, said in ((".", "exists"), ("..", "exists"), ("/", "no folder that can be made"), ("a/b", "a/b")):
+    for out, said in ((".", "exists"), ("..", "exists"), ("/", "cannot be created as a folder"), ("a/b", "a/b")):
         done = call("train", "tree.json", out, "--data", "text.jsonl", "--tokens", "1k")
         assert done.exit_code in (1, 2) and said in done.output and "bug" not in done.output, done.output
     Path("out.training").write_text("a file")
@@ -413,9 +413,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch) ->
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     made(tmp_path, lines=3)
-    with pytest.raises(UsageError, match="a step takes 16 windows of 32 tokens, and the text has"):
+    with pytest.raises(UsageError, match="a step needs 16 windows of 32 tokens, but the text has only"):
         trained(tmp_path)
-    with pytest.raises(UsageError, match=r"a step takes|shorter than one window"):
+    with pytest.raises(UsageError, match=r"a step needs|shorter than one window"):
         trained(tmp_path, context=64)
 
 
@@ -434,7 +434,7 @@ def test_no_number_stops_it_and_names_the_tensor(tmp_path: Path, monkeypatch, wh
     plain, count = loop.next_token, list[int]()
     monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": broken})
     with pytest.raises(
-        GptkitError, match=r"stopped at step \d+: the (gradient of \S+|loss) is no number\nStep 4 is kept"
+        GptkitError, match=r"stopped at step \d+: the (gradient of \S+|loss) is NaN or infinite\nContinue from step 4"
     ):
         trained(tmp_path)
     (kept,) = (tmp_path / "out.training").glob("step-*")
@@ -462,7 +462,7 @@ def test_no_number_behind_the_last_step_is_not_written(tmp_path: Path, monkeypat
         return done
 
     monkeypatch.setattr(loop._Engine, "step", breaking)
-    said = r"stopped at step 12: the parameter final_norm.weight is no number\nStep 8 is kept"
+    said = r"stopped at step 12: the parameter final_norm.weight is NaN or infinite\nContinue from step 8"
     with pytest.raises(GptkitError, match=said):
         trained(tmp_path)
     assert not (tmp_path / "out").exists()
@@ -474,7 +474,7 @@ def test_another_rate_is_for_a_run_that_broke_alone(tmp_path: Path, monkeypatch)
     with pytest.raises(UsageError, match=r"its rate is 0\.003, not 0\.001"):
         trained(tmp_path, rate=1e-3, resume=True)
     monkeypatch.setattr(loop.fit, "__kwdefaults__", {**loop.fit.__kwdefaults__, "loss": nowhere})
-    with pytest.raises(GptkitError, match=r"is no number\n.*--force begins anew") as caught:
+    with pytest.raises(GptkitError, match=r"is NaN or infinite\n.*start again with --force") as caught:
         trained(tmp_path, "first")
     assert "kept" not in str(caught.value) and not (tmp_path / "first.training").exists()
 
@@ -492,12 +492,14 @@ def test_an_output_that_is_no_number_is_named(tmp_path: Path) -> None:
     windows = open_tokens(tmp_path / "out.training/data")
     settings, alone = loop.Settings(4, 32, steps=1), Group(0, 1, torch.device("cpu"))
     engine = loop._Engine(model, loop.next_token, torch.optim.SGD(model.parameters()), settings, alone)
-    with pytest.raises(GptkitError, match=r"the parameter blocks\.1.feed_forward\.down_proj\.weight is no number"):
+    with pytest.raises(
+        GptkitError, match=r"the parameter blocks\.1.feed_forward\.down_proj\.weight is NaN or infinite"
+    ):
         engine.step(0, Stretch(windows, 0, windows.tokens, 32).step(0, 4, 0), 0.1)
     with torch.no_grad():
         for each in (model.blocks[1].feed_forward.up_proj, model.blocks[1].feed_forward.down_proj):
             each.weight.fill_(1e30)
-    with pytest.raises(GptkitError, match=r"the output of blocks\.1\.feed_forward\.down_proj is no number"):
+    with pytest.raises(GptkitError, match=r"the output of blocks\.1\.feed_forward\.down_proj is NaN or infinite"):
         engine.step(0, Stretch(windows, 0, windows.tokens, 32).step(0, 4, 0), 0.1)
 
 
@@ -546,7 +548,7 @@ def test_a_text_that_changed_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="changed since it was opened"):
         trained(tmp_path, tell=change)
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000008"]
-    with pytest.raises(InvalidInput, match="is not as it was tokenised"):
+    with pytest.raises(InvalidInput, match="does not match its manifest"):
         trained(tmp_path, resume=True)
     shutil.rmtree(tokens.parent)
     assert trained(tmp_path, resume=True).steps == 12  # tokenised again, to the same tokens
@@ -589,7 +591,7 @@ def test_other_weights_are_not_gone_on_with(tmp_path: Path) -> None:
     gptkit.save(half, tmp_path / "half", "hf")
     shutil.copytree(Path(gptkit.__file__).parent / "samples/gpt2", tmp_path / "copy")
     stopped(tmp_path, model="sample:gpt2")
-    with pytest.raises(UsageError, match="is another: it began from other weights"):
+    with pytest.raises(UsageError, match="differs from this call: it started from other weights"):
         trained(tmp_path, model=tmp_path / "half", resume=True)
     trained(tmp_path, model=tmp_path / "copy", resume=True)  # the same, wherever they lie
 
@@ -638,7 +640,7 @@ def test_held_out_text_is_another(tmp_path: Path) -> None:
         == open_tokens(tmp_path / "other.training/data").tokenizer
     )
     tokenize([tmp_path / "other.txt"], tmp_path / "apart", vocabulary=257)
-    with pytest.raises(UsageError, match="by another tokenizer"):
+    with pytest.raises(UsageError, match="with another tokenizer"):
         trained(tmp_path, "third", model="sample:gpt2", held_out=tmp_path / "apart")
 
 
@@ -650,12 +652,12 @@ def test_tokens_are_of_the_checkpoints_tokenizer(tmp_path: Path) -> None:
         for name, each in (("own", "sample:gpt2"), ("foreign", None))
     )
     options: dict[str, Any] = {"model": "sample:gpt2", "tokens": 512}
-    with pytest.raises(UsageError, match=r"foreign has tokens of another tokenizer than sample:gpt2 has"):
+    with pytest.raises(UsageError, match=r"foreign was not tokenised with the tokenizer of sample:gpt2"):
         trained(tmp_path, data=other, **options)
     gptkit.convert("sample:gpt2", tmp_path / "model.gguf", "gguf")
-    with pytest.raises(UsageError, match="another tokenizer"):
+    with pytest.raises(UsageError, match="was not tokenised with the tokenizer of"):
         trained(tmp_path, data=other, **{**options, "model": tmp_path / "model.gguf"})
-    with pytest.raises(UsageError, match=r"own is a folder of tokens, which has its tokenizer\n.*--tokenizer"):
+    with pytest.raises(UsageError, match=r"own is a folder of tokens, which already has a tokenizer\n.*--tokenizer"):
         trained(tmp_path, data=own, tokenizer="sample:gpt2", **options)
     assert not (tmp_path / "out").exists()
     trained(tmp_path, data=own, **options)
@@ -681,9 +683,9 @@ def test_a_gguf_has_the_tokenizer_of_the_model_that_it_was_made_from(sample: str
     for name, data in (("ids", ids), ("words", words)):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
         foreign = tokenize([text], tmp_path / name, tokenizer=tmp_path / f"{name}.json").folder
-        with pytest.raises(UsageError, match="tokens of another tokenizer"):
+        with pytest.raises(UsageError, match="was not tokenised with the tokenizer of"):
             trained(tmp_path, "third", model=gguf, data=[foreign], **options)
-        with pytest.raises(UsageError, match="by another tokenizer"):
+        with pytest.raises(UsageError, match="with another tokenizer"):
             trained(tmp_path, "third", model=gguf, data=[inside.folder], **{**options, "held_out": foreign})
 
 
@@ -756,10 +758,10 @@ def test_the_command_says_what_it_does(tmp_path: Path, monkeypatch) -> None:
     assert call(*words).exit_code == 2 and "exists" in call(*words).output
     done = call(*words[:2], "once", *words[3:5], "--tokens", "1k", "--batch", "1024", "--context", "32")
     assert "1 step of 1,024 tokens" in done.output and ", float32, 1 step in" in done.output
-    assert "held-out loss" in done.output and "behind step" not in done.output
+    assert "held-out loss" in done.output and "after step" not in done.output
     for share in ("-0.1", "1e1", "+2."):
         refused = call(*words[:2], "more", *words[3:], "--held-out", share)
-        assert refused.exit_code == 2 and f"held out is {float(share):g} of the text" in refused.output
+        assert refused.exit_code == 2 and f"between 0 and 1, not {float(share):g}" in refused.output
     assert call(*words[:2], "tenth", *words[3:], "--held-out", "1e-1", "-q").exit_code == 0
     short = call(*words[:2], "more", *words[3:5], "--tokens", "1M", "--context", "100000")
     assert short.exit_code == 2 and "the text is shorter than one window of 100,000 tokens" in short.output
