@@ -124,7 +124,7 @@ def source_lines(counts: Sequence[ModelCount]) -> list[str]:
 def conversion_lines(conversion: Conversion) -> list[str]:
     """What was written, or would be."""
     source, plan, transferred = conversion.source, conversion.plan, conversion.transferred
-    wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a tree"
+    wrote, family = "wrote" if conversion.published else "would write", source.origin.family or "a model"
     size = f"{plan.tensors} tensors in {counted(len(plan.shards), 'file')}, {human_bytes(plan.nbytes)}"
     lines = [f"{wrote} {conversion.target}: {family} as {conversion.to}, {size}"]
     if source.revision is not None:
@@ -155,7 +155,7 @@ def _transfer_lines(done: Transferred) -> list[str]:
         loss = sum(done.quantised.values(), Quantisation())
         lines.append(f"  off by {number(loss.largest)} at most, with a relative RMS error of {number(loss.relative)}")
     if done.resumed:
-        lines.append(f"resumed: {human_bytes(done.resumed)} were there from an earlier run, and are unchanged")
+        lines.append(f"resumed: {human_bytes(done.resumed)} were already written by an earlier run")
     if done.rounded:
         cost = sum(done.rounded.values(), Rounding())
         tensors = f"{len(done.rounded)} {'other ' if done.quantised else ''}tensors"
@@ -164,7 +164,7 @@ def _transfer_lines(done: Transferred) -> list[str]:
             f"rounded {cost.changed:,} values of {tensors}{zeroed}, by {cost.relative:.1e} of their size at most"
         )
     for name, values in list(done.not_finite.items())[:_SHOWN]:
-        lines.append(f"warning: {name} holds {values:,} values that are NaN or infinite, copied as they are")
+        lines.append(f"warning: {name} has {values:,} values that are NaN or infinite, copied unchanged")
     if len(done.not_finite) > _SHOWN:
         lines.append(f"warning: … and {len(done.not_finite) - _SHOWN} more tensors")
     return lines

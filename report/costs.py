@@ -60,7 +60,7 @@ def cost_sheets(counts: Sequence[ModelCount], asked: Asked, compared: bool = Fal
     sheets = [sheet for sheet in sheets if sheet.rows]  # none where no model has positions for so many tokens
     notes = _context_notes(models, asked, compared)
     if asked.dtype in SCALES:
-        notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits per parameter, without the scales that go with them.")
+        notes.append(f"{asked.dtype}: {asked.dtype[3:]} bits per parameter, without quantisation scales.")
     if not notes:
         return sheets
     last = sheets.pop() if sheets else Sheet("", (), ())
@@ -82,7 +82,7 @@ def _context_notes(models: Sequence[_Model], asked: Asked, compared: bool) -> li
     for name, spec, figures in models:
         lengths = [*asked.kv, *([figures.context] if asked.at_context else [])]
         if spec.positions is not None and max(lengths, default=0) > spec.positions.length:
-            notes.append(f"{_NOTHING} {name}: positions for {spec.positions.length:,} tokens, no more.")
+            notes.append(f"{_NOTHING} {name} has only {spec.positions.length:,} positions.")
         own = stated_context(spec)
         more = sorted({each for each in lengths if own is not None and each > own and fits(spec, each)})
         if more:
@@ -134,12 +134,12 @@ def _sequences(batch: int, tokens: int) -> str:
 def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
     columns: list[_Column] = []
     windowed = any(windows(spec) for _, spec, _ in models)
-    notes = ["A layer with a window of w tokens holds w − 1 of them until the next comes."] if windowed else []
+    notes = ["A layer with a window of w tokens caches w − 1 of them."] if windowed else []
     both = [name for name, spec, _ in models if not spec.causal]
     if both:
-        notes.append(f"{' and '.join(both)}: attention in both directions, of which no cache is kept.")
+        notes.append(f"{' and '.join(both)}: attention in both directions needs no cache.")
     if any(spec.encoder is not None for _, spec, _ in models):
-        notes.append("With an encoder the cache holds a source of as many tokens too, whose keys are made once.")
+        notes.append("With an encoder, the cache also has keys and values of a source with as many tokens.")
     for name, _, figures in models:
         sizes = [each for each in figures.cache if each is not None]
         cells = {} if figures.a_token is None else {_A_TOKEN: figures.a_token}
@@ -149,7 +149,7 @@ def _cache(models: Sequence[_Model], asked: Asked, compared: bool) -> Sheet:
         columns.append((name, cells, _bytes))
         if sizes and sizes[-1].in_transformers not in (None, sizes[-1].held):
             holds = f"{decimal(sizes[-1].in_transformers, 'B')} at {sizes[-1].context:,} tokens"
-            notes.append(f"transformers repeats {name}'s keys and values before its cache, which holds {holds}.")
+            notes.append(f"transformers repeats the keys and values of {name} before it caches them: {holds}.")
 
     return _sheet(f"KV cache, {asked.cached}", _alone(columns[0][1]) if len(models) == 1 else columns, compared, notes)
 
@@ -189,7 +189,7 @@ def _allocated(name: str, windowed: bool, sizes: Sequence[CacheSize | None]) -> 
     of_kinds = (", layers alike in padded groups", ", windows with the 512 tokens of a batch") if windowed else ("", "")
     notes = ["vLLM: blocks of 16 tokens{}. llama.cpp: float16, contexts padded to 256{}.".format(*of_kinds)]
     if any(size is not None and size.in_llama_cpp is None for size in sizes):
-        notes.append(f"{_NOTHING} llama.cpp: no architecture of its is known here that keeps what {name} does.")
+        notes.append(f"{_NOTHING} gptkit knows no architecture of llama.cpp that has the cache of {name}.")
     return Sheet("KV cache as programs allocate it", ("transformers", "vLLM", "llama.cpp"), tuple(rows), tuple(notes))
 
 
@@ -201,15 +201,15 @@ def _flops(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Sheet
     context = models[0][2].context
     where = _sequences(asked.batch, context)
     notes = [
-        f"Next token: one that sees {context:,} tokens, itself among them.",
-        f"Prefill: {where} read at once. Training step: that, forward and backward, 3 × prefill.",
-        "Scores: queries × keys and weights × values, as far as the causal mask and windows need them; dense: each"
-        " token with each, as kernels compute that skip nothing.",
+        f"Next token: it attends to {context:,} tokens, itself included.",
+        f"Prefill: {where} in one forward pass. Training step: forward and backward, 3 × prefill.",
+        "Scores: queries × keys and weights × values, only where the causal mask and windows allow them; dense: for"
+        " all pairs of tokens, as in kernels that skip none.",
         "6N: 6 × parameters used per token × tokens, the usual estimate of a training step.",
     ]
     if any(spec.encoder is not None for _, spec, _ in models):
         notes.append(
-            "With an encoder a source of as many tokens is read too, once: the next token costs the decoder's."
+            "With an encoder, a source of as many tokens is encoded once; the next token runs only the decoder."
         )
     kinds = (
         ("next token", "FLOPs of the next token", notes[:1]),
@@ -227,8 +227,10 @@ def _memory(models: Sequence[_Model], asked: Asked, compared: bool) -> list[Shee
             running = [f"Inference: {'; '.join(figures.inference_memory.assumed)}."]
             training = [f"Training: {'; '.join(figures.training_memory.assumed)}."]
             if asked.fsdp > 1:
-                training += ["Gathered: two layers and what stands around them, and gradients of one and of that."]
-            training += ["Checkpointed: every layer's activations are made again for the backward pass, not kept."]
+                training += [
+                    "Gathered: parameters of two layers and outside layers, gradients of one layer and outside layers."
+                ]
+            training += ["Checkpointed: every layer's activations are recomputed for the backward pass, not stored."]
     kinds = [("inference", f"Memory to run on {where}", running)]
     kinds += [("training", f"Memory to train with Adam on {where}", training)]
     return _by_kind(f"Memory for {where}", kinds, models, _bytes, compared)
@@ -284,8 +286,8 @@ def _formats(models: Sequence[_Model]) -> Sheet:
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     notes = [
-        "nf4: as transformers loads it with bitsandbytes, scales quantised too; what is no linear layer, experts too,"
-        " is in bfloat16.",
+        "nf4: as transformers loads it with bitsandbytes, scales quantised too. All but linear layers is bfloat16, and"
+        " so are experts.",
         "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
     ]
     notes += [f"{_NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
@@ -325,12 +327,12 @@ def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
     title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
-        f"Longest context: tokens of {sequences} read at once, no more than the model is for; {_NOTHING} for none.",
-        *([f"Batch: as many sequences of {first.context:,} tokens."] if alone else []),
+        f"Longest context: tokens of {sequences} in one forward pass, within its context; {_NOTHING} if none fits.",
+        *([f"Batch: the most sequences of {first.context:,} tokens that fit."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]
     if asked.spread and asked.dtype is None:
-        notes.append("int8 and int4: without the scales that go with them.")
+        notes.append("int8 and int4: without quantisation scales.")
     return Sheet(title, columns, tuple(rows), tuple(notes))
 
 
@@ -351,8 +353,8 @@ def _split(models: Sequence[_Model], asked: Asked) -> Sheet:
         for first, last, same in [] if several else layer_ranges(map(cells, split.stages)):
             columns.append(("each GPU" if split.pp == 1 else f"stage {range_label(first, last)}", same, _bytes))
         notes += [f"{name}: {note}" if several else note for note in split.notes]
-        notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all of them.")
-    notes.append("After Megatron-LM (1909.08053); what GPUs send to one another is not counted.")
+        notes.append(f"{name if several else 'Together'}: {decimal(split.together, 'B')} of weights on all GPUs.")
+    notes.append("Split as in Megatron-LM (1909.08053); communication buffers are not counted.")
     gpus = f"{asked.tp * asked.pp:,} GPUs (tp {asked.tp}, pp {asked.pp})"
     title = f"Memory on each of {gpus}, {asked.dtype or 'bfloat16'}, {_sequences(asked.batch, models[0][2].context)}"
     return _sheet(title + ", the fullest" * (several and asked.pp > 1), columns, False, notes)

@@ -149,7 +149,7 @@ def test_models_side_by_side_at_one_context() -> None:
     assert "FLOPs of the next token" in text and "1,024 tokens, itself among them" in " ".join(text.split())
     assert line(text, "1,024 tokens") == ["37.75 MB", "134.2 MB", "134.2 MB"]
     assert line(text, "8,192 tokens") == ["–", "1.074 GB", "536.7 MB"]
-    assert "– gpt2: positions for 1,024 tokens, no more." in text
+    assert "– gpt2 has only 1,024 positions." in text
     assert line(text, "per token")[0] == "36.86 kB"  # which no table limits
 
 
@@ -191,7 +191,7 @@ def test_where_no_model_has_positions_what_a_token_leaves_is_told_and_that() -> 
     (told,) = cost_sheets([ModelCount("m", "", spec, figures=figures_of(spec, asked, 4096)) for spec in specs], asked)
     text = printed([told])
     assert line(text, "per token") == ["36.86 kB", "18.43 kB"]
-    assert "4,096 tokens" not in text and text.endswith("– m: positions for 1,024 tokens, no more.\n" * 2)
+    assert "4,096 tokens" not in text and text.endswith("– m has only 1,024 positions.\n" * 2)
 
 
 # --- widths
