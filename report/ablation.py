@@ -75,14 +75,14 @@ def told(table: Ablation) -> list[str]:
     tokens = f"{budgets[0]:,}" if len(budgets) == 1 else f"{budgets[0]:,} to {budgets[-1]:,}"
     how = "trained from random weights"
     if table.how == "heal":
-        how = "healed by the base's predictions, from which KL is told; the base went on learning the text"
+        how = "healed on the base's predictions, to which KL is measured; the base was trained further on the text"
     lines = [
         f"Each {how}: {tokens} tokens, {table.context:,} a window; {counted(table.seeds, 'seed')}.",
-        "Loss is held out, in nats a token; ± is the largest less the smallest over seeds. Differences from the base"
-        " are of the same seed: the same windows in the same order, and the same first values wherever two trees have"
-        " the same parameter. Their interval is Student's; it does not know that several variants were looked at.",
+        "Loss is on held-out text, in nats per token; ± is the largest minus the smallest over seeds. Differences from"
+        " the base compare runs of the same seed: the same windows in the same order, and the same initial values of"
+        " parameters that both have. Intervals are Student's, without a correction for several variants.",
     ]
-    return lines + ([f"{counted(table.left, 'run')} not ended."] if table.left else [])
+    return lines + ([f"Not ended: {counted(table.left, 'run')}."] if table.left else [])
 
 
 @drawing
@@ -169,7 +169,7 @@ def _differences(table: Ablation) -> Figure:
     cells_ = tuple((name, _signed(each.mean), _interval(each)) for name, each in found)
     shown = Table("The differences as a table", columns, cells_, folded=True)
     summary = (
-        "Each variant's held-out loss less the base's of the same seed; a bar is where the mean lies in 95 of 100."
+        "Each variant's held-out loss minus the base's with the same seed; a bar is the 95 % interval of the mean."
     )
     return figure("Difference from the base", summary, [trace], [Key("c1", "less is better")], shown, layout)
 

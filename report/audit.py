@@ -24,7 +24,7 @@ def audit_report(layout: Layout, audit: Audit, everything: bool = False) -> Rend
     """What rich prints. `everything` lists every tensor of every finding."""
     size = f"{counted(audit.tensors, 'tensor')}, {human_bytes(audit.nbytes)}"
     yield Text(layout.clean(audit.reference), style="bold")
-    yield from layout.wrapped(f"{size}; held against {some(audit.looked, 8)}", 0, "dim")
+    yield from layout.wrapped(f"{size}; compared with {some(audit.looked, 8)}", 0, "dim")
     counts = [(each, [x for x in audit.findings if x.severity == each]) for each in _STYLES]
     told = ", ".join(counted(len(found), kind) for kind, found in counts if found)
     yield from layout.wrapped(told or "Nothing found", 0, "bold")

@@ -63,16 +63,16 @@ def verdict(diff: Diff) -> str:
         one, other = ("B", "A") if rounded[1] == "b" else ("A", "B")
         return f"Rounding alone: {one} is {other}, rounded to {HF_NAMES[rounded[0]]}"
     if not both:
-        return "Different: no tensor of one has its like in the other"
+        return "Different: the checkpoints have no tensor in common"
     if not changed and not apart:
-        return f"Different trees of the same values: {tensors}"
+        return f"Different architectures with the same values: {tensors}"
     if not changed:
-        return f"Different: the {counted(both, 'tensor')} of one shape are the same"
+        return f"Different: the {counted(both, 'tensor')} of equal shape have the same values"
     of_those = " of those" if changed < both else ""
     size = f", relative change{of_those} {figure(diff.all.relative)}" if diff.all.relative else ""
     if changed == both == number:
         return f"Different: {tensors} changed{size}"
-    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of one shape ' * bool(apart)}changed{size}"
+    return f"Different: {changed:,} of {counted(both, 'tensor')} {'of equal shape ' * bool(apart)}changed{size}"
 
 
 def readings(diff: Diff) -> list[str]:
@@ -119,9 +119,11 @@ def _rank_readings(diff: Diff) -> list[str]:
         lines.append(f"No LoRA-sized update: {high:,} of {len(readings):,} changed matrices by a high rank.")
     quantised = sum(bool(each.quantised) for each in diff.changed)
     if quantised:
-        lines.append(f"{counted(quantised, 'changed tensor')} quantised: rounding to few bits is in the figures.")
+        lines.append(f"{counted(quantised, 'changed tensor')} quantised: the figures include quantisation error.")
     if unclear:
-        lines.append(f"{counted(unclear, 'matrix', 'matrices')} changed too little beside rounding to tell the rank.")
+        lines.append(
+            f"{counted(unclear, 'matrix', 'matrices')} changed hardly more than rounding, so the rank is unknown."
+        )
     return lines
 
 
@@ -134,8 +136,8 @@ def _row_readings(each: TensorDiff) -> list[str]:
         assert each.shape_a is not None and each.shape_b is not None
         rows = f"{each.shape_a[0]:,} → {each.shape_b[0]:,} rows"
         if not figures.changed:
-            return [f"{rows}, those in common the same"]
-        return [f"{rows}, of those in common {figures.rows_changed:,} changed, relative {figure(figures.relative)}"]
+            return [f"{rows}, common rows are the same"]
+        return [f"{rows}, {figures.rows_changed:,} common rows changed, relative {figure(figures.relative)}"]
     if each.status in ("only_a", "only_b"):
         one, other = ("A", "B") if each.status == "only_a" else ("B", "A")
         how = "equal to it" if not figures.changed else f"relative change {figure(figures.relative)}"
@@ -173,7 +175,7 @@ def _rank_told(each: TensorDiff) -> list[str]:
     if rank is None or each.reading is None:
         return []
     if each.reading == "unclear":
-        return ["rank not told: too little beside rounding"]
+        return ["rank unknown: the change is hardly larger than rounding"]
     share = "–" if rank.share is None else ">99.9 %" if 0.999 < rank.share < 1 else f"{100 * rank.share:.1f} %"
     words = f"rank {rank.rank} of {rank.of:,} ({share} of the change)"
     if rank.more or rank.full:
@@ -285,10 +287,10 @@ def _parts(diff: Diff, by: By, everything: bool) -> Iterator[tuple[str, Sequence
         layered = ["" if each.layers is None else f"  (layers {each.layers})" for each in tree]
         fields = [f"{each.path}: {each.a} → {each.b}{where}" for each, where in zip(tree, layered, strict=True)]
         left = len(diff.tree) - len(tree)
-        rounding = [f"{counted(left, 'field')} of how it rounds: --all"] if left else []
-        yield "The trees differ (A → B)", [*fields, *rounding]
+        rounding = [f"{counted(left, 'rounding field')}: list with --all"] if left else []
+        yield "The architectures differ (A → B)", [*fields, *rounding]
     if diff.files:
-        yield "Files beside the weights (A → B)", _files_told(diff, None if everything else _SOME)
+        yield "Files other than weights (A → B)", _files_told(diff, None if everything else _SOME)
 
 
 def _wrapped(layout: Layout, text: str, indent: int, style: str = "") -> Iterator[Text]:
@@ -368,9 +370,9 @@ def _sections(diff: Diff) -> Iterator[Section]:
     if diff.tree:
         columns = (("field", False), ("layers", False), ("A", False), ("B", False))
         fields = tuple((each.path, each.layers or "", each.a, each.b) for each in diff.tree)
-        yield Section("Trees", (Table("Where the trees differ", columns, fields),))
+        yield Section("Architectures", (Table("Where the architectures differ", columns, fields),))
     if diff.files:
-        yield Section("Files beside the weights", (Lines(tuple(_files_told(diff)), listed=True),))
+        yield Section("Files other than weights", (Lines(tuple(_files_told(diff)), listed=True),))
     yield from noted(diff.notes)
 
 

@@ -79,7 +79,7 @@ def _difference(paired: Paired) -> str:
 
 def _given(evaluation: Evaluation) -> str:
     score = evaluation.score
-    behind = "" if evaluation.stride == evaluation.context else f", each {evaluation.stride:,} behind the last"
+    behind = "" if evaluation.stride == evaluation.context else f", each {evaluation.stride:,} tokens after the last"
     return (
         f"{counted(evaluation.documents, 'document')}, {score.tokens:,} tokens of {score.bytes:,} bytes,"
         f" {counted(score.windows, 'window')} of {evaluation.context:,}{behind}"

@@ -52,13 +52,13 @@ def _optima(found: Scaling) -> Sheet | None:
 def _told(found: Scaling) -> list[str]:
     """What the figures are, in sentences."""
     (fewest, most), (least, longest) = found.parameters, found.tokens
-    drawn = f" Intervals hold 95 of 100 of {counted(found.drawn, 'fit')} to runs drawn with replacement."
+    drawn = f" Intervals contain 95 of 100 of {counted(found.drawn, 'fit')} to bootstrap samples."
     return [
         f"Fitted to {counted(len(found.points), 'run')} of {fewest:,} to {most:,} parameters on {least:,} to"
-        f" {longest:,} tokens; it is told up to {FARTHEST} times beyond. What it predicts is off by"
-        f" {100 * found.error:.2g} % in the median.",
+        f" {longest:,} tokens; it predicts up to {FARTHEST} times beyond. The median error is"
+        f" {100 * found.error:.2g} %.",
         "N are all parameters, D the tokens; a budget is 6·N·D FLOPs."
-        + (drawn if found.drawn else " No runs were drawn again, and so there are no intervals."),
+        + (drawn if found.drawn else " Without bootstrap samples there are no intervals."),
     ]
 
 
