@@ -84,7 +84,7 @@ def promise(swap: Mapping[str, Any]) -> str:
     usual = guarantee_in_words(swap["usual"])
     if swap["guarantee"] == swap["usual"]:
         return usual
-    return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run tells it of yours"
+    return f"{usual} on trained weights; gptkit swap MODEL OUT --dry-run shows it for your model"
 
 
 def _weights(model: ModelCount, dtype: str | None) -> ParameterCount | None:
@@ -158,7 +158,7 @@ def _by_names(page: Layout, model: ModelCount, dtype: str | None) -> RenderResul
         raise model.named.refusal(model.name)
     count = model.named.count
     yield Text.assemble((page.clean(model.name), "bold"), "  ", (page.clean(model.named.model_type), "dim"))
-    yield page.note(f"by names; no family that gptkit knows · from {model.named.source}")
+    yield page.note(f"by names; gptkit does not support its family · from {model.named.source}")
     yield ""
     parts = count.by_component.items()
     rows = [Row(label, (f"{number:,}", percentage(number, count.total))) for label, number in parts]

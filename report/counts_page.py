@@ -125,9 +125,9 @@ def _flops(counts: Sequence[ModelCount]) -> tuple[Lines | Figure, ...]:
     context = common_context([model.spec for model in counts]) if context is None else context
     able = [(model.name, costs(model.spec, context).flops) for model in counts if fits(model.spec, context)]
     lines = [
-        f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself among them. In"
+        f"These are the FLOPs of the forward pass for one token that sees {context:,} tokens, itself included. In"
         " matrix products a multiplication and its addition count as two."
     ]
     unable = [model.name for model in counts if not fits(model.spec, context)]
-    lines += [f"{name} has positions for fewer tokens than that." for name in unable]
+    lines += [f"{name} has fewer positions than that." for name in unable]
     return Lines(tuple(lines)), *([bars(able, title="FLOPs per token by component", what="FLOPs")] if able else [])

@@ -353,7 +353,7 @@ def _sections(diff: Diff) -> Iterator[Section]:
     if any(map(_compared, diff.by_place())):
         words = Lines(("In these tables relative change, cosine and rank are of the tensors that changed.",))
         yield Section("Where", (_figure(diff.by_place()), words, _groups("By component", diff.by_module())))
-        yield Section("By layer", (_groups("By layer, and what stands outside of layers", diff.by_layer()),))
+        yield Section("By layer", (_groups("By layer, and outside of layers", diff.by_layer()),))
     changed = _most_changed(diff)
     if changed:
         rows = []
@@ -387,7 +387,7 @@ def _figure(groups: Sequence[Group]) -> Figure:
     changed = [index for index, group in enumerate(groups) if group.changed]
     most = max(changed, key=lambda index: _size(groups[index]), default=None)
     apart = any(cell.apart for cell in cells)
-    largest = f"Nothing {'of one shape ' * apart}changed."
+    largest = f"Nothing {'of equal shape ' * apart}changed."
     if most is not None:
         largest = f"Largest: {places[most]}, {_group_cells(groups[most])[2]}."
     columns = (("place", False), *((name, True) for name in _COLUMNS))

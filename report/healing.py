@@ -41,7 +41,7 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
     recovered = done.recovered
     share = "There was no gap" if recovered is None else f"{100 * recovered:.1f} % of the gap in KL is gone"
     if done.kept and recovered is not None:
-        share = "No training brought the model closer; it is written as it was"
+        share = "Training did not bring the model closer; it is written unchanged"
     budget = f"{done.tokens:,} tokens a run, {done.seeds} seed{'' if done.seeds == 1 else 's'}"
     yield Text(layout.clean(f"{share}: {done.start.kl:.4f} → {done.healed.kl:.4f} nats per token"), style="bold")
     yield ""
@@ -64,7 +64,7 @@ def healing_report(layout: Layout, done: Healed) -> RenderResult:
 
 def _trials(outcome: Outcome) -> str:
     """Return the trials by which a rate was chosen, in words."""
-    told = [f"{each.rate:.2g} → {'no number' if each.loss is None else f'{each.loss:.4f}'}" for each in outcome.tried]
+    told = [f"{each.rate:.2g} → {'not finite' if each.loss is None else f'{each.loss:.4f}'}" for each in outcome.tried]
     return f", chosen by trials: {', '.join(told)}" if told else ""
 
 

@@ -86,7 +86,7 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
     layers, wide, context = len(advice.baseline.blocks), f"{advice.baseline.hidden_size:,} wide", f"{advice.context:,}"
     way = f"GPT-2's way: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."
     notes = [f"{way} Cache in bf16; a token sees {context}."]
-    notes += ["What is in brackets was not chosen."] if advice.considered else []
+    notes += ["The choices in brackets were not made."] if advice.considered else []
     columns = ("parameters", f"KV at {context}", "FLOPs per token")
     return Sheet("exchanged alone", columns, tuple(rows), tuple(notes))
 

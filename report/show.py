@@ -60,7 +60,7 @@ def named_drawing(page: Layout, model: ModelCount) -> RenderResult:
     """A model of an unknown family: its name, and the tree that the names of its tensors make."""
     assert model.named is not None
     yield Text(page.clean(model.name), style="bold")
-    yield page.note(f"by names; no family that gptkit knows · from {model.named.source}")
+    yield page.note(f"by names; gptkit does not support its family · from {model.named.source}")
     yield ""
     yield from tree_lines(model.named, page.width, page.ascii_only)
 
@@ -117,7 +117,7 @@ def named_page(model: ModelCount) -> Page:
     assert model.named is not None
     return Page(
         title=model.name,
-        subtitle=f"by names; no family that gptkit knows, from {model.named.source}",
+        subtitle=f"by names; gptkit does not support its family, from {model.named.source}",
         facts=(("parameters", f"{model.named.count.total:,}"),),
         sections=(Section("The tree", (tree_table(model.named),)), *noted(model.notes)),
     )

@@ -110,7 +110,7 @@ def registry_report(swaps: Sequence[Swap], groups: Mapping[str, str]) -> Rendera
                 rows.append((Text(asked), Text.assemble(f"{swap.takes} -> {swap.gives}", (more, "dim")), guarantee))
         if rows:
             parts += [*([Text()] if parts else []), Text(heading, style="bold"), plain_table(*_THREE, rows=rows)]
-    notes = "The guarantee is the best there is; gptkit swaps MODEL tells what holds on a model."
+    notes = "The guarantee is the best possible one; gptkit swaps MODEL shows which one your model gets."
     return Group(*parts, Text(), Text(notes))
 
 
@@ -151,7 +151,7 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"healing     then, on {result.recipe.heal.value}")
     lines += _stored_lines(result, computed)
     lines.append(f"parameters  {before:,} -> {after:,}" + (f" ({after - before:+,})" if after != before else ""))
-    other = "the recipe was made of other files than these: the result has other bytes"
+    other = "the recipe was recorded with other files, so the result has other bytes"
     notes = [*result.chain.notes, *([other] if result.same_source is False else [])]
     notes += [f"left out: {told}" for told in result.source.told]
     lines += [line for note in notes for line in indented(note, 12)]

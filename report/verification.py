@@ -102,7 +102,7 @@ def verdict_lines(result: Verification) -> list[str]:
         lines.append(f"bytes     {compared - len(bad)} of {compared} tensors equal {result.bytes.against}")
         lines += [f"          {cast} of them in value, stored in another dtype"] if cast else []
         if bad and not result.bytes.required:
-            lines.append(f"          the trees differ, and so may the other {len(bad)}")
+            lines.append(f"          the architectures differ, so the other {len(bad)} may differ too")
         else:
             lines += [f"          differs: {name}" for name in bad[:_SHOWN]]
             lines += [f"          … ({len(bad) - _SHOWN} more)"] if len(bad) > _SHOWN else []
@@ -132,7 +132,7 @@ def verdict_lines(result: Verification) -> list[str]:
                 lines += indented(f"not visible on this checkpoint, {how} random weights: {', '.join(names)}")
         lines += [f"          MISSED: {name}" for name in marks.missed]
         if marks.missed and result.same:
-            lines.append("          the models are the same as far as the probe tells: it should tell more")
+            lines.append("          the models agree on this probe, but the probe should detect more mistakes")
     if divergence is not None:
         if divergence.first is not None:
             lines.append(f"place     {divergence.first.name}: the first component that differs")
@@ -348,7 +348,7 @@ def _bytes(result: Verification) -> Iterator[Section]:
     if verdict.alone:
         line += f" {counted(len(verdict.alone), 'tensor')} on one side alone: {_some(verdict.alone)}."
     if bad and not verdict.required:
-        line += " The trees differ, and so may tensors: the function holds them."
+        line += " The architectures differ, so tensors may differ too. The function was compared."
     caption = f"{counted(len(bad), 'tensor')} that differ{'s' if len(bad) == 1 else ''}"
     names = [Table(caption, ((caption, False),), tuple((name,) for name in bad), folded=True)] if bad else []
     yield Section("Bytes", (Lines((line,)), *names))

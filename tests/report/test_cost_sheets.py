@@ -104,7 +104,7 @@ def test_the_cache_of_one_model() -> None:
 def test_windows_and_repeated_heads_are_explained() -> None:
     assert "A layer with a window of w tokens" in printed(sheets("mistral-7b", kv=(9000,)))
     assert "window" not in printed(sheets("qwen3-8b", kv=(9000,)))
-    assert "transformers repeats falcon-40b's keys" in printed(sheets("falcon-40b", kv=(100,)))
+    assert "transformers repeats the keys and values of falcon-40b" in printed(sheets("falcon-40b", kv=(100,)))
     assert "repeats" not in printed(sheets("falcon-7b", kv=(100,)))
 
 

@@ -90,7 +90,7 @@ def test_one_context_for_all_of_a_page() -> None:
     page = counts_page(models)
     (flops,) = [each for each in blocks(page, Figure) if each.title.startswith("FLOPs")]
     assert [row[0] for row in flops.table.rows] == ["qwen3-8b"]
-    assert "gpt2 has positions for fewer tokens than that." in render(page)
+    assert "gpt2 has fewer positions than that." in render(page)
 
 
 def test_several_models() -> None:

@@ -80,7 +80,7 @@ def test_the_output_reports_the_rate_and_what_was_tried(near: Path, tmp_path: Pa
     evaluated = [line.split()[1] for line in told.stdout.splitlines() if line.startswith("healed-0")]
     assert evaluated == ["8", "16"]
     told = call(*words, "--force", "--lr", "0.1")
-    assert "No training brought the model closer; it is written as it was" in told.stdout
+    assert "Training did not bring the model closer; it is written unchanged" in told.stdout
     assert "trials" not in told.stdout
 
 
