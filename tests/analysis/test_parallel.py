@@ -102,7 +102,7 @@ def test_what_does_not_divide_is_named() -> None:
         split(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX}), 4, context=1)
     with pytest.raises(UsageError, match="units of the feed-forward"):
         shard(spec_of({**CONFIGS["llama"], **LLAMA_OF_SIX, "intermediate_size": 93}), 2)
-    with pytest.raises(UsageError, match="not laid out for several GPUs"):
+    with pytest.raises(UsageError, match="not split over several GPUs"):
         Asked("q4_k_m", tp=2)
     with pytest.raises(UsageError, match="--tp must be a whole number"):
         Asked(tp=0)

@@ -142,7 +142,7 @@ def test_the_page() -> None:
     figures = [block for block in blocks if isinstance(block, Figure)]
     assert len(figures) == 4 + len(FOUR)
     text = render(page)
-    assert "cannot see 4,096 tokens" in text and "MQA 71/1" in text
+    assert "fewer than 4,096 tokens" in text and "MQA 71/1" in text
 
 
 def test_the_page_of_many_models_draws_some() -> None:

@@ -137,7 +137,9 @@ def test_memory_of_one_model() -> None:
 
 def test_scales_are_said_to_be_missing() -> None:
     for dtype in ("int8", "int4"):
-        assert f"{dtype}: {dtype[3:]} bits per parameter, without the scales" in printed(sheets("gpt2", dtype=dtype))
+        assert f"{dtype}: {dtype[3:]} bits per parameter, without quantisation scales" in printed(
+            sheets("gpt2", dtype=dtype)
+        )
     assert sheets("gpt2", dtype="fp8") == []
 
 
@@ -146,7 +148,7 @@ def test_scales_are_said_to_be_missing() -> None:
 
 def test_models_side_by_side_at_one_context() -> None:
     text = printed(sheets("gpt2", "llama-3-8b", "mistral-7b", kv=(1024, 8192), flops=True))
-    assert "FLOPs of the next token" in text and "1,024 tokens, itself among them" in " ".join(text.split())
+    assert "FLOPs of the next token" in text and "1,024 tokens, itself included" in " ".join(text.split())
     assert line(text, "1,024 tokens") == ["37.75 MB", "134.2 MB", "134.2 MB"]
     assert line(text, "8,192 tokens") == ["–", "1.074 GB", "536.7 MB"]
     assert "– gpt2 has only 1,024 positions." in text

@@ -541,7 +541,7 @@ def test_an_interruption_loses_nothing(changed: Path, whole: Path, tmp_path: Pat
     stop = stopped_at("healed-0", 3, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt) as caught:
         heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, tell=stop)
-    assert any("--resume goes on" in note for note in caught.value.__notes__)
+    assert any("with --resume to continue" in note for note in caught.value.__notes__)
     assert len(list((tmp_path / "out.healing" / "healed-0").glob("step-*"))) == 1
     heal(changed, TEACHER, [PLAY], tmp_path / "out", **PARTS, resume=True)
     # Every file, for nothing of what is written says how long it took.
