@@ -55,8 +55,8 @@ def findings(goal: str, design: Design, spec: ModelSpec, base: Baseline) -> tupl
     if design.block == "parallel":
         share = 1 - base.costs(block="parallel").parameters / usual.parameters
         words = (
-            f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs: what it gains is products"
-            " that are fused, and devices that wait for each other once per layer."
+            f"A parallel block saves a norm, {_share(share)} of the parameters, and no FLOPs. Its gain is speed:"
+            " products can be fused, and devices synchronise once per layer."
         )
         told.append(Finding("block", words, {"parameters": share}))
     if design.window is not None:
@@ -85,11 +85,11 @@ def _norm(goal: str, design: Design, other: Costs, usual: Costs) -> Finding:
     words = f"RMSNorm in place of LayerNorm {saved}."
     if against:
         words = (
-            f"The usual advice is LayerNorm; the costs say nothing for it: RMSNorm in its place {saved}, and took 7 to"
+            f"The usual advice is LayerNorm; the costs do not support it: RMSNorm in its place {saved}, and took 7 to"
             f" 64% less time ({PAPERS['rmsnorm']})."
         )
     elif design.norm == "rmsnorm":
-        words += f" What it saves is time: 7 to 64% in its paper ({PAPERS['rmsnorm'].arxiv})."
+        words += f" It saves time: 7 to 64% in its paper ({PAPERS['rmsnorm'].arxiv})."
     return Finding("norm", words, {"parameters": share}, against)
 
 
@@ -101,16 +101,16 @@ def _gated(goal: str, design: Design, with_gate: Costs, usual: Costs) -> Finding
     against = plain and same and goal in ("speed", "balance")
     if not plain:
         name = "SwiGLU" if design.feed_forward == "swiglu" else "GEGLU"
-        end = "its gain is free" if same else "rounding up its width is not free at this size"
+        end = "its gain costs nothing" if same else "rounding up its width is not free at this size"
         words = f"{name}, 8/3 as wide as the residual stream, {changes}: {end}."
     elif against:
         words = (
             "The usual advice is GELU without a gate; the costs say that it is simpler, not cheaper: SwiGLU, 8/3 as"
-            f" wide as the residual stream, {changes} where it is taken instead."
+            f" wide as the residual stream, {changes} if it is used instead."
         )
     else:
         end = "the plain one is simpler, not cheaper" if same else "the plain one is cheaper at this size"
-        words = f"SwiGLU, 8/3 as wide as the residual stream, {changes} where it is taken instead: {end}."
+        words = f"SwiGLU, 8/3 as wide as the residual stream, {changes} if it is used instead: {end}."
     return Finding("feed-forward", words, {"parameters": share, "flops": flops}, against)
 
 
@@ -119,8 +119,8 @@ def _shared_heads(kind: str, shared: Costs, usual: Costs) -> Finding:
     flops, parameters = 1 - shared.total_flops / usual.total_flops, 1 - shared.parameters / usual.parameters
     words = (
         f"{kind.upper()} keeps {_share(cache)} of the cache. It saves {_share(flops)} of the FLOPs and"
-        f" {_share(parameters)} of the parameters, all in k and v projections: scores are as many as before, and at"
-        " one size what is saved is spent on layers."
+        f" {_share(parameters)} of the parameters, all in the k and v projections. The number of scores is unchanged,"
+        " and at the same model size the savings are spent on layers."
     )
     return Finding("attention", words, {"cache": cache, "flops": flops, "parameters": parameters})
 
@@ -129,10 +129,10 @@ def _least(kind: str, rivals: Mapping[str, Costs], family: str | None) -> Findin
     """Of the ways to keep less of a token, which keeps least; `family` holds the design with MLA."""
     times = {name: each.cached / rivals[kind].cached for name, each in rivals.items()}
     others = " and ".join(f"{name.upper()} {times[name]:.2f} times as much" for name in times if name != kind)
-    where = "no transformers family known here has it" if family is None else f"{family} has it"
+    where = "no transformers family that gptkit supports has it" if family is None else f"{family} has it"
     nearer = f"; GQA is nearer to MHA ({PAPERS['gqa'].arxiv})" if "gqa" in rivals else ""
     words = (
-        f"{kind.upper()} keeps least of a token, {others}. MLA is the better model in its paper"
+        f"{kind.upper()} caches the least per token, {others}. MLA is the better model in its paper"
         f" ({PAPERS['mla'].arxiv}), and {where}{nearer}."
     )
     return Finding("cache", words, {f"times_{name}": value for name, value in times.items()})
@@ -142,22 +142,22 @@ def _whole(found: Costs, usual: Costs, context: int) -> Iterator[Finding]:
     scores, before = found.flops.get("scores", 0), usual.flops.get("scores", 0)
     weights = (found.total_flops - scores) / (usual.total_flops - before) - 1
     share = scores / found.total_flops
-    why = "so many more weights are multiplied, not looked up"
-    why = "a token meets each weight once" if abs(weights) <= _MORE else why
+    why = "more weights are multiplied instead of looked up"
+    why = "a token uses each weight once" if abs(weights) <= _MORE else why
     words = (
-        f"Products with weights take {_signed(weights)} FLOPs per token against GPT-2's way: {why}."
-        f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window stops them growing."
+        f"Products with weights take {_signed(weights)} FLOPs per token compared with GPT-2's design: {why}."
+        f" Scores are {_share(share)} of all FLOPs at {context:,} tokens; only a window limits them."
     )
     yield Finding("FLOPs", words, {"weights": weights, "scores": share})
     read, cache, usual_cache = _ITEMSIZE * found.active, *(_SEQUENCES * c.held_bytes(_ITEMSIZE) for c in (found, usual))
     times = (_ITEMSIZE * usual.active + usual_cache) / (read + cache)
-    against = "as much as GPT-2's way"
+    against = "as much as GPT-2's design"
     if not 0.95 < times < 1.05:
         ratio = f"{times:.1f} times less than" if times > 1 else f"{1 / times:.1f} times as much as"
-        against = f"{ratio} GPT-2's way, whose cache is {_giga(usual_cache)}"
+        against = f"{ratio} GPT-2's design, whose cache is {_giga(usual_cache)}"
     words = (
-        f"Decoding waits for memory. A step of {_SEQUENCES} sequences with {context:,} tokens each reads {_giga(read)}"
-        f" of weights and {_giga(cache)} of cache, in bf16: {against}."
+        f"Memory bandwidth limits decoding. A step of {_SEQUENCES} sequences with {context:,} tokens each reads"
+        f" {_giga(read)} of weights and {_giga(cache)} of cache, in bf16: {against}."
     )
     yield Finding("reading", words, {"weight_bytes": read, "cache_bytes": cache, "baseline_cache_bytes": usual_cache})
 

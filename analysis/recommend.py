@@ -56,27 +56,29 @@ class Goal:
 _LLAMA = Design("rope", "rmsnorm", "swiglu", "gqa", "serial", bias=False)
 
 GOALS: Mapping[str, Goal] = {
-    "quality": Goal("LLaMA-2's way", _LLAMA, None, ({"attention": "mla", "positions": "rope"}, {"block": "parallel"})),
+    "quality": Goal(
+        "LLaMA-2's design", _LLAMA, None, ({"attention": "mla", "positions": "rope"}, {"block": "parallel"})
+    ),
     "speed": Goal(
-        "Falcon's way",
+        "Falcon's design",
         Design("alibi", "layernorm", "gelu", "mqa", "parallel", bias=False),
         True,
         ({"norm": "rmsnorm"}, {"positions": "rope"}, {"attention": "gqa"}),
     ),
     "memory": Goal(
-        "the least to keep of each token",
+        "the smallest cache per token",
         replace(_LLAMA, attention="mqa", window=_WINDOW),
         True,
         ({"attention": "gqa"}, {"attention": "mla", "positions": "rope"}, {"tied": False}),
     ),
     "context": Goal(
-        "trained short, stretched long",
+        "trained on short texts, extended to long ones",
         replace(_LLAMA, positions="yarn"),
         None,
         ({"positions": "alibi"}, {"attention": "mqa"}, {"attention": "mla", "positions": "rope"}, {"window": _WINDOW}),
     ),
     "simplicity": Goal(
-        "the fewest ideas",
+        "the fewest concepts",
         Design("alibi", "layernorm", "gelu", "mha", "serial", bias=True),
         True,
         ({"positions": "rope"}, {"bias": False}),
@@ -107,24 +109,24 @@ model computes comes first.
 _WHY: Mapping[tuple[str, Any], tuple[str, str | None]] = {
     ("placement", "pre"): ("norms before attention and feed-forward: trains without a warm-up", "pre-norm"),
     ("positions", "learned"): ("a vector per position, added to the tokens", "transformer"),
-    ("positions", "rope"): ("queries and keys turned by position: relative, and no table", "rope"),
-    ("positions", "yarn"): ("rotary, trained short and stretched with little training", "yarn"),
-    ("positions", "alibi"): ("a bias by distance: no table, reads further than it was trained", "alibi"),
+    ("positions", "rope"): ("queries and keys rotated by position: relative, no table", "rope"),
+    ("positions", "yarn"): ("rotary, trained short, then extended with little training", "yarn"),
+    ("positions", "alibi"): ("a bias by distance: no table, works beyond its training", "alibi"),
     ("norm", "layernorm"): ("mean and variance; the norm that most code has", "layernorm"),
-    ("norm", "rmsnorm"): ("no mean to take off, and as good: 7 to 64% less time in its paper", "rmsnorm"),
+    ("norm", "rmsnorm"): ("subtracts no mean, and as good: 7 to 64% less time in its paper", "rmsnorm"),
     ("feed_forward", "gelu"): ("two matrices, four times as wide as the residual stream", "gelu"),
     ("feed_forward", "swiglu"): ("a gate on each unit: better at the same size", "glu"),
     ("feed_forward", "geglu"): ("a GELU as the gate of each unit: better at the same size", "glu"),
     ("attention", "mha"): ("keys and values of its own for each head", "transformer"),
     ("attention", "gqa"): ("heads share keys and values: near MHA's quality, MQA's speed", "gqa"),
     ("attention", "mqa"): ("one key and value for all heads: least to read, a little worse", "mqa"),
-    ("attention", "mla"): ("keys and values made of a small latent: above MHA in its paper", "mla"),
+    ("attention", "mla"): ("keys and values from a small latent: above MHA in its paper", "mla"),
     ("block", "serial"): ("attention, then feed-forward", "transformer"),
     ("block", "parallel"): ("both at once: 15% faster training at scale", "palm"),
     ("bias", True): ("on each linear, as GPT-2 has them", None),
     ("bias", False): ("none in linears: large models train more stably", "palm"),
     ("tied", True): ("one table for input and output", "tied"),
-    ("tied", False): ("a table of its own, as LLaMA has it", "llama"),
+    ("tied", False): ("a separate table, as in LLaMA", "llama"),
     ("window", _WINDOW): ("the cache stops growing there; layers above still see further", "mistral"),
 }
 
@@ -197,7 +199,7 @@ class Recommendation(Record, Shown):
 
     @property
     def way(self) -> str:
-        """Whose way it is, or what its idea is: "Falcon's way"."""
+        """Whose way it is, or what its idea is: "Falcon's design"."""
         return GOALS[self.goal].what
 
     def as_json(self) -> dict[str, Any]:
@@ -353,7 +355,7 @@ def _named(kind: str, value: Any, spec: ModelSpec) -> str:
         case "bias":
             return "biases" if value else "no biases"
         case "tied":
-            return "tied head" if value else "head of its own"
+            return "tied head" if value else "separate head"
     return f"window {words}" if kind == "window" else words
 
 
@@ -365,25 +367,27 @@ def _notes(design: Design, shape: Shape, family: str | None, spec: ModelSpec, fo
     else:
         notes.append(f"transformers can load it as {ARCHITECTURES[family].hf_class}.")
     notes.append(
-        f"Hidden size over layers is {shape.hidden / shape.layers:.0f}, as near to that of GPT-3's models of its size"
+        f"Hidden size divided by layers is {shape.hidden / shape.layers:.0f}, as near to GPT-3's models of this size"
         f" ({PAPERS['gpt3']}) as a number of parameters within {100 * TOLERANCE:.0f}% allows; quality depends on it"
-        f" weakly ({PAPERS['scaling']})."
+        f" only weakly ({PAPERS['scaling']})."
     )
     tokens = _TOKENS_EACH * found.parameters
     text = f"{tokens / 1e9:,.0f} billion" if tokens >= 10**10 else f"{tokens / 1e9:.2g} billion"
     text = text if tokens >= 10**8 else f"{tokens / 1e6:.2g} million"
     flops = f"{6.0 * found.parameters * tokens:.1e}".replace("e+", "e")
     notes.append(
-        f"Trained on {text} tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), it takes"
+        f"Training on {text} tokens, {_TOKENS_EACH} per parameter ({PAPERS['chinchilla']}), takes"
         f" {flops} FLOPs, 6 per parameter and token."
     )
     if design.positions == "alibi":
-        notes.append("Its ALiBi is Falcon's, multiplied by the scale of the scores, which the paper's is not.")
+        notes.append("Its ALiBi is Falcon's, which is multiplied by the scale of the scores; the paper's is not.")
     if vocab % 64:
-        notes.append(f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, multiplies faster than {vocab:,}.")
+        notes.append(
+            f"A vocabulary of {vocab + -vocab % 64:,}, a multiple of 64, is faster in matrix products than {vocab:,}."
+        )
     if design.positions == "rope" and found.context > LOW_UP_TO:
         notes.append(
-            f"The rotary base, {rotary_base(found.context):,.0f}, is no less than {found.context:,} tokens need"
+            f"The rotary base, {rotary_base(found.context):,.0f}, is large enough for {found.context:,} tokens"
             f" ({PAPERS['base']})."
         )
     return tuple(notes)

@@ -78,13 +78,13 @@ def _costs_sheet(advice: Recommendation) -> Sheet:
         parameters = f"{choice.cost.parameters:+,}" if choice.cost.parameters else "0"
         return (parameters, signed(choice.cost.cache, nbytes), signed(choice.cost.flops, flops))
 
-    rows = [whole("GPT-2's way", advice.baseline_costs, False)]
+    rows = [whole("GPT-2's design", advice.baseline_costs, False)]
     rows += [Row(choice.alone, exchange(choice)) for choice in advice.choices if not choice.usual]
     for index, choice in enumerate(advice.considered):
         rows.append(Row(f"({choice.alone})", exchange(choice), "dim", ruled=index == 0))
     rows.append(whole("recommended", advice.costs, True))
     layers, wide, context = len(advice.baseline.blocks), f"{advice.baseline.hidden_size:,} wide", f"{advice.context:,}"
-    way = f"GPT-2's way: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."
+    way = f"GPT-2's design: {counted(layers, 'layer')}, {wide}, and a table of {context} positions."
     notes = [f"{way} Cache in bf16; a token sees {context}."]
     notes += ["The choices in brackets were not made."] if advice.considered else []
     columns = ("parameters", f"KV at {context}", "FLOPs per token")

@@ -240,7 +240,7 @@ def test_what_contradicts_the_advice_is_told() -> None:
     assert {each.about for each in speed.findings if each.against} == {"positions", "norm", "feed-forward"}
     assert "simpler, not cheaper" in about(speed, "feed-forward").words
     assert not [each for goal in ("quality", "simplicity") for each in recommend(goal, "7B").findings if each.against]
-    assert "its gain is free" in about(recommend("quality", "7B"), "feed-forward").words
+    assert "its gain costs nothing" in about(recommend("quality", "7B"), "feed-forward").words
     assert about(recommend("quality", "7B"), "attention").figures["cache"] == 8 / 32
     assert about(speed, "attention").figures["cache"] == 1 / 32
 

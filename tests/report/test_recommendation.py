@@ -52,7 +52,7 @@ def test_every_width(goal: str, width: int) -> None:
 
 def test_only_what_is_exchanged_has_a_cost() -> None:
     lines = [" ".join(line.split()) for line in render(recommend("simplicity", "7B")).splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith("GPT-2's way 6,"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("GPT-2's design 6,"))
     assert lines[start + 1].startswith("ALiBi, scaled -16,777,216 0 0")
     assert lines[start + 2] == ""
     assert lines[start + 3].startswith("(RoPE 10,000) -16,777,216")
