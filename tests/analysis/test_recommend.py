@@ -158,7 +158,7 @@ def test_why_memory_takes_one_key_value_head() -> None:
     found = about(recommend("memory", "7B"), "cache")
     # Of heads of 128: one key and one value; eight of each; a latent of four heads and half a head of rotated keys.
     assert found.figures == {"times_mqa": 1.0, "times_gqa": 8.0, "times_mla": (4 * 128 + 64) / 256}
-    assert "keeps least of a token, GQA 8.00 times" in found.words
+    assert "caches the least per token, GQA 8.00 times" in found.words
 
 
 # --- what it is ---
@@ -298,7 +298,7 @@ def test_where_more_than_one_component_is_in_the_way(monkeypatch: pytest.MonkeyP
     design = Design("alibi", "rmsnorm", "swiglu", "mla", "parallel", bias=False)
     monkeypatch.setitem(GOALS, "balance", Goal("a way of its own", design, True))  # type: ignore[misc]
     told = recommend("balance", "124M").notes[0]
-    assert "gptkit's own format" in told and "--loadable" not in told
+    assert "in its own format" in told and "--loadable" not in told
     with pytest.raises(UsageError, match="not even with one of them exchanged") as refused:
         recommend("balance", "124M", loadable=True)
     assert "Leave out --loadable" in str(refused.value)

@@ -97,7 +97,7 @@ def test_a_picture_is_of_the_figure_that_was_named(
 
 @pytest.mark.parametrize(
     ("figure", "said"),
-    [("component", "is more than one"), ("nothing of the kind", "is none"), ("", "is more than one")],
+    [("component", "matches more than one"), ("nothing of the kind", "matches none"), ("", "matches more than one")],
 )
 def test_another_name_lists_the_figures(figure: str, said: str, pictured: list[str], tmp_path: Path) -> None:
     code, _, err = run(*COMMANDS["compare"], "--svg", tmp_path / "picture.svg", "--figure", figure)

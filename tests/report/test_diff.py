@@ -290,7 +290,7 @@ def test_rounding_and_what_cannot_be_compared_on_the_page(base: Path, tmp_path: 
     nothing = diff_page(diff(base, "sample:gpt2"))
     assert not any(isinstance(block, Figure) for section in nothing.sections for block in section.blocks)
     titles = [section.title for section in nothing.sections]
-    assert {"Tensors of another shape", "Tensors only in A", "Trees", "Notes"} <= set(titles)
+    assert {"Tensors of another shape", "Tensors only in A", "Architectures", "Notes"} <= set(titles)
 
 
 def test_no_change_is_told_as_rank_0(base: Path, altered: Callable[..., Path]) -> None:
