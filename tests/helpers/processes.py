@@ -72,8 +72,8 @@ print(seconds, int(peak[0]) / 1024)
 
 
 def measured(path: Path, imports: str, expression: str) -> str:
-    """What the expression of `path` gives, or the error's message, in less than two seconds of processor time of a process
-    that takes less than 512 MB.
+    """What the expression of `path` gives, or the error's message, in less than two seconds of processor time of a
+    process that takes less than 512 MB.
     """
     done = python("-c", MEASURED.format(imports=imports, expression=expression), path, check=True)
     said, figures = done.stdout.splitlines()
