@@ -218,7 +218,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seed.exit_code == 2 and "--seed works only with --random" in seed.stderr
     monkeypatch.setattr(initialise, "_available_memory", lambda: 1000)
     large = run("load", "--random", "sample:gpt2")
-    assert large.exit_code == 1 and "694,176 parameters take 2.8 MB as float32, and 0.0 MB" in large.stderr
+    assert large.exit_code == 1 and "694,176 parameters take 2.8 MB as float32, but only 0.0 MB" in large.stderr
     # Writing needs no more than a tensor, and the forward pass is left out.
     written = run("load", "--random", "sample:gpt2", "--out", str(out), "--force")
     assert written.exit_code == 0

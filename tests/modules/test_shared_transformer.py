@@ -125,7 +125,7 @@ def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None
 
 def test_several_processes_do_not_train_it() -> None:
     require_trainable(SPEC, apart=False, several=False)
-    with pytest.raises(UsageError, match="share a block"):
+    with pytest.raises(UsageError, match="shares a block"):
         require_trainable(SPEC, apart=False, several=True)
 
 

@@ -148,7 +148,9 @@ def test_a_table_of_positions_ends_it() -> None:
     assert [Path(each.filename).name for each in warned] == [Path(__file__).name]  # told to who asked for the text
 
 
-@pytest.mark.parametrize(("sample", "told"), [("gpt2", "table of 256 positions"), ("llama", "context of 256 tokens")])
+@pytest.mark.parametrize(
+    ("sample", "told"), [("gpt2", "256 positions, and all are used"), ("llama", "context of 256 tokens")]
+)
 def test_the_command_says_that_a_limit_was_met(sample: str, told: str) -> None:
     """In one line on stderr, behind the text; within the limits there is none."""
     ids = " ".join(["7"] * 250)

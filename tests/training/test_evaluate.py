@@ -175,7 +175,7 @@ def test_other_tokens_are_compared_by_bytes(tmp_path: Path, play: Path) -> None:
     found = evaluate("sample:gpt2", [play, play], against=other, context=128)
     assert found.against is not None and found.paired is not None
     assert found.paired.unit == "bits a byte"
-    assert any("bits a byte" in note for note in found.notes)
+    assert any("bits per byte" in note for note in found.notes)
     assert found.against.tokens > found.score.tokens
     expected = found.score.bits_per_byte.value - found.against.bits_per_byte.value
     assert found.paired.difference.value == pytest.approx(expected, rel=2e-2)
