@@ -245,7 +245,7 @@ def test_an_interrupted_run_keeps_its_step(tmp_path: Path, number: signal.Signal
     finally:
         signal.signal(signal.SIGTERM, before)
     (note,) = caught.value.__notes__
-    assert "step 6 is kept" in note and "--resume" in note
+    assert "step 6 is saved" in note and "--resume" in note
     assert [path.name for path in (tmp_path / "out.training").glob("step-*")] == ["step-00000006"]
     with pytest.raises(UsageError, match="has an unfinished run"):
         trained(tmp_path)
