@@ -286,8 +286,8 @@ def _formats(models: Sequence[_Model]) -> Sheet:
     columns = ("bytes", "in powers of 1024", "bits a weight") if alone else tuple(name for name, *_ in models)
     lacking = [name for name, _, figures in models if None in (figures.formats or {}).values()]
     notes = [
-        "nf4: as transformers loads it with bitsandbytes, scales quantised too. All but linear layers is bfloat16, and"
-        " so are experts.",
+        "nf4: as transformers loads it with bitsandbytes, with quantised scales; only linear layers outside of experts"
+        " are nf4, and the rest is bfloat16.",
         "q8_0, q4_k_m, q4_0: each tensor as llama-quantize stores it, scales included, without the file's vocabulary.",
     ]
     notes += [f"{_NOTHING} {', '.join(lacking)}: llama.cpp has no type for some of its tensors."] if lacking else []
@@ -327,7 +327,8 @@ def _fits(models: Sequence[_Model], asked: Asked) -> Sheet:
     title = f"{what} in {where}" if not asked.spread else f"{what} on {asked.tp * asked.pp:,} GPUs of {where}"
     sequences = "one sequence" if first.batch == 1 else f"{first.batch:,} sequences"
     notes = [
-        f"Longest context: tokens of {sequences} in one forward pass, within its context; {_NOTHING} if none fits.",
+        f"Longest context: tokens of {sequences} in one forward pass, at most the model's context;"
+        f" {_NOTHING} if none fits.",
         *([f"Batch: the most sequences of {first.context:,} tokens that fit."] if alone else []),
         "Counted are weights, the KV cache and activations; a runtime takes 0.5 to 2 GB more.",
     ]
