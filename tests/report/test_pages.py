@@ -391,7 +391,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None if name == "plotly" else object())
     with pytest.raises(UsageError, match="--html needs plotly") as told:
         ready(tmp_path / "page.html")
-    assert told.value.hint == 'pip install plotly # gptkit\'s extra "html"'
+    assert told.value.hint == "Install with pip install plotly, or gptkit's extra html."
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--html needs jinja2 and plotly") as told:
         ready(tmp_path / "page.html")
