@@ -395,7 +395,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(pages, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--html needs jinja2 and plotly") as told:
         ready(tmp_path / "page.html")
-    assert told.value.hint.startswith("pip install jinja2 plotly #")
+    assert told.value.hint.startswith("Install with pip install jinja2 plotly, ")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
