@@ -59,8 +59,7 @@ def from_json(data: Any) -> ModelSpec:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
         raise ConfigError(
-            f"gptkit.json has schema version {shown(version, 40)}, but this gptkit reads versions up to "
-            f"{SCHEMA_VERSION}",
+            f"schema_version is {shown(version, 40)}, but this gptkit reads only 1 to {SCHEMA_VERSION}",
             "Update gptkit, or convert the original again.",
         )
     plain = _gathered({name: value for name, value in data.items() if name != "schema_version"})
@@ -69,12 +68,12 @@ def from_json(data: Any) -> ModelSpec:
     try:
         found: ModelSpec = _component(ModelSpec, plain)
     except RecursionError:
-        raise ConfigError("gptkit.json is nested too deeply") from None
+        raise ConfigError("the model spec is nested too deeply") from None
     except msgspec.ValidationError as error:
         newer = "Update gptkit: a newer one may have the field." if "unknown field" in str(error) else None
-        raise ConfigError(f"gptkit.json does not describe a model: {error}", newer) from error
+        raise ConfigError(f"not a valid model spec: {error}", newer) from error
     if found.embedding.shared:
-        raise ConfigError("gptkit.json: only an encoder's embedding can be shared, not the model's own")
+        raise ConfigError("embedding: only an encoder's embedding can be shared, not the model's own")
     return found
 
 

@@ -103,7 +103,7 @@ class BlockFile:
             nonlocal at
             view = memoryview(data).cast("B")
             if at + view.nbytes > block.end:
-                raise CheckpointError(f"{self.path}: more than the {block.nbytes} bytes were written for {name}")
+                raise CheckpointError(f"{self.path}: more than {block.nbytes} bytes were written for {name}")
             for begin in range(0, view.nbytes, CHUNK):
                 chunk = np.frombuffer(view[begin : begin + CHUNK], np.uint8)
                 found = _buffer("file")[: chunk.nbytes]

@@ -173,7 +173,7 @@ def _local(data: dict[str, Any], path: Path) -> tuple[ModelSpec, Origin, list[st
         with _naming(str(path)):
             return from_json(data.get("spec")), found, []
     except (OverflowError, RecursionError) as error:  # an integer that no float holds
-        raise ConfigError(f"{path} is gptkit.json does not describe a model: {error}") from error
+        raise ConfigError(f"{path} is not a valid model spec: {error}") from error
 
 
 def holds_tree(path: Path) -> bool:

@@ -215,8 +215,8 @@ FEED_FORWARD = FeedForward(hidden_size=8, intermediate_size=16, activation="gelu
             "short_factor has 1",
         ),
         (lambda: msgspec.structs.replace(ATTENTION, kv_heads=3), "not divisible by"),
-        (lambda: msgspec.structs.replace(ATTENTION, position=Rotary(dim=8, base=1e4)), "exceeds"),
-        (lambda: msgspec.structs.replace(ATTENTION, q_norm=RMSNorm(size=6, eps=1e-6)), "q/k norm"),
+        (lambda: msgspec.structs.replace(ATTENTION, position=Rotary(dim=8, base=1e4)), "is larger than"),
+        (lambda: msgspec.structs.replace(ATTENTION, q_norm=RMSNorm(size=6, eps=1e-6)), "norm of queries or keys"),
         (lambda: Block(sublayers=()), "sub-layers"),
         (lambda: Block(sublayers=(SubLayer(mixer=ATTENTION), SubLayer(mixer=ATTENTION))), "different slots"),
         (

@@ -54,7 +54,8 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     if normed:
         raise SwapRefused(
             f"the residual of {in_words(normed)} comes from the norm's output"
-            " (apply_residual_connection_post_layernorm), but a parallel block adds to the residual stream itself"
+            " (apply_residual_connection_post_layernorm), but a parallel block adds to the residual stream itself",
+            "gptkit has no swap that changes where the residual comes from.",
         )
     alone = [layer for layer in serial if len(spec.blocks[layer].sublayers) < 2]
     if alone:

@@ -82,8 +82,3 @@ def test_the_shell_offers_other_names() -> None:
 
     assert offered("ins") == [] and offered("loa") == ["load"]
     assert "--html" in offered("swap", "sample:gpt2", "out", "--h")
-
-
-def test_the_general_options_of_swap_come_last() -> None:
-    panels = re.findall(r"^╭─ (.+?) ─", shown(80, "swap"), re.M)
-    assert panels[:2] == ["Arguments", "How to swap"] and panels[-1] == "General" and len(panels) > 5

@@ -513,9 +513,9 @@ def test_compressed_archive(copied: Callable[[str], Folder]) -> None:
         (lambda: {"x": torch.zeros(8).as_strided((4, 4), (1, 1))}, "16 elements"),
         (lambda: {"x": torch.zeros(3, 3).to_sparse()}, "not a plain tensor"),
         (lambda: {"x": torch.zeros(2**40, device="meta")}, "not a plain tensor"),
-        (lambda: [torch.zeros(1)], "holds a list"),
+        (lambda: [torch.zeros(1)], "contains a list"),
         (lambda: {"model": {"x": torch.zeros(1)}}, r"holds 1 tensor in \['model'\]: x \[1\]"),
-        (lambda: {3: torch.zeros(1)}, r"holds a dict of 1, not a dictionary of tensors: 3 \(Tensor of \[1\]\)"),
+        (lambda: {3: torch.zeros(1)}, r"contains a dict of 1, not a dictionary of tensors: 3 \(Tensor of \[1\]\)"),
         (lambda: {"x\x1b[31m": 3}, r"x\\x1b"),
     ],
 )

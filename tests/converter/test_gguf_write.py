@@ -339,7 +339,7 @@ def test_numbers_of_an_activation_are_lists_of_the_metadata(tmp_path: Path, coun
     found = [open_checkpoint(path).tensor(f"blocks.{layer}.feed_forward.activation.beta")[0] for layer in range(3)]
     assert [float(each[0]) for each in found] == ([0.5, 0.25, 2.0] if count == 3 else [0.5] * 3)
     path.write_bytes(data.replace(struct.pack("<IIQ", 9, 6, 3), struct.pack("<IIQ", 9, 5, 3)))
-    with pytest.raises(CheckpointError, match="one for each layer"):
+    with pytest.raises(CheckpointError, match="one per layer"):
         open_checkpoint(path)
 
 

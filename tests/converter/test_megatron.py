@@ -284,8 +284,8 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError],
     "a layer lost": (
         "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "all in a row",
     ),
-    "no model": ("00_000", lambda c: c.pop("model"), CheckpointError, "holds no model"),
-    "two models": ("00_000", lambda c: c.update(model0={}), CheckpointError, "holds no model"),
+    "no model": ("00_000", lambda c: c.pop("model"), CheckpointError, "contains no model"),
+    "two models": ("00_000", lambda c: c.update(model0={}), CheckpointError, "contains no model"),
 }  # fmt: skip
 
 

@@ -354,7 +354,7 @@ def edit(kind: str, content: dict[str, Any]) -> Any:
         ("extra", "no place in the model: more"),
         ("transposed", r"is \[32, 96\], expected \[96, 32\]"),
         ("int8", "is I8"),
-        ("other head", "is not the embedding"),
+        ("other head", "differs from the embedding"),
         ("both names", "with and without"),
         ("layers", "12 of 40 tensors are missing"),
         ("many layers", "tensors for 9000 layers"),
@@ -364,7 +364,7 @@ def edit(kind: str, content: dict[str, Any]) -> Any:
         ("a fork", "use_rmsnorm"),
         ("a number", r"beside them transformer.h.0.attn.c_attn.weight \(int\)"),
         ("state alone", r"holds \d+ tensors: transformer.wte.weight \[128, 32\], .*; the names are those of gpt2"),
-        ("a list", "holds a list of 1, not a dictionary of tensors"),
+        ("a list", "contains a list of 1, not a dictionary of tensors"),
     ],
 )
 def test_bad_checkpoints(kind: str, told: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_every_json_file_is_read_for_what_it_is(tmp_path: Path) -> None:
         ({"spec": {}}, "has schema version None, this gptkit reads 1"),
         ({"spec": {}, "schema_version": 2}, "has schema version 2"),
         ({"spec": {}, "schema_version": 1}, "its origin or history does not have the form that gptkit writes"),
-        ({"spec": {}, "schema_version": 1, "origin": {}}, "spec"),
+        ({"spec": {}, "schema_version": 1, "origin": {}}, "schema_version"),
         ({"spec": {}, "schema_version": 1, "origin": {"family": "x"}}, "gptkit has no family"),
     ],
 )

@@ -468,7 +468,7 @@ def test_containers(keys: list[str], folder: Path, state: State, original: Path)
 
 def test_two_models_in_a_file(folder: Path, state: State) -> None:
     torch.save({"model": state, "ema": state}, folder / "x.pt")
-    refused(folder, r"holds 2 models: one in \['model'\].*one in \['ema'\]")
+    refused(folder, r"contains 2 models: one in \['model'\].*one in \['ema'\]")
 
 
 def test_two_files_of_two_models(folder: Path, state: State) -> None:
@@ -656,7 +656,7 @@ def test_zero_3(deepspeed: Path, state: State, original: Path, tmp_path: Path) -
     content = torch.load(states[1], weights_only=True)
     content["optimizer_state_dict"]["partition_count"] = 3
     torch.save(content, states[1])
-    refused(deepspeed, "is one of 3 partitions, and 2 files are there")
+    refused(deepspeed, "is one of 3 partitions, but there are 2 files")
     states[1].unlink()
     refused(deepspeed, "ZeRO-3 stores the weights in it")
 

@@ -173,12 +173,12 @@ def test_a_hostile_name_is_data(sign: str, tmp_path: Path) -> None:
             *({**PLAIN, "hidden_size": 64}, named(), "own.py", 4, "do not match"), marks=pytest.mark.exhaustive
         ),
         ({**PLAIN, "num_hidden_layers": 5}, named(), "own.py", 4, "do not match"),
-        (PLAIN, {"weight": (3, 4)}, "own.py", 4, "numbered layer"),
+        (PLAIN, {"weight": (3, 4)}, "own.py", 4, "layer number"),
         ({key: value for key, value in PLAIN.items() if key != "model_type"}, named(), "own.py", 4, "model_type"),
         ({**PLAIN, "text_config": PLAIN}, named(), "own.py", 4, "several models"),
         (PLAIN, named(), "own.txt", 2, "Python file"),
         (PLAIN, named(), "there.py", 2, "exists already"),
-        (PLAIN, named(), "no/own.py", 2, "no folder"),
+        (PLAIN, named(), "no/own.py", 2, "does not exist"),
         ({**PLAIN, "model_type": "llama"}, named(), "own.py", 2, "already supports the family llama"),
     ],
 )

@@ -242,7 +242,7 @@ def test_every_parameter_moves_the_logits(name):
     [
         ({"rope_heads": 1}, "1 rotary keys, but its position encoding is NoneType"),
         ({"position": Rotary(dim=8, base=1e4)}, "0 rotary keys, but its position encoding is Rotary"),
-        ({"nope_dim": 0}, "needs elements"),
+        ({"nope_dim": 0}, "queries have no elements"),
         ({"kv_norm": RMSNorm(size=21, eps=1e-6)}, "the norm has size 21, but the latent is 20 wide"),
     ],
 )

@@ -114,8 +114,8 @@ def test_a_layer_by_itself_says_what_it_lacks() -> None:
         ("norm", "layernorm", "SharedTransformer"),
         ("layers", "0-3", "SharedTransformer"),
         ("attention", "gqa:2", "SharedTransformer"),
-        ("intermediate", "64", "made of recurrence"),
-        ("activation", "silu", "made of recurrence"),
+        ("intermediate", "64", "consists of recurrence"),
+        ("activation", "silu", "consists of recurrence"),
     ],
 )
 def test_swaps_refuse_it_by_its_name(option: str, value: str, said: str) -> None:

@@ -194,7 +194,7 @@ def test_what_loses_nothing_is_mended(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         fix(folder, tmp_path / "mended")
     truncated(folder)
-    with pytest.raises(InvalidInput, match="nothing is written"):
+    with pytest.raises(InvalidInput, match="Nothing was written"):
         fix(folder, tmp_path / "never")
     assert not (tmp_path / "never").exists()
 

@@ -367,7 +367,7 @@ BREAKS = {
     "with a dictionary": ({"body": "return {{'logits': ids}}"}, r"must return logits \(B, T, V\), but returned dict"),
     "with the last logits": (
         {"body": "return torch.zeros(len(ids), 1, 512)"},
-        r"gives no logits \(B, T, V\) but float32 \(1, 1, 512\) for token ids \(1, 64\)",
+        r"must return logits \(B, T, V\), but returned float32 \(1, 1, 512\) for token ids \(1, 64\)",
     ),
     "with integers": (
         {"body": "return ids[..., None]"},

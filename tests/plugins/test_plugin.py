@@ -355,7 +355,7 @@ def test_an_option_of_its_own(here, folder, tmp_path) -> None:
     assert "─ Recurrence ─" in found and "How many channels a recurrence has." in found
     assert "recurrence-width" not in run_alone(HERE, "swap", "--help")
     assert "exact" in run(here, "params", folder, "--swap", "recurrence_width=400")
-    assert "expected a width as a whole number" in run(
+    assert "a width must be a whole number" in run(
         here, "swap", folder, tmp_path / "out", "--recurrence-width", "x", ok=2
     )
 

@@ -74,7 +74,7 @@ def test_a_listing() -> None:
     ]
     mha = next(line for line in lines if line.startswith("--attention mha"))
     assert mha.split()[-5:] == ["+14.1", "%", "+9.5", "%", "+200.0", "%"][-5:]
-    assert "RMSNorm already" in text and "Ainslie" in text
+    assert "has no LayerNorm" in text and "Ainslie" in text
 
 
 def test_all_swaps_and_recipes() -> None:

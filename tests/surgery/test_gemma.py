@@ -68,10 +68,10 @@ def test_layernorm_in_place_of_an_rmsnorm_keeps_its_one() -> None:
 @pytest.mark.parametrize(
     ("name", "step", "said"),
     [
-        ("gemma2", Step("norm", "layernorm"), "attention has output_norm too"),
-        ("gemma2", Step("norm", "layernorm", approximate=True), "attention has output_norm too"),
-        ("gemma2", Step("hidden", "96"), "attention has output_norm too"),
-        ("gemma2", Step("fold", "norm"), "attention has output_norm too"),
+        ("gemma2", Step("norm", "layernorm"), "attention also has output_norm"),
+        ("gemma2", Step("norm", "layernorm", approximate=True), "attention also has output_norm"),
+        ("gemma2", Step("hidden", "96"), "attention also has output_norm"),
+        ("gemma2", Step("fold", "norm"), "attention also has output_norm"),
         ("gemma", Step("fold", "norm"), "multiplies by 1 + weight"),
         ("gemma", Step("hidden", "96"), "multiplies by 1 + weight"),
         ("gemma2", Step("attention", "mla:full"), "caps its scores"),

@@ -104,7 +104,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
             gptkit.swap(saved(name, folder), tmp_path / "out", head_dim=width)
         return str(caught.value)
 
-    assert "heads are 20 wide already" in refused("llama", "20")
+    assert "the head dimension is already 20" in refused("llama", "20")
     assert "20 cannot become 16 wide: elements that would go are in use in blocks.0.attention" in refused("llama", "16")
     assert "23 is odd" in refused("llama", "theta:23")
     assert "no rotary over whole heads" in refused("gpt2", "theta:16")

@@ -62,7 +62,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    assert "the residual stream is 48 wide already" in refused("llama", "48")
+    assert "the hidden size is already 48" in refused("llama", "48")
     assert "Possible: multiples of 64, as 128" in refused("bloom-post-norm", "65")
     assert "coordinates 40 to 47 of the residual stream are in use" in refused("gpt2", "40")
     assert "--norm rmsnorm first" in refused("gpt2", "40")

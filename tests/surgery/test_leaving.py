@@ -234,7 +234,7 @@ def test_a_tree_of_no_family_is_refused_and_stays_usable(
     name: str, asked: dict[str, str], folder: Path, tmp_path: Path
 ) -> None:
     original = source(name, folder)
-    with pytest.raises(CannotExpress, match="no transformers architecture can hold this tree"):
+    with pytest.raises(CannotExpress, match="no transformers architecture can hold this model"):
         gptkit.swap(original, tmp_path / "out", to="auto", **asked)
     assert not (tmp_path / "out").exists()
     gptkit.swap(original, tmp_path / "out", **asked)
@@ -287,7 +287,7 @@ def test_the_whole_way_is_told_and_is_a_way(folder: Path, tmp_path: Path) -> Non
 def test_a_little_that_is_missing(folder: Path, tmp_path: Path) -> None:
     asked = {"norm": "rmsnorm", "mlp": "gated", "position": "rope"}
     message, hint = refused("gpt2", folder, tmp_path / "out", "auto", **asked)
-    assert "no transformers architecture can hold this tree" in message
+    assert "no transformers architecture can hold this model" in message
     assert "  llama has no head.bias" in message
     words = " ".join(hint.split())
     assert words.startswith("It falls short of llama by head.bias: --drop head.bias costs KL 0.")

@@ -62,12 +62,12 @@ def test_no_family_has_it() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("bloom", "layer 0: a state has no place for scores with a bias of positions"),
-        ("mistral", "layer 0: LinearAttention has no window"),
-        ("deepseek_v3", "layer 0 is made of attention (LatentAttention)"),
-        ("qwen3_next", "layer 0 is made of recurrence (GatedDeltaNet)"),
-        ("gpt_oss", "LinearAttention has no "),
-        ("gemma2", "LinearAttention has no "),
+        ("bloom", "layer 0: linear attention cannot have position biases"),
+        ("mistral", "layer 0: LinearAttention does not have window"),
+        ("deepseek_v3", "layer 0 consists of attention (LatentAttention)"),
+        ("qwen3_next", "layer 0 consists of recurrence (GatedDeltaNet)"),
+        ("gpt_oss", "LinearAttention does not have "),
+        ("gemma2", "LinearAttention does not have "),
     ],
 )
 def test_what_it_cannot_be_made_of(name: str, words: str) -> None:

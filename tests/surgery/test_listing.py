@@ -65,7 +65,7 @@ def test_what_is_listed_is_what_happens(name: str, tmp_path: Path) -> None:
             assert caught.value.message == entry.said and (caught.value.hint or "") == entry.hint
         elif entry.verdict == "needs a text":
             assert entry.swap.calibrated and "--calibrate FILE" in entry.said
-            with pytest.raises(UsageError, match="fitted on a text"):
+            with pytest.raises(UsageError, match="needs a text to fit on"):
                 gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)
         else:
             done = gptkit.swap(tmp_path / "hf", tmp_path / "out", [step], dry_run=True)

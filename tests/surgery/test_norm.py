@@ -395,7 +395,7 @@ def test_a_wrong_isometry_is_not_published(
 
 
 def test_the_way_back_is_refused_with_reasons() -> None:
-    with pytest.raises(SwapRefused, match="no RMSNorm on its stream"):
+    with pytest.raises(SwapRefused, match="no RMSNorm on its residual stream"):
         module.why_not_layernorm(spec_of(CONFIGS["gpt2"]))
     mixed = with_norm(spec_of(CONFIGS["gpt2"]), RMSNorm(size=48, eps=1e-5), only_final=True)
     assert "blocks.0.attention_norm is a LayerNorm already" in str(module.why_not_layernorm(mixed))

@@ -281,11 +281,11 @@ def test_without_a_table_the_number_alone_changes(tmp_path: Path) -> None:
         ("llama", Step("position", "rope"), "this position encoding: rope", "rope:BASE"),
         ("bloom", Step("position", "alibi"), "this position encoding: alibi", None),
         ("llama", Step("position", "rope", blocks="1"), "already have this position encoding", "rope:BASE"),
-        ("gpt2", Step("position", "learned"), "a table of 256 positions already", "--context N"),
+        ("gpt2", Step("position", "learned"), "already has a table of 256 positions", "--context N"),
         ("gpt2", Step("position", "rope", blocks="0"), "affects every layer", "first --position none"),
         ("bloom", Step("position", "learned"), "the length of the position table", "learned:LENGTH"),
-        ("gpt2", Step("context", "256"), "context is 256 tokens already", None),
-        ("llama", Step("context", "256"), "context is 256 tokens already", None),
+        ("gpt2", Step("context", "256"), "context is already 256 tokens", None),
+        ("llama", Step("context", "256"), "context is already 256 tokens", None),
     ],
 )
 def test_refusals(name: str, step: Step, reason: str, hint: str | None) -> None:
@@ -322,10 +322,10 @@ def test_refusals_of_heads_without_room() -> None:
         ("position", "rope:x", "a base above 1"),
         ("position", "rope:inf", "a base above 1"),
         ("position", "rope:nan", "a base above 1"),
-        ("position", "learned:0", "whole number from 1"),
+        ("position", "learned:0", "whole number of at least 1"),
         ("position", "sinusoidal", "is unknown"),
-        ("context", "1k", "whole number from 1"),
-        ("context", "0", "whole number from 1"),
+        ("context", "1k", "whole number of at least 1"),
+        ("context", "0", "whole number of at least 1"),
     ],
 )
 def test_values_that_are_none(option: str, value: str, message: str) -> None:

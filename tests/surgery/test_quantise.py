@@ -180,7 +180,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "int4:16" in str(caught.value.hint)
     with pytest.raises(SwapRefused, match="17 bits"):
         gptkit.swap("sample:llama", tmp_path / "out", quantize="int17")
-    with pytest.raises(UsageError, match="from 2"):
+    with pytest.raises(UsageError, match="at least 2"):
         gptkit.swap("sample:llama", tmp_path / "out", quantize="int1")
     with pytest.raises(UsageError, match="unknown"):
         gptkit.swap("sample:llama", tmp_path / "out", quantize="fp8")

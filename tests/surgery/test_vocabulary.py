@@ -91,8 +91,8 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     for value, error, message in (
         ("97", SwapRefused, "has 97 tokens already"),
         ("multiple:97", SwapRefused, "of 97 tokens is a multiple of 97 already"),
-        ("0", UsageError, "as a whole number from 1"),
-        ("many", UsageError, "as a whole number from 1"),
+        ("0", UsageError, "a whole number of at least 1"),
+        ("many", UsageError, "a whole number of at least 1"),
         ("size:12", UsageError, "known: N, multiple:N, prune:FILE"),
     ):
         with pytest.raises(error, match=message):

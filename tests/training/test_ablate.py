@@ -329,7 +329,7 @@ def test_edits_go_by_paths() -> None:
         edited(found, {"positions": to_json(spec)["positions"], "*_norm.eps": 1e-5, "blocks.1.attention.kv_heads": 2})
         == spec
     )
-    with pytest.raises(ConfigError, match="does not describe a model"):
+    with pytest.raises(ConfigError, match="not a valid model spec"):
         edited(spec, {"blocks.*.attention": {"type": "Attention"}})
     with pytest.raises(InvalidInput, match="matches nothing in the model"):
         edited(spec, {"blocks.7.attention.heads": 1})
