@@ -148,7 +148,7 @@ def test_every_family_takes_a_step(tmp_path: Path, variant: Variant, dtype: str)
     """
     spec = spec_of(variant.config)
     if not spec.causal:
-        with pytest.raises(MissingComponent, match="both directions"):
+        with pytest.raises(MissingComponent, match="bidirectional attention"):
             require_trainable(spec, True, False)
         return
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, (2, 17))
