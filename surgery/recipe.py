@@ -256,8 +256,8 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
     if type(value) is int and not option.flag:
         value = str(value)
     if (value is not True) if option.flag else not (isinstance(value, str) and value):
-        expected = "a flag: true" if option.flag else "to be text or a whole number"
-        raise InvalidInput(f"{where}: {key} is {expected}, not {shown(value, 40)}")
+        expected = "true" if option.flag else "text or a whole number"
+        raise InvalidInput(f"{where}: {key} must be {expected}, not {shown(value, 40)}")
     return Step(name, "" if option.flag else value, **given)
 
 

@@ -73,5 +73,5 @@ def _finder(reference: str, offline: bool) -> Callable[[str], Path | None]:
     cached = Repository(repo, revision or None, "", online=False)  # whichever commit the cache has
     hub = cached if offline or constants.HF_HUB_OFFLINE else Repository.open(repo, revision or None)
     if not hub.commit and hub.cached(ADAPTER_CONFIG, hub.revision) is None:
-        raise Offline(f"{repo} is not in the local cache, and --offline forbids the network", "Leave --offline out.")
+        raise Offline(f"{repo} is not in the local cache, and --offline is set", "Leave --offline out.")
     return lambda name: hub.fetch(name) if hub.commit else hub.cached(name, hub.revision)

@@ -379,7 +379,7 @@ def test_wrong_writes_are_refused(tmp_path: Path) -> None:
         writer.write("d", np.zeros(2, np.float32))
     with pytest.raises(CheckpointError, match="more than 8 bytes were written for c"):
         writer.write("c", np.zeros(3, np.float32))
-    with pytest.raises(CheckpointError, match="2 of the 4 bytes of b"):
+    with pytest.raises(CheckpointError, match="2 of the 4 bytes were written for b"):
         writer.write("b", np.zeros(1, np.float16))
     writer.write("a", np.zeros(2, np.float32))
     with pytest.raises(CheckpointError, match="written already"):

@@ -107,7 +107,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     assert "the head dimension is already 20" in refused("llama", "20")
     assert "20 cannot become 16 wide: elements that would go are in use in blocks.0.attention" in refused("llama", "16")
     assert "23 is odd" in refused("llama", "theta:23")
-    assert "no rotary over whole heads" in refused("gpt2", "theta:16")
+    assert "RoPE does not rotate whole heads" in refused("gpt2", "theta:16")
 
 
 # --- a wrong formula does not get through -----------------------------------------------------------------------------

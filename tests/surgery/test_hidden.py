@@ -66,8 +66,8 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     assert "Possible: multiples of 64, as 128" in refused("bloom-post-norm", "65")
     assert "coordinates 40 to 47 of the residual stream are in use" in refused("gpt2", "40")
     assert "--norm rmsnorm first" in refused("gpt2", "40")
-    assert "fitted on a text" in refused("llama", "40")
-    assert "expected a width as a whole number" in refused("llama", "0")
+    assert "needs a text to fit on" in refused("llama", "40")
+    assert "a width must be a whole number" in refused("llama", "0")
 
 
 def test_what_llama_refuses_is_said(folder: Path, tmp_path: Path) -> None:

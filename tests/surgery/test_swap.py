@@ -205,7 +205,7 @@ def test_an_output_that_exists(hf: Path, tmp_path: Path) -> None:
 def test_weights_that_are_no_numbers_are_named(value: float, approximate: bool, hf: Path, tmp_path: Path) -> None:
     shutil.copytree(hf, tmp_path / "hf")
     edited(tmp_path / "hf", lambda weights: weights["transformer.h.1.mlp.c_proj.weight"][0, 0].fill_(value))
-    with pytest.raises(InvalidInput, match=r"blocks.1.feed_forward.down_proj.weight has 1 values"):
+    with pytest.raises(InvalidInput, match=r"blocks.1.feed_forward.down_proj.weight (has 1|\(1) values"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", norm="rmsnorm", approximate=approximate)
     assert not (tmp_path / "out").exists()
 

@@ -17,9 +17,9 @@ from gptkit.surgery.base import Swapped, SwappedModel
 from gptkit.surgery.registry import Step, apply
 
 REFUSED = [
-    ("afmoe-mup", "fold", "value-bias", "gated"),
-    ("afmoe", "head_dim", "32", "gated"),
-    ("afmoe", "heads", "8", "gated"),
+    ("afmoe-mup", "fold", "value-bias", "gate"),
+    ("afmoe", "head_dim", "32", "gate"),
+    ("afmoe", "heads", "8", "gate"),
     ("apertus", "activation", "relu", "xielu"),
     ("llama4_text-dense", "attention", "mla:full", "chunked"),
     ("llama4_text", "mlp", "dense", "weighs"),

@@ -98,7 +98,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab=value)
     note = gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab="90").chain.notes[0]
-    assert note.startswith("the model has no tokenizer")
+    assert note.startswith("there is no tokenizer")
 
 
 def late_special(folder: Path) -> Path:
