@@ -63,12 +63,14 @@ def fix(
         hint = f"Write it as safetensors: gptkit convert {files.reference} {out} --to hf"
         raise InvalidInput(f"{files.reference} is {kind}, which --fix cannot rewrite", hint)
     if files.broken or not files.fetched:
-        why = next(iter(files.broken.values()), f"{files.reference} is on the hub, and its weights are not here")
+        why = next(
+            iter(files.broken.values()), f"{files.reference} is on the hub, and its weights are not available locally"
+        )
         raise InvalidInput(f"{why}. Nothing was written.", "Download it first.")
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
     if any(each.severity == "error" and each.rule in READ - MENDED for each in before.findings):
-        message = f"nothing was written: --fix cannot mend what follows, and gptkit load would refuse {out}"
+        message = f"nothing was written: --fix cannot repair the problems below, and gptkit could not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
     rewrite(files, {name: before.names.get(name, name) for name in files.tensors}, out, force)
     return audit(out, **more, **options)

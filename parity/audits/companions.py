@@ -20,7 +20,7 @@ def compare_companions(subject: Subject) -> Iterator[Finding]:
         ([name for name in missing if is_licence(name)], "note"),
     ):
         if names:
-            message = f"{', '.join(names)}: in the source's folder, and not in this one"
+            message = f"{', '.join(names)}: in the source's folder, but missing from this one"
             yield Finding("lost-file", severity, message, (), "Copy them from the source.")  # type: ignore[arg-type]
     for name in theirs:
         told = what_differs(name, theirs[name], ours[name]) if name in ours else None

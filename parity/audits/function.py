@@ -41,7 +41,7 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         said = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}"
         words = {} if edited is None else _words(theirs, edited)
         if edited is not None and not words:
-            yield Finding("rounding", "note", f"{said}. This changes how the model rounds, not its function")
+            yield Finding("rounding", "note", f"{said}. This changes only rounding, not the function of the model")
             continue
         named |= words.keys()
         if words.keys() == {"vocabulary"} and resized:  # which a rule about the vocabulary has reported
@@ -50,11 +50,13 @@ def compare_function(subject: Subject) -> Iterator[Finding]:
         measured += 1 if effect else 0
         told = "; ".join([*words.values()][:_SHOWN]) or "it changes what other fields mean"
         effect = f". By this field alone, {effect}" if effect else ""
-        yield Finding("function", "warning", f"{said}: {told}{effect}", (), "Restore it, unless it is meant.")
+        yield Finding(
+            "function", "warning", f"{said}: {told}{effect}", (), "Restore it, unless the change is intended."
+        )
     words = _words(theirs, ours)
     left = [each for name, each in words.items() if name not in named]
     if left:
-        message = f"it computes another function than its source: {'; '.join(left[: 2 * _SHOWN])}"
+        message = f"it computes a different function from its source: {'; '.join(left[: 2 * _SHOWN])}"
         yield Finding("function", "warning", message, (), "Compare the configs: gptkit compare NEW OLD.")
     told_apart = measured == 1 and len(changed) == 1 and not left
     if words.keys() - ({"vocabulary"} if resized else set()) and not told_apart:
@@ -136,7 +138,7 @@ def _by_name(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[Finding]:
         if path.rpartition(".")[2] in COMMON_IRRELEVANT or path.partition(".")[0] in COMMON_IRRELEVANT:
             continue
         message = f"{CONFIG}: {path} is {_value(new)}, in the source {_value(old)}: it may change the function"
-        yield Finding("function", "warning", message, (), "Restore it, unless it is meant.")
+        yield Finding("function", "warning", message, (), "Restore it, unless the change is intended.")
 
 
 def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]:
@@ -146,15 +148,15 @@ def _beside(source: Subject, path: str, old: Any, new: Any) -> Iterator[Finding]
     part = source.family.part if source.family is not None else ""
     if top in QUANTISED:
         if _ABSENT not in (old, new):
-            yield Finding("function", "warning", f"{said}: the stored weights stand for other numbers")
+            yield Finding("function", "warning", f"{said}: the stored weights represent different numbers")
     elif top.endswith("_config") and top not in (part, "generation_config"):
-        yield Finding("function", "warning", f"{said}: it is of a part that gptkit does not compute")
+        yield Finding("function", "warning", f"{said}: it belongs to a part that gptkit does not compute")
     elif key == "architectures" and new and new is not _ABSENT:
-        yield Finding("class", "warning", f"{said}: programs build another class")
+        yield Finding("class", "warning", f"{said}: programs build a different class")
     elif key in ("dtype", "torch_dtype"):
-        yield Finding("rounding", "note", f"{said}: programs compute in it unless told otherwise")
+        yield Finding("rounding", "note", f"{said}: programs use it as their default dtype")
     elif key.endswith(("_token_id", "_token_ids")):
-        yield Finding("generation", "note", f"{said}: it decides where texts begin and end, not the logits")
+        yield Finding("generation", "note", f"{said}: it affects where texts begin and end, not the logits")
 
 
 # --- the effect on logits ---------------------------------------------------------------------------------------------
@@ -196,7 +198,13 @@ def _effect_of_all(subject: Subject, source: Subject) -> Iterator[Finding]:
     opened = _opened(subject, source)
     if opened is None:
         message = "the effect on logits was not measured"
-        yield Finding("function-effect", "note", message, (), "--values measures it where both are here and load.")
+        yield Finding(
+            "function-effect",
+            "note",
+            message,
+            (),
+            "--values measures it if both checkpoints are local and can be loaded.",
+        )
         return
     from .effect import effect  # here, because it imports torch
 

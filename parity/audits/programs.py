@@ -34,16 +34,22 @@ def ask_program(subject: Subject) -> Iterator[Finding]:
     question = {"config": dict(files.config), "libraries": libraries(), "tensors": tensors}
     reply = Confined("transformers_process").ask(question)
     if reply is None or "error" in reply:
-        why = "it takes more time or memory than a model does" if reply is None else reply["error"]
+        why = "building it takes more time or memory than gptkit allows" if reply is None else reply["error"]
         words = "".join(sign if sign.isprintable() else " " for sign in why)
-        raise UnknownFamily(f"transformers makes no model of {files.reference}: {words:.300}")
+        raise UnknownFamily(f"transformers cannot build a model from {files.reference}: {words:.300}")
     told, kind = reply["answer"]["loading"], reply["answer"]["class"]
     rules: tuple[tuple[str, str, Severity, str, str], ...] = (
-        ("ignored", "loader-ignores", "warning", "leaves these out without a word", "They are lost when it saves."),
+        ("ignored", "loader-ignores", "warning", "ignores these without a warning", "They are lost when it saves."),
         ("unexpected", "loader-ignores", "error", "has no place for these, and leaves them out", "Correct the names."),
-        ("missing", "loader-draws", "error", "finds nothing for these, and draws them at random", "Export them again."),
-        ("unneeded", "loader-draws", "note", "makes these by itself", ""),
-        ("mismatched", "loader-shape", "error", "expects another shape of these", f"Correct {CONFIG}."),
+        (
+            "missing",
+            "loader-draws",
+            "error",
+            "has no weights for these, and initialises them at random",
+            "Export them again.",
+        ),
+        ("unneeded", "loader-draws", "note", "creates these itself", ""),
+        ("mismatched", "loader-shape", "error", "expects a different shape for these", f"Correct {CONFIG}."),
     )
     for key, rule, severity, message, remedy in rules:
         if told[key]:
@@ -71,20 +77,24 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
         known = gguf.get_tensor_name_map(names[kind], layers)
         left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
         if left:
-            message = f"llama.cpp's {kind} has no place for these, and does not load a file with others than its own"
+            message = f"llama.cpp's {kind} does not use these tensors, and does not load a file with unknown tensors"
             yield Finding("loader-ignores", "error", message, left, "Convert its source again.")
         return
     if subject.family is not None and isinstance(subject.spec, ModelSpec):
         try:
             found = expressed(subject.spec, subject.family.name)
         except CannotExpress as error:
-            yield Finding("loader-refuses", "error", f"no architecture of llama.cpp's computes this: {error.message}")
+            yield Finding(
+                "loader-refuses", "error", f"no llama.cpp architecture can compute this model: {error.message}"
+            )
             return
         beside = tuple(name for name in files.tensors if subject.family.carries(name, len(subject.spec.blocks)))
         if beside:
-            message = "what convert --to gguf writes has no place for these, and leaves them out"
+            message = "convert --to gguf has no place for these, and leaves them out"
             yield Finding("loader-ignores", "warning", message, beside)
-        yield Finding("loader-architecture", "note", f"llama.cpp computes it as its {found.architecture.name}")
+        yield Finding(
+            "loader-architecture", "note", f"llama.cpp can run this model as its architecture {found.architecture.name}"
+        )
         return
     said = (files.config or {}).get("model_type")
     kind = next((each for each in names if re.sub(r"[^a-z0-9]", "", each) == re.sub(r"[^a-z0-9]", "", str(said))), None)
@@ -93,8 +103,8 @@ def _for_llama_cpp(subject: Subject) -> Iterator[Finding]:
     known = gguf.get_tensor_name_map(names[kind], layers)
     left = tuple(name for name in files.tensors if known.get_name(name, _SUFFIXES) is None)
     if left:
-        message = f"the gguf package has no name for these in its {kind}, and converters say so: can not map tensor"
-        remedy = "Where convert_hf_to_gguf.py renames them before it asks, they are right."
+        message = f"the gguf package's {kind} has no name for these, so converters fail with: can not map tensor"
+        remedy = "Ignore this if convert_hf_to_gguf.py renames them first."
         yield Finding("loader-unmapped", "warning", message, left, remedy)
     yield Finding("loader-architecture", "note", f"llama.cpp has an architecture called {kind}")
 
@@ -103,7 +113,7 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     """What vLLM does with these names, by its models' source, which is run without the rest of it."""
     folder = _installed("vllm")
     if folder is None or not Path(folder, "model_executor", "models", "registry.py").is_file():
-        why = "what vLLM does is told by the source of its models, which is not installed"
+        why = "gptkit needs the source of vLLM's models for this check, and vllm is not installed"
         raise UsageError(why, "pip install --no-deps vllm. gptkit only reads its source.")
     files, config = subject.files, subject.files.config
     if config is None:
@@ -111,7 +121,7 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     named = config.get("architectures")
     name = next((each for each in named if isinstance(each, str)), None) if isinstance(named, list) else None
     if name is None:
-        yield Finding("loader-refuses", "error", f"{CONFIG} names no architecture, which vLLM asks for")
+        yield Finding("loader-refuses", "error", f"{CONFIG} names no architecture, which vLLM needs")
         return
     asked = Confined("transformers_process").ask({"config": dict(config), "libraries": libraries(), "fields": True})
     fields = (asked or {}).get("answer", {}).get("fields")
@@ -120,29 +130,29 @@ def _for_vllm(subject: Subject) -> Iterator[Finding]:
     question |= {"config": fields or dict(config), "complete": fields is not None}
     reply = Confined("vllm_process").ask(question)
     if reply is None or "error" in reply:
-        why = "it takes more time or memory than a model does" if reply is None else reply["error"]
-        raise UnknownFamily(f"vLLM's source is not read for {name:.60}: {why:.300}")
+        why = "building it takes more time or memory than gptkit allows" if reply is None else reply["error"]
+        raise UnknownFamily(f"gptkit cannot read vLLM's source for {name:.60}: {why:.300}")
     told = reply["answer"]
     yield from _vllm_knows(config, name, told)
     kind, loading = f"vLLM's {told['class']}", told.get("loading", {})
     if "refuses" in told:
-        yield Finding("loader-refuses", "error", f"{kind} refuses this {CONFIG}: {told['refuses']}")
+        yield Finding("loader-refuses", "error", f"{kind} does not accept this {CONFIG}: {told['refuses']}")
     if "unread" in told:
-        yield Finding("loader-unread", "note", f"{kind} is not read, for what it asks for: {told['unread']}")
+        yield Finding("loader-unread", "note", f"gptkit cannot read {kind}, because it uses {told['unread']}")
     if loading.get("ignored"):
-        message = f"{kind} has no place for these, and leaves them out without a word"
+        message = f"{kind} has no place for these, and ignores them without a warning"
         yield Finding("loader-ignores", "warning", message, tuple(loading["ignored"]))
     if loading.get("unexpected"):
         message = f"{kind} has no place for these, and does not load a checkpoint that has them"
         yield Finding("loader-ignores", "error", message, tuple(loading["unexpected"]), "Correct the names.")
-    for checked, does in ((False, "computes with whatever lies in memory"), (True, "does not load the checkpoint")):
+    for checked, does in ((False, "computes with uninitialised memory"), (True, "does not load the checkpoint")):
         missing = [each for each, looks in loading.get("missing", {}).items() if looks is checked]
         missing += [] if checked else loading.get("halves", [])
         if missing:
-            message = f"{kind} finds nothing for these, and {does}"
+            message = f"{kind} has no weights for these, and {does}"
             yield Finding("loader-draws", "error", message, tuple(missing), "Export them again.")
     for why, names in loading.get("unread", {}).items():
-        yield Finding("loader-unread", "note", f"not held against {kind}: {why}", tuple(names))
+        yield Finding("loader-unread", "note", f"not compared with {kind}: {why}", tuple(names))
 
 
 def _installed(package: str) -> str | None:
@@ -156,18 +166,18 @@ def _vllm_knows(config: Mapping[str, Any], name: str, told: Mapping[str, Any]) -
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method is not None and method not in told["quantisations"]:
-        yield Finding("loader-refuses", "error", f"vLLM loads no weights that are quantised by {shown(method, 40)}")
+        yield Finding("loader-refuses", "error", f"vLLM does not support weights quantised by {shown(method, 40)}")
     if told["module"] == "transformers":
-        message = f"vLLM has no class of its own for {name}, and runs transformers'"
-        yield Finding("loader-architecture", "note", message, (), "--for transformers tells what that takes.")
+        message = f"vLLM has no class of its own for {name}, and runs the class of transformers"
+        yield Finding("loader-architecture", "note", message, (), "Use --for transformers to check that class.")
     elif told["module"] is None:
         until = f": version {told['last']} was the last that did" if told["last"] else ""
         folder, kind = _installed("transformers"), re.sub(r"[^a-z0-9_]", "", str(config.get("model_type")))
         code = [] if folder is None else [*Path(folder).glob(f"models/{kind}/modeling_{kind}.py")]
         if any(f"class {name}(" in file.read_text() for file in code):
             message = (
-                f"vLLM has no class for {name}{until}; it runs transformers' if that lets others compute attention"
+                f"vLLM has no class for {name}{until}; it runs transformers' class, if that accepts vLLM's attention"
             )
-            yield Finding("loader-architecture", "warning", message, (), "--for transformers tells what that takes.")
+            yield Finding("loader-architecture", "warning", message, (), "Use --for transformers to check that class.")
         else:
             yield Finding("loader-refuses", "error", f"vLLM has no class for {name}, nor has transformers{until}")

@@ -40,15 +40,15 @@ def compare_with_source(subject: Subject) -> Iterator[Finding]:
     if not both and not moved:
         raise InvalidInput(f"{subject.files.reference} and {subject.source.reference} have no tensor in common")
     if missing:
-        message = f"{counted(missing)} of the source's {len(theirs):,} lost"
+        message = f"missing: {counted(missing)} of the source's {len(theirs):,}"
         yield Finding("lost-tensor", "error", message, tuple(missing), "Export them again.")
     if extra:
         message = f"{counted(extra)} that the source does not have"
-        yield Finding("added-tensor", "warning", message, tuple(extra), "See where they come from.")
+        yield Finding("added-tensor", "warning", message, tuple(extra), "Check where they come from.")
     if moved:
         shown = [f"{' + '.join(names)} → {name}{f' ({how})' if how else ''}" for name, (names, how) in moved.items()]
         pairs = "; ".join(folded(shown)[:3])
-        yield Finding("renamed-tensor", "note", f"under another name: {pairs}", tuple(moved))
+        yield Finding("renamed-tensor", "note", f"stored under a different name: {pairs}", tuple(moved))
     yield from _changed_tensors(subject, subject.origin, both)
 
 
@@ -62,7 +62,7 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
     for name in shaped:
         if name in vocabulary:
             continue
-        message = f"is {list(ours[name].shape)}, in the source {list(theirs[name].shape)}"
+        message = f"has the shape {list(ours[name].shape)}, in the source {list(theirs[name].shape)}"
         yield Finding("source-shape", "error", message, (name,), "Export it again.")
     typed = defaultdict(list)
     for name in both:
@@ -76,8 +76,8 @@ def _changed_tensors(subject: Subject, source: Subject, both: Sequence[str]) -> 
         alike = [name for name in both if name not in shaped and ours[name].dtype == theirs[name].dtype]
         changed = [name for name in alike if not _same(subject, name, name)]
         if changed:
-            message = f"{counted(changed)} of other values than in the source"
-            yield Finding("source-value", "error", message, tuple(changed), "gptkit diff tells by how much.")
+            message = f"{counted(changed)} with different values than in the source"
+            yield Finding("source-value", "error", message, tuple(changed), "gptkit diff reports by how much.")
 
 
 def _naming(subject: Subject) -> str:
@@ -96,7 +96,7 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
         except InvalidInput as error:
             if side == source.reference:
                 raise
-            yield Finding("not-compared", "error", f"not held against its source: {error.message}")
+            yield Finding("not-compared", "error", f"not compared with its source: {error.message}")
             return
         pairs = [pair for leaf in opened.leaves for pair in zip(leaf.shared, leaf.shared_shapes, strict=True)]
         shapes.append(dict(pairs))
@@ -104,17 +104,17 @@ def _across(subject: Subject, source: Scan) -> Iterator[Finding]:
     theirs, ours = shapes
     lost = tuple(name for name in theirs if name not in ours)
     if lost:
-        message = f"{counted(lost)} of the source's {len(theirs):,} lost, by the names that both share"
+        message = f"missing: {counted(lost)} of the source's {len(theirs):,} (compared by name)"
         yield Finding("lost-tensor", "error", message, lost, "Convert the source again.")
     for name in theirs.keys() & ours.keys():
         if ours[name] != theirs[name]:
-            message = f"is {list(ours[name])}, in the source {list(theirs[name])}"
+            message = f"has the shape {list(ours[name])}, in the source {list(theirs[name])}"
             yield Finding("source-shape", "error", message, (name,), "Convert the source again.")
     if subject.values:
         both = [name for name in theirs if ours.get(name) == theirs[name]]
         if changed := tuple(name for name in both if not _equal(sides, name)):
-            message = f"{counted(changed)} of other values than in the source, where both are stored in one dtype"
-            yield Finding("source-value", "error", message, changed, "gptkit diff tells by how much.")
+            message = f"{counted(changed)} with different values than in the source, although both have the same dtype"
+            yield Finding("source-value", "error", message, changed, "gptkit diff reports by how much.")
 
 
 def _equal(sides: Sequence[Checkpoint], name: str) -> bool:

@@ -25,8 +25,8 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
         remedy = spec.hint or (f"Correct {CONFIG}." if files.config is not None else "Convert its source again.")
         yield Finding("config", "error", spec.message, (), remedy)
     elif spec is None and files.found.names is not None and CONFIG not in files.names and files.format != "gguf":
-        message = f"there is no {CONFIG}: no program can tell what model these tensors are of"
-        yield Finding("no-config", "error", message, (), f"Put the model's {CONFIG} beside them.")
+        message = f"there is no {CONFIG}, so no program can tell which model these tensors belong to"
+        yield Finding("no-config", "error", message, (), f"Copy the model's {CONFIG} into the folder.")
     if isinstance(pairs, GptkitError):
         yield Finding("config", "error", pairs.message, (), pairs.hint or f"Correct {CONFIG}.")
     if not isinstance(pairs, Match) or not isinstance(spec, ModelSpec):
@@ -44,8 +44,8 @@ def check_tree(subject: Subject) -> Iterator[Finding]:
         subject.names |= other
         if other:
             shown = "; ".join(folded(f"{name} is {known}" for name, known in other.items())[:3])
-            message = f"{counted(other)} that a {subject.family.name} has under another name: {shown}"
-            yield Finding("other-name", "error", message, tuple(other), "Rename them: --fix OUT does.")
+            message = f"{counted(other)} with other names than {subject.family.name} uses: {shown}"
+            yield Finding("other-name", "error", message, tuple(other), "Rename them with --fix OUT.")
     yield from _missing(subject, pairs, spec, missing, numbers)
     yield from _extra(subject, spec, extra, numbers)
     yield from _odd(subject, pairs)
@@ -72,7 +72,7 @@ def _other_class(subject: Subject, pairs: Match, other: Mapping[str, str]) -> It
     elif name.endswith("Model"):
         yield Finding("other-head", "note", f"config.json names {name}, which has no head")
     else:
-        message = f"config.json names {name}, and the tensors of its head are missing"
+        message = f"config.json names {name}, but the tensors of its head are missing"
         yield Finding("missing-tensor", "error", message, (), "Export them again from the source.")
 
 
@@ -81,14 +81,14 @@ def _missing(
 ) -> Iterator[Finding]:
     """Report declared tensors that no file has."""
     if subject.family is not None and missing == [subject.family.head]:
-        remedy = 'Set "tie_word_embeddings": true if the head is the embedding; else find it.'
+        remedy = 'Set "tie_word_embeddings": true if the head is tied to the embedding; otherwise add the head.'
         yield Finding("missing-tensor", "error", "the head is missing", tuple(missing), remedy)
     elif missing:
         gone = (
             [layer for layer in range(len(spec.blocks)) if layer not in numbers.values()] if not subject.names else []
         )
         where = f", all of layer {number_ranges(gone)} among them" if gone else ""
-        message = f"{counted(missing)} of {len(pairs.declared):,} that {subject.says} asks for missing{where}"
+        message = f"missing: {counted(missing)} of the {len(pairs.declared):,} that {subject.says} requires{where}"
         yield Finding("missing-tensor", "error", message, tuple(missing), "Export them again from the source.")
 
 
@@ -98,12 +98,14 @@ def _extra(subject: Subject, spec: ModelSpec, extra: list[str], numbers: Mapping
     behind = tuple(name for name in extra if numbers.get(name, 0) >= layers)
     if behind:
         where = number_ranges(sorted({numbers[name] for name in behind}))
-        message = f"{subject.says} says {layers} layers, and there are tensors of layer {where}"
-        yield Finding("config-layers", "error", message, behind, "Correct the number of layers, or remove these.")
+        message = f"{subject.says} says {layers} layers, but there are tensors of layer {where}"
+        yield Finding(
+            "config-layers", "error", message, behind, "Correct the number of layers, or remove these tensors."
+        )
     if left := tuple(name for name in extra if name not in behind):
         what = "the model" if subject.family is None else f"a {subject.family.name}"
-        message = f"{counted(left)} without a place in {what}"
-        yield Finding("extra-tensor", "error", message, left, "Find which model they are of, or remove them.")
+        message = f"{counted(left)} not part of {what}"
+        yield Finding("extra-tensor", "error", message, left, "Check which model they belong to, or remove them.")
 
 
 def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
@@ -113,27 +115,29 @@ def _odd(subject: Subject, pairs: Match) -> Iterator[Finding]:
         name, leaf = pairs.found[known], pairs.declared[known]
         rule = "config-vocabulary" if "embedding.weight" in leaf.shared else "shape"
         rule, remedy = ("config-head", 'Set "tie_word_embeddings": false.') if name == pairs.stands_in else (rule, "")
-        message = f"is {list(tensors[name].shape)}, and {subject.says} says {list(leaf.shape)}"
+        message = f"has the shape {list(tensors[name].shape)}, but {subject.says} says {list(leaf.shape)}"
         yield Finding(rule, "error", message, (name,), remedy or f"Correct {subject.says} or the tensor.")
     if typed := tuple(name for name in pairs.typed if name not in pairs.carried.get("scales", {}).values()):
         kinds = ", ".join(sorted({tensors[name].dtype for name in typed}))
-        message = f"weights that are stored as {kinds}, and {subject.says} says of no quantisation"
+        message = f"weights are stored as {kinds}, but {subject.says} has no quantization_config"
         yield Finding("dtype", "error", message, typed, "Dequantise them, or add the quantization_config.")
     if pairs.untied:
-        message = f"{subject.says} ties the head to the embedding, and a head with other values is stored"
-        remedy = 'Set "tie_word_embeddings": false if the head is meant to be its own, or remove it.'
+        message = f"{subject.says} ties the head to the embedding, but a head with other values is stored"
+        remedy = 'Set "tie_word_embeddings": false if the head should not be tied, or remove the head.'
         yield Finding("tied-head", "error", message, tuple(pairs.untied), remedy)
     elif pairs.heads and not subject.files.fetched:
-        message = f"{subject.says} ties the head to the embedding, and a head is stored: their values were not compared"
+        message = (
+            f"{subject.says} ties the head to the embedding, but a head is stored too; their values were not compared"
+        )
         yield Finding("tied-head", "note", message, tuple(pairs.heads))
     if pairs.altered:
-        message = "other values than the family computes with, which transformers would load"
+        message = "transformers would load these values, which differ from those that the family computes with"
         yield Finding("altered-tensor", "error", message, tuple(pairs.altered), "Remove them if they are left over.")
     if pairs.parted:
-        message = "layers share a block, and these copies hold other values than where it is stored"
+        message = "layers share a block, but these copies of it have different values"
         yield Finding("altered-tensor", "error", message, tuple(pairs.parted), "Export them again from the source.")
     for pair in pairs.twice:
-        yield Finding("two-names", "error", "one tensor under two names", pair, "Keep one of them.")
+        yield Finding("two-names", "error", "the same tensor is stored under two names", pair, "Keep one of them.")
 
 
 def check_gguf(subject: Subject) -> Iterator[Finding]:
@@ -146,25 +150,25 @@ def check_gguf(subject: Subject) -> Iterator[Finding]:
     missing = tuple(name for name in wanted if name not in files.tensors)
     extra = tuple(name for name in files.tensors if name not in wanted and name not in dropped)
     if missing:
-        message = f"{counted(missing)} of {len(wanted):,} that its metadata ask for missing"
+        message = f"missing: {counted(missing)} of the {len(wanted):,} that its metadata require"
         yield Finding("missing-tensor", "error", message, missing, "Convert its source again.")
     if extra:
-        message = f"{counted(extra)} without a place in the model that its metadata say"
+        message = f"{counted(extra)} not part of the model that its metadata describe"
         yield Finding("extra-tensor", "error", message, extra, "Convert its source again.")
     for name in wanted.keys() & files.tensors.keys():
         shape = files.tensors[name].shape
         if without_ones(shape) != without_ones(wanted[name]):
-            message = f"is {list(shape)}, and its metadata say {list(wanted[name])}"
+            message = f"has the shape {list(shape)}, but its metadata say {list(wanted[name])}"
             yield Finding("shape", "error", message, (name,), "Convert its source again.")
     path = files.folder / next(iter(files.names))
     tokens = open_header(path).metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else getattr(tokens, "count", 0)
     if count > spec.vocab_size:
-        message = f"its tokenizer has {count:,} tokens, and the model {spec.vocab_size:,} rows"
+        message = f"its tokenizer has {count:,} tokens, but the embedding has {spec.vocab_size:,} rows"
         yield Finding("tokenizer-vocabulary", "error", message, (), "Convert its source again.")
     for name, ids in special_ids(open_header(path)).items():
         if max(ids) >= spec.vocab_size:
-            message = f"{name}_token_id is {max(ids):,}, and the model has {spec.vocab_size:,} rows"
+            message = f"{name}_token_id is {max(ids):,}, but the embedding has {spec.vocab_size:,} rows"
             yield Finding("special-token", "error", message, (), "Correct the metadata.")
 
 
@@ -180,7 +184,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
     for stack, layers in stacks.items():
         gone = sorted(set(range(max(layers) + 1)) - set(layers))
         if gone and len(gone) < len(layers) > 2:
-            message = f"{stack} has layers {number_ranges(sorted(layers))} and lacks {number_ranges(gone)}"
+            message = f"{stack} has layers {number_ranges(sorted(layers))}, but not {number_ranges(gone)}"
             yield Finding("layer-gap", "error", message, (), "Export them again from the source.")
         kinds = Counter(frozenset(names) for names in layers.values())
         for number, names in layers.items():
@@ -188,7 +192,7 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
             if whole:
                 lacking = sorted(min(whole, key=len) - names)
                 tensors = tuple(f"{stack}.{number}.{inside}" for inside in lacking)
-                message = f"layer {number} of {stack} lacks {counted(lacking)} that layers like it have"
+                message = f"layer {number} of {stack} lacks {counted(lacking)} that similar layers have"
                 yield Finding("layer-incomplete", "error", message, tensors, "Export them again from the source.")
     said = (
         {key: files.config[key] for key in _LAYERS if type((files.config or {}).get(key)) is int}
@@ -198,5 +202,5 @@ def check_layers(subject: Subject) -> Iterator[Finding]:
     longest = max((max(layers) + 1 for layers in stacks.values()), default=0)
     if said and longest and longest < min(said.values()):
         (key, number), *_ = said.items()
-        message = f"config.json says {key} {number}, the longest run of layers ends at {longest - 1}"
-        yield Finding("config-layers", "error", message, (), "Export the others again from the source.")
+        message = f"config.json: {key} is {number}, but the last layer is {longest - 1}"
+        yield Finding("config-layers", "error", message, (), "Export the missing layers again from the source.")

@@ -35,10 +35,14 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         files.weights.release()
         subject.progress(info.nbytes, total)
     messages: dict[str, tuple[Severity, str, str]] = {
-        "not-finite": ("error", "NaN or infinite values", "Export them again: no training ends so."),
-        "zero-tensor": ("warning", "a matrix of zeros alone", "See whether it was ever filled."),
-        "constant-tensor": ("warning", "a matrix of one value", "See whether it was ever filled."),
-        "fp16-range": ("note", "values that fp16 does not hold", "Load it in bfloat16 or float32."),
+        "not-finite": ("error", "NaN or infinite values", "Export them again."),
+        "zero-tensor": ("warning", "a matrix of zeros only", "Check whether it was ever initialised."),
+        "constant-tensor": (
+            "warning",
+            "a matrix with the same value everywhere",
+            "Check whether it was ever initialised.",
+        ),
+        "fp16-range": ("note", "values outside the range of fp16", "Load it in bfloat16 or float32."),
     }
     for kind, (severity, message, remedy) in messages.items():
         if odd[kind]:
@@ -46,9 +50,9 @@ def check_values(subject: Subject) -> Iterator[Finding]:
     for names in alike.values():
         layers = {match["index"] for name in names if (match := LAYER.fullmatch(name))}
         if len(names) > 1 and layers:
-            message = "the same bytes at several places"
+            message = "several tensors have the same bytes"
             yield Finding(
-                "repeated-tensor", "warning", message, tuple(names), "See whether one was copied over another."
+                "repeated-tensor", "warning", message, tuple(names), "Check whether one was copied over another."
             )
 
 

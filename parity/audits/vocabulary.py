@@ -28,15 +28,15 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
         for key, value in given.items() if isinstance(given, dict) else ():
             ids = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
             if re.fullmatch(r"\w*_token_ids?", key) and any(each >= rows for each in ids):
-                message = f"{name}: {key} is {max(ids):,}, and the model has {rows:,} rows"
+                message = f"{name}: {key} is {max(ids):,}, but the embedding has {rows:,} rows"
                 if subject.family is not None and subject.family.token_ids.get(key) == value:
-                    message += ", as config classes have it where nobody sets it"
+                    message += ", the default of the config class"
                     yield Finding("special-token", "note", message)
                 else:
                     yield Finding("special-token", "error", message, (), f"Correct {name}.")
     tokens = tokens_of(files)
     if tokens is not None and tokens > rows:
-        message = f"tokenizer.json has ids up to {tokens - 1:,}, and the model has {rows:,} rows"
+        message = f"tokenizer.json has ids up to {tokens - 1:,}, but the embedding has {rows:,} rows"
         yield Finding("tokenizer-vocabulary", "error", message, (), "Add rows, or use the tokenizer of this model.")
 
 
@@ -54,7 +54,11 @@ def compare_vocabulary(subject: Subject, source: Subject, names: Sequence[str]) 
     else:
         message += f", and its tokenizer from {tokens[0]:,} to {tokens[1]:,} tokens"
     together = None not in tokens and tokens[0] != tokens[1]
-    remedy = "" if together else "Fine if the rows are padding; else give it the tokenizer that belongs to it."
+    remedy = (
+        ""
+        if together
+        else "Nothing to do if the rows are padding; otherwise copy the tokenizer that belongs to the model."
+    )
     yield Finding("vocabulary", "note" if together else "warning", message, tuple(names), remedy)
 
 

@@ -108,7 +108,7 @@ def npz(folder: Path) -> Path:
 
 REFUSED: dict[str, Callable[[Path], Path]] = {
     "a tied head with other values": tied_twice,
-    "one tensor under two names": under_two_names,
+    "the same tensor is stored under two names": under_two_names,
     "a tensor missing in gptkit's own format": own_format,
     "a tree with fewer layers than there are tensors": gptkit_json,
     "no config.json": no_config,

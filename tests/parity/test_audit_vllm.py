@@ -184,9 +184,9 @@ CASES: dict[str, tuple[list[str], dict[str, Any], list[tuple[str, str, tuple[str
     "a norm is gone": ([NORM], {}, [("loader-draws", "does not load", (NORM,))]),
     "a tensor too many": ([], {"model.extra.w": 1}, [("loader-ignores", "does not load", ("model.extra.w",))]),
     "a layer too many": ([], {BEYOND: 1}, [("loader-ignores", "does not load", (BEYOND,))]),
-    "a bias too many": ([], {BIAS: 1}, [("loader-ignores", "without a word", (BIAS,))]),
+    "a bias too many": ([], {BIAS: 1}, [("loader-ignores", "without a warning", (BIAS,))]),
     "what is left out": ([], {"drafts.w": 1, "value_head.w": 1, "model.rotary_emb.w": 1},
-                         [("loader-ignores", "without a word", ("drafts.w", "model.rotary_emb.w", "value_head.w"))]),
+                         [("loader-ignores", "without a warning", ("drafts.w", "model.rotary_emb.w", "value_head.w"))]),
 }  # fmt: skip
 
 
@@ -268,8 +268,8 @@ def test_what_vllm_has_no_class_for_is_told(model: Path, tmp_path: Path) -> None
         "gone": ({"architectures": ["GoneForCausalLM"]}, "loader-refuses", "0.9.2"),
         "unknown": ({"architectures": ["NobodyForCausalLM"]}, "loader-refuses", "nor has transformers"),
         "none": ({"architectures": None}, "loader-refuses", "names no architecture"),
-        "transformers": ({"architectures": ["PhiForCausalLM"]}, "loader-architecture", "runs transformers'"),
-        "fallback": ({"architectures": ["LlamaModel"]}, "loader-architecture", "if that lets others"),
+        "transformers": ({"architectures": ["PhiForCausalLM"]}, "loader-architecture", "runs the class of transformers"),
+        "fallback": ({"architectures": ["LlamaModel"]}, "loader-architecture", "if that accepts vLLM's"),
         "untold": ({"architectures": ["UntoldForCausalLM"]}, "loader-unread", "vllm.kernels.are_fast"),
         "refused": ({"hidden_act": "gelu"}, "loader-refuses", "Unsupported activation: gelu"),
         "quantised": ({"quantization_config": {"quant_method": "secret"}}, "loader-refuses", "'secret'"),
