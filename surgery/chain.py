@@ -219,7 +219,7 @@ def _into(model: Model, spec: ModelSpec, architecture: Architecture) -> Swapped 
     if gained:
         notes.append(f"{architecture.name} has {_kinds(gained)}: added as zeros")
     if lost:
-        notes.append(f"{architecture.name} has no {_kinds(lost)}: left out, all zeros")
+        notes.append(f"{architecture.name} has no {_kinds(lost)}, which were all zeros and left out")
     record = {"swap": "as", "as": f"hf:{architecture.name}", "guarantee": "exact"}
     return Swapped(spec, "exact", tensors, record, tuple(notes))
 

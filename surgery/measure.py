@@ -102,7 +102,7 @@ def measure(
     measured = Measurement(maximum, relative, mean, agreed, len(found.kl), notes=notes)
     on_text = None if text is None else measure_text(before, after, promise, text, progress)
     if on_text is None:
-        note = "the text has no two tokens that follow one another and are kept: not measured on text"
+        note = "not measured on the text: it has no two consecutive tokens that are kept"
         return measured if text is None else replace(measured, notes=(*notes, note))
     return replace(measured, **on_text)
 
@@ -177,5 +177,7 @@ def affordable(batches: Sequence[Batch], before: ModelSpec, after: ModelSpec) ->
             work += 0 if beyond else cost
     chosen = {id(batch) for batch in taken}
     left = [batch.name for batch in batches if id(batch) not in chosen]
-    notes = (f"a large model: not measured on the probe's {', '.join(left)}",) if left else ()
+    notes = (
+        (f"because the model is large, these parts of the probe were not measured: {', '.join(left)}",) if left else ()
+    )
     return [batch for batch in batches if id(batch) in chosen], notes

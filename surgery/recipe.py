@@ -196,7 +196,7 @@ def parse(data: Mapping[str, Any], where: str, name: str = "") -> Recipe:
     for key in data:
         if key not in known:
             raise InvalidInput(
-                f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; Options belong into a [[step]]"
+                f"{where}: unknown key {key!r}", f"known: {', '.join(known)}; options belong in a [[step]]"
             )
     for key in ("name", "description", "as"):
         if not isinstance(data.get(key, ""), str):
@@ -232,7 +232,10 @@ def _step(table: Mapping[str, Any], where: str) -> Step:
             raise InvalidInput(f"{where}: unknown option {key!r}", nearest(name, [*sorted(known), *_STEP_KEYS]))
     if len(names) != 1:
         has = f"{len(names)} options ({', '.join(names)})" if names else "no option"
-        raise InvalidInput(f"{where}: {has}; a step has one", "Steps run one after the other: give each its [[step]].")
+        raise InvalidInput(
+            f"{where}: {has}; a step may have only one",
+            "Steps run one after the other: give every swap its own [[step]].",
+        )
     ((key, name),) = names.items()
     option = known[name]
     for part, (kind, _) in _STEP_KEYS.items():

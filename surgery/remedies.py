@@ -180,17 +180,17 @@ def _told_way(way: Way) -> list[str]:
     name, end = way.start.target.owner, way.end
     costs = []
     for number, (step, guarantee) in enumerate(zip(way.steps, end.guarantees, strict=True)):
-        price = "changes nothing" if guarantee == "exact" else "costs something: swap it and see"
+        price = "changes nothing" if guarantee == "exact" else "changes logits: run it to see"
         if guarantee != "exact" and end.done:
             before, after = (Exactly(end.models[place]) for place in (number, number + 1))
             kl = measure(before, after, promise=end.done[number].promise, dtypes=("float32",)).kl
             price = f"costs KL {kl:.2g} on the probe"
-        costs.append((str(step), price + ", and is to be trained" * (guarantee == "retrained")))
-    short_of = f"It falls short of {name} by {_some(way.start, most=2)}"
+        costs.append((str(step), price + ", and needs training" * (guarantee == "retrained")))
+    short_of = f"{name} cannot express {_some(way.start, most=2)}"
     if len(costs) == 1:
         return wrap(f"{short_of}: {' '.join(costs[0])}.", _WIDTH)
     width = max(len(step) for step, _ in costs)
-    lines = wrap(f"{short_of}. What would clear the way:", _WIDTH)
+    lines = wrap(f"{short_of}. These swaps would change that:", _WIDTH)
     lines += [f"  {step:{width}}  {price}" for step, price in costs]
     # One command line carries out options in the registry's order, each once.
     places = [list(options()).index(step.option) for step in way.steps]
@@ -205,8 +205,8 @@ def _told_left(ways: Sequence[Way]) -> list[str]:
     way = min(ways, key=lambda way: way.left.weight)
     if not way.left.standing:
         return wrap(f"After {way}: {way.left.reason}", _WIDTH)
-    rest = f"; {way} would clear the rest" if way.remedies else ""
-    return wrap(f"No swap clears {_some(way.left, _FEW)} on the way to {way.start.target.owner}{rest}.", _WIDTH)
+    rest = f"; {way} would change the rest" if way.remedies else ""
+    return wrap(f"No swap can change {_some(way.left, _FEW)} to match {way.start.target.owner}{rest}.", _WIDTH)
 
 
 def _some(expression: Expression, most: int) -> str:

@@ -172,11 +172,11 @@ class _Chain:
         elif fitted:
             words.append(text)
         if chosen:
-            words.append("a text decides which layers stay, and they differ")
+            words.append("the layers differ, and a text decides which of them stay")
         if isinstance(zeros, SwapRefused):
-            words.append(f"refused on some weights ({zeros.message})")
+            words.append(f"impossible for some weights ({zeros.message})")
         if other:
-            words.append(f"the weights decide the tree, and this is that of trained weights (needs {swap.needs})")
+            words.append(f"the model depends on the weights; this is the one for trained weights (needs {swap.needs})")
         self.notes += [note for note in usual.notes if note in getattr(zeros, "notes", ())]
         self.notes += [f"{name}: {each}" for each in words]
         self.settled = self.settled and not chosen and not other
@@ -229,4 +229,4 @@ def swapped(
 
 
 _AS_FAR = ", as far as shapes tell"
-_HINT = "gptkit swap MODEL OUT --dry-run looks at the weights."
+_HINT = "gptkit swap MODEL OUT --dry-run checks the weights."

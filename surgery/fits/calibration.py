@@ -91,7 +91,7 @@ def read_text(
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):
-            hint = "--calibrate FILE: some pages of plain text like what the model is for; --approximate needs none."
+            hint = "Give --calibrate FILE, some pages of plain text like the model's input, or use --approximate."
             raise NoText("this swap needs a text to fit on", hint)
         path, name = PLAY, "the bundled play"
     else:

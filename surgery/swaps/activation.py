@@ -137,7 +137,7 @@ def _to_fitted(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     known = any(how(each.activation, new) != "approximate" for each in found.values())
     mixed = any(isinstance(spec.blocks[i].feed_forward, MixtureOfExperts) for i in found)
     if known or mixed or asked.calibration is None:
-        reason = "experts are not fitted" if mixed else f"the slope from {_one_of(found)} to {new} is known"
+        reason = "gptkit cannot fit experts" if mixed else f"the scale from {_one_of(found)} to {new} is known"
         raise SwapRefused(f"nothing to fit: {reason}", f"--activation {new} needs no text.")
     fits = Scratch.by("feed_forward.slopes", asked.calibration(), found, new)
 
@@ -156,16 +156,16 @@ def _to_two_units(new: Activation, spec: ModelSpec, asked: Asked) -> Swapped:
     known = (old.activation for old in found.values())
     other = next((old for old in known if old not in _FROM[kind] or how(old, new) == "exact"), None)
     if other or asked.approximate:
-        reason = f"from {other} one unit is enough" if other else "--approximate changes the name alone, of one unit"
+        reason = f"{other} needs only one unit" if other else "--approximate applies only to one unit"
         hint = f"--activation {new}"
-        raise SwapRefused(f"two {new} units stand for one of {' or '.join(_FROM[kind])}: {reason}", hint)
+        raise SwapRefused(f"two {new} units replace one of {' or '.join(_FROM[kind])}: {reason}", hint)
     return _swapped(spec, found, new, lambda _, path, old: _two_units(path, old, *_pair(old.activation, kind)), width=2)
 
 
 def _different(spec: ModelSpec, asked: Asked, new: Activation) -> dict[int, Dense]:
     """The feed-forwards that are asked for and have another activation, by layer."""
     others = f"Possible: {', '.join(name for name in TARGETS if name != new)}"
-    none = f"the feed-forwards asked for have {new} already"
+    none = f"these feed-forwards use {new} already"
     layers = asked.those(spec, lambda block: dense_of(block).activation != new, none, others)
     found = {i: dense_of(spec.blocks[i]) for i in layers}
     far = [i for i, dense in found.items() if dense.activation not in NEAR]

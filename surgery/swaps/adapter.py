@@ -26,9 +26,9 @@ from ..base import Wide
 from .adapter_files import open_files
 
 _REFUSED: Mapping[str, str] = {
-    "alora_invocation_tokens": "it acts from certain tokens on, which no merged weight does",
-    "arrow_config": "it chooses among adapters for each token, which no merged weight does",
-    "kasa_config": "it keeps a part of the base model's singular values alone",
+    "alora_invocation_tokens": "it applies only after certain tokens, which merged weights cannot do",
+    "arrow_config": "it chooses an adapter per token, which merged weights cannot do",
+    "kasa_config": "it keeps only a part of the base model's singular values",
     "layer_replication": "it repeats layers of the base model",
     "monteclora_config": "its matrices are drawn at random",
     "use_bdlora": "its matrices are block-diagonal",
@@ -287,11 +287,11 @@ def _read_mlx(reference: str, config: Mapping[str, Any], sha256: str, file: Weig
 
 
 def _require_whole(reference: str, lora: Mapping[str, Lora], unknown: Iterable[str]) -> None:
-    """Raise SwapRefused where there are tensors that are not LoRA's, or half a module's."""
+    """Raise SwapRefused where there are tensors that do not belong to LoRA, or half a module's."""
     unknown = list(unknown)
     halves = [module for module, each in lora.items() if not each.a or not each.b]
     if unknown or halves:
-        what = "tensors that are not LoRA's" if unknown else "only A or only B for"
+        what = "tensors that do not belong to LoRA" if unknown else "only one of A and B for"
         raise SwapRefused(f"{reference} has {what}: {', '.join((unknown or halves)[:4])}")
 
 
@@ -302,7 +302,7 @@ def _texts(value: Any) -> list[str]:
 def _require_understood(reference: str, config: Mapping[str, Any]) -> None:
     method = config.get("peft_type")
     if method != "LORA":
-        hint = "LoRA adapters are: also with rslora, DoRA, patterns, trained biases, modules_to_save."
+        hint = "gptkit merges LoRA adapters, also with rsLoRA, DoRA, patterns, trained biases and modules_to_save."
         raise SwapRefused(f"{reference} is an adapter of the type {shown(method, 40)}, which gptkit cannot merge", hint)
     for name, why in _REFUSED.items():
         if config.get(name):

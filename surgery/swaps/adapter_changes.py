@@ -205,8 +205,8 @@ def _require_own(adapter: Adapter, names: _Names, unknown: list[str]) -> None:
     """Raise SwapRefused where an adapter changes modules that the model does not have, or has from another layer."""
     lent = [name for name in unknown for bare in bare_names(f"{name}.weight") if bare in names.lent]
     if lent:
-        reason = f"{adapter.reference} changes {some_of(lent, _TOLD)}, whose weights this model has from another module"
-        raise SwapRefused(f"{reason}: no merged weight gives both what each needs")
+        reason = f"{adapter.reference} changes {some_of(lent, _TOLD)}, whose weights are shared with another module"
+        raise SwapRefused(f"{reason}: one merged weight cannot serve both")
     if unknown:
         reason = f"{adapter.reference} changes {len(unknown)} modules that this model does not have: "
         raise SwapRefused(reason + some_of(unknown, _TOLD), _hint(adapter))
@@ -224,7 +224,7 @@ def require_fitting(adapter: Adapter, changes: Mapping[str, Change], leaves: Map
         for tensor, shape in _needed(adapter, change).items():
             if adapter.shape(tensor) != shape:
                 own = list(adapter.shape(tensor))
-                wrong.append(f"{tensor} is {own}, {change.leaf.checkpoint} needs {list(shape)}")
+                wrong.append(f"{tensor} has the shape {own}, but {change.leaf.checkpoint} needs {list(shape)}")
     wrong = list(dict.fromkeys(wrong))
     if wrong:
         raise SwapRefused(
@@ -289,5 +289,7 @@ def _hint(adapter: Adapter, changes: Mapping[str, Change] | None = None) -> str 
         if change.leaf.shared[0] in (EMBEDDING, HEAD) and change.stands_in is not None:
             tokens, now = adapter.shape(change.stands_in)[0], change.leaf.shape[0]
             if tokens != now:
-                return f"It has {tokens:,} tokens: swap --vocab {tokens} first, and merge it into the result."
-    return f"It says that it was trained on {adapter.trained_on:.80}." if adapter.trained_on else None
+                return f"The adapter has {tokens:,} tokens: first swap --vocab {tokens}, then merge it into the result."
+    return (
+        f"The adapter was trained on {adapter.trained_on:.80}, according to its config." if adapter.trained_on else None
+    )

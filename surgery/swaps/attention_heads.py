@@ -32,7 +32,7 @@ from ..registry import Asked, Clears, Swap, active
 def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
     """The tree with another number of query heads, in the layers asked for; `active` keeps the most active ones."""
     new = asked.number("a number of heads")
-    none = f"there are {new} heads already"
+    none = f"these layers have {new} heads already"
     layers = asked.those(spec, lambda block: block.attention.heads != new, none, "Possible: another number.")
     changed, tensors = dict[int, Grouped](), dict[str, Tensor]()
     fitting: dict[int, tuple[int, tuple[Index, ...]]] = {}
@@ -62,7 +62,7 @@ def _resize_heads(spec: ModelSpec, asked: Asked, active: bool = False) -> Swappe
         first = min(fitting)
         raise SwapRefused(
             f"the {spec.blocks[first].attention.heads} heads of layer {first} are in use, and which of them matter"
-            " least shows on a text alone",
+            " least can only be measured on a text",
             "Give a text with --calibrate FILE, or use --approximate to choose heads by their weights.",
         )
     summary: dict[str, Any] = {"from": one_or_all(spec.blocks[layer].attention.heads for layer in layers), "to": new}
@@ -116,7 +116,7 @@ def _key_counts(attention: Grouped, new: int) -> list[int]:
     found = [keys] * (new % keys == 0) + [new // group] * (new % group == 0)
     if not found:
         near = [n for n in range(1, 2 * attention.heads + 1) if n % keys == 0 or n % group == 0]
-        reason = f"{new} query heads cannot be shared out over {keys} key-value heads, nor in groups of {group}"
+        reason = f"{new} query heads cannot share {keys} key-value heads evenly, nor be in groups of {group}"
         raise SwapRefused(reason, f"Possible: {', '.join(map(str, near))}, …")
     return list(dict.fromkeys(found))
 
@@ -131,7 +131,7 @@ def _more(attention: Grouped, new: int) -> Choice:
         if before is not None and after is not None:
             if not set(before) <= set(after):
                 fit = [str(n) for n in range(old + 1, 4 * old) if set(before) <= set(slopes(attention, n) or [])]
-                hint = f"Possible: {', '.join(fit)}." if fit else "Possible: other positions first (--position)."
+                hint = f"Possible: {', '.join(fit)}." if fit else "First change the position encoding (--position)."
                 raise SwapRefused(f"with {new} heads, ALiBi lacks some slopes of the model's {old} heads", hint)
             places = [after.index(each) for each in before]
         heads[places], silent[places] = np.arange(old), False

@@ -30,7 +30,7 @@ from .mlp import experts_alike, is_mixture, weights_sum_to_one
 def _fewer_experts(spec: ModelSpec, asked: Asked) -> Swapped:
     """The tree with so many experts in each mixture that is asked for."""
     new = asked.number("a number of experts")
-    layers = asked.those(spec, is_mixture, "no layer asked for has experts", "--mlp moe:8x2 makes 8 of each.")
+    layers = asked.those(spec, is_mixture, "none of these layers has experts", "--mlp moe:8x2 makes 8 of each.")
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in layers}
     for layer, mixture in mixtures.items():
         _require(layer, mixture, new)
@@ -63,7 +63,7 @@ def _require(layer: int, mixture: MixtureOfExperts, new: int) -> None:
     fit = [n for n in range(1, old) if n >= least and n % group == 0]
     if new not in fit:
         groups = f" and {group} groups" if group > 1 else ""
-        reason = f"layer {layer} has {old} experts, {mixture.top_k} for a token{groups}: {new} cannot stay"
+        reason = f"layer {layer} has {old} experts, {mixture.top_k} per token{groups}, so it cannot keep {new}"
         raise SwapRefused(reason, f"Possible: {', '.join(map(str, fit[-8:]))}." if fit else None)
 
 

@@ -87,8 +87,8 @@ def _fold_scale(spec: ModelSpec, asked: Asked) -> Swapped:
             continue
         unclipped(f"blocks.{layer}.attention", attention)
         if isinstance(attention.position, ALiBi) and attention.position.scaled:
-            reason = f"layer {layer} multiplies its ALiBi bias by the scale too, which no weight can take over"
-            hint = "Possible here: the layers without (--blocks), or other positions first (--position)."
+            reason = f"layer {layer} multiplies its ALiBi bias by the scale too, so the scale cannot move into a weight"
+            hint = "Leave such layers out with --blocks, or first change the position encoding (--position)."
             raise SwapRefused(reason, hint)
         path, factor = f"blocks.{layer}.attention", attention.scale / wanted
         norm = attention.q_norm
@@ -131,7 +131,7 @@ def _fold_norm(spec: ModelSpec, asked: Asked) -> Swapped:
         _clear(norm, path, tensors)
     final = _without_bias(cleared["final_norm"]) if whole else spec.final_norm
     new = with_blocks(spec, blocks, head=replace(head, tied=head.tied and not whole), final_norm=final)
-    notes = ("the head was untied from the embedding: it takes the last norm's weight",)
+    notes = ("the head was untied from the embedding, because it takes up the last norm's weight",)
     summary = {"layers": list(asked.chosen(spec)), "head": whole}
     return Swapped(new, "exact", tensors, summary, notes if whole and spec.tied else ())
 
@@ -220,8 +220,10 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
         way, fold = {"value.bias": ("value-bias", _fold_value_bias), "norm.bias": ("norm", _fold_norm)}.get(
             what, ("", _drop)
         )
-        keeps = f"; --fold {way} moves them elsewhere, exactly" if way and _possible(fold, spec, asked) else ""
-        notes = (f"{len(missed)} of {len(gone)} biases dropped are not zero, {missed[0]} the first{keeps}",)
+        keeps = (
+            f"; --fold {way} folds them into other parameters exactly" if way and _possible(fold, spec, asked) else ""
+        )
+        notes = (f"{len(missed)} of {len(gone)} dropped biases are not zero, for example {missed[0]}{keeps}",)
     summary = {"dropped": len(gone), "nonzero": len(missed)}
     return Swapped(new, "approximate" if missed else "exact", tensors, summary, notes)
 

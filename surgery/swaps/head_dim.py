@@ -99,9 +99,9 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
     if isinstance(rotary, Rotary) and rotary.dim == old and how != "partial":
         other = _refit_base(rotary, size) if size % 2 == 0 else None
         if size % 2:
-            reason = f"rotary positions turn pairs, and {size} is odd"
+            reason = f"RoPE rotates pairs of dimensions, and {size} is odd"
         elif other is None:
-            reason = f"the base {rotary.base:g} to the power of {size}/{old} is no number"
+            reason = f"the base {rotary.base:g} to the power of {size}/{old} is too large"
         else:
             reason = _why_not_same(rotary, other, spec, strict=how != "theta")
         if not reason:
@@ -113,7 +113,7 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
     if how != "theta" and (not isinstance(rotary, Rotary) or rotary.dim <= size):
         note = ""
         if reason and isinstance(rotary, Rotary):
-            note = f"only the first {rotary.dim} elements of a head turn with positions: {reason}"
+            note = f"RoPE rotates only the first {rotary.dim} dimensions of a head: {reason}"
         plans.append(_Plan(padded(old, size), rotary, note))
     if size > old:
         return plans[0]
@@ -121,9 +121,9 @@ def _choose(spec: ModelSpec, asked: Asked, path: str, attention: Attention, size
         if not asked.weights.ask(partial(_in_use, path=path, attention=attention, within=plan.within), True, False):
             return plan
     raise SwapRefused(
-        f"heads of {old} cannot become {size} wide: elements that would go are in use in {path}"
+        f"the head dimension cannot change from {old} to {size}: dimensions to be removed are in use in {path}"
         + (f" ({reason})" if reason else ""),
-        "Possible: fewer heads (--heads), or fewer key and value heads (--attention).",
+        "Use fewer heads (--heads), or fewer key-value heads (--attention), instead.",
     )
 
 
@@ -158,12 +158,12 @@ def _why_not_same(old: Rotary, new: Rotary, spec: ModelSpec, strict: bool = True
     for length in lengths:
         first, second = (inverse_frequencies(each, length, torch.float64)[:pairs] for each in (old, new))
         if not bool(((first - second).abs() <= _SAME * first).all()):
-            return f"{type(old.scaling).__name__} depends on how wide a head is"
+            return f"{type(old.scaling).__name__} depends on the head dimension"
     longest = min(spec.context_length or _POSITIONS, _POSITIONS)
     first, second = (inverse_frequencies(each, 1, torch.float32)[:pairs].double() for each in (old, new))
     angle = float((first - second).abs().max()) * longest
     if strict and angle > _ANGLE:
-        return f"another base would turn position {longest:,} by {angle:.0e} more or less in fp32 (theta:{new.dim})"
+        return f"another base would rotate position {longest:,} differently by {angle:.0e} in fp32 (theta:{new.dim})"
     return ""
 
 

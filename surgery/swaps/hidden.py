@@ -59,7 +59,9 @@ def _resize_hidden(spec: ModelSpec, asked: Asked) -> Swapped:
     done = _wider(spec, new) if new > old else _narrower(spec, new, asked)
     heads, notes = max((getattr(block.mixer("attention"), "heads", 1) for block in spec.blocks), default=1), done.notes
     if new % heads and spec.final_norm is not None and not spec.final_norm.centred:
-        notes += (f"transformers' llama takes no width that its {heads} heads do not divide, even beside a head_dim",)
+        notes += (
+            f"transformers' Llama class needs a hidden size divisible by its {heads} heads, even if head_dim is set",
+        )
     return Swapped(done.spec, done.guarantee, done.tensors, {"hidden_size": [old, new], **done.summary}, notes)
 
 
@@ -95,12 +97,11 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
             tensors[name] = taken(name, appended if path == "final_norm" and spec.tied else again)
         return Swapped(resized(spec, new), "exact", tensors, {"method": "copies"})
     centred = {norm.centred for _, norm in every_norm(spec)}
-    multiples = f"Possible: multiples of {old}, as {2 * old}"
+    multiples = f"Possible: multiples of {old}, such as {2 * old}"
     if len(centred) > 1:
         raise SwapRefused(
-            f"with both LayerNorms and RMSNorms, the hidden size cannot change from {old} to {new}: LayerNorm "
-            "needs the mean in the"
-            " new coordinates, the other zeros",
+            f"with both LayerNorms and RMSNorms, the hidden size cannot change from {old} to {new}:"
+            " LayerNorm needs the mean in the new coordinates, and RMSNorm needs zeros",
             f"{multiples}; or any width after --norm rmsnorm, where that is possible.",
         )
     if centred == {False}:
@@ -109,8 +110,8 @@ def _wider(spec: ModelSpec, new: int) -> Swapped:
         return Swapped(_rescaled(spec, new), "exact", _mapped(spec, appended, again) | gains, {"method": "zeros"})
     if any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"a stream that is a LayerNorm's output cannot become {new} wide: the norm's bias and weight are in it, and"
-            " their mean is no constant",
+            f"the hidden size cannot become {new}: the residual stream is a LayerNorm's output, whose mean is"
+            " not constant",
             f"{multiples}.",
         )
     return _with_means(spec, new)
@@ -148,7 +149,7 @@ def _with_means(spec: ModelSpec, new: int) -> Swapped:
         tensors["embedding.weight"] = Computed(lambda model: _with_mean(table_rows(model, norm), new, 1))
         if spec.tied:
             tensors["head.weight"] = taken("embedding.weight", padded(old, new, repeat=True), 1)
-            notes = ("the head was untied from the embedding, which took in its norm",)
+            notes = ("the head was untied from the embedding, because the embedding's norm was folded into its table",)
         ends = {"embedding": replace(changed.embedding, norm=None), "head": replace(changed.has_head(), tied=False)}
         changed = replace(changed, **ends)
     return Swapped(changed, "exact", tensors, {"method": "means"}, notes)
@@ -180,15 +181,15 @@ def _narrower(spec: ModelSpec, new: int, asked: Asked) -> Swapped:
         return _cut(spec, np.arange(new))
     if centred != {False} or any(block.residual == "normed" for block in spec.blocks):
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are in use, and a LayerNorm does not allow the"
-            " rotation that would leave out the least of it",
+            f"coordinates {new} to {old - 1} of the residual stream are in use, and LayerNorm does not allow the"
+            " rotation that would lose the least",
             "Possible: --norm rmsnorm first, where that is exact; --approximate keeps the largest coordinates.",
         )
     if asked.calibration is None:
         raise SwapRefused(
-            f"coordinates {new} to {old - 1} of the residual stream are in use, and what may be left out shows on a"
-            " text alone",
-            "--calibrate FILE, or --approximate, which keeps the largest coordinates.",
+            f"coordinates {new} to {old - 1} of the residual stream are in use, and only a text shows which ones"
+            " matter least",
+            "Give a text with --calibrate FILE, or use --approximate to keep the largest coordinates.",
         )
     return _sliced(spec, new, asked.calibration())
 
@@ -273,7 +274,7 @@ def _sliced(spec: ModelSpec, new: int, calibration: Calibration) -> Swapped:
         return np.asarray(rows @ fitted.of(model, "directions")[:, :new])
 
     found, tensors = in_basis(spec, new, into, lambda _, norm: replace(norm, eps=eps_for(norm.eps, old, new)))
-    notes = ("the head was untied from the embedding: it reads behind the last norm's weight",)
+    notes = ("the head was untied from the embedding, because it takes up the last norm's weight",)
     return Swapped(found, "approximate", tensors, {"method": "principal directions"}, notes if spec.tied else ())
 
 

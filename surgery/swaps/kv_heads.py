@@ -54,7 +54,9 @@ def mean_of_groups(tensor: Wide, own: int, new: int, heads: int, head_dim: int) 
 def _wanted_heads(spec: ModelSpec, asked: Asked) -> dict[int, tuple[Attention, int]]:
     """The layers that change: (their attention, its new number of key-value heads)."""
     found, latent = {}, ", whose heads share one latent"
-    for layer, attention in attentions(spec, asked.chosen(spec), latent, "Possible for the others: --blocks.").items():
+    for layer, attention in attentions(
+        spec, asked.chosen(spec), latent, "Choose the other layers with --blocks."
+    ).items():
         kind, heads = asked.value.partition(":")[0], attention.heads
         wanted = {"mha": heads, "mqa": 1}.get(kind) or asked.number("key-value heads")
         if heads % wanted:
@@ -160,7 +162,7 @@ def _grouped(spec: ModelSpec, asked: Asked) -> dict[int, Attention]:
     found = attentions(spec, asked.chosen(spec), " already")
     for layer, attention in found.items():
         if attention.q_norm is not None or attention.k_norm is not None:
-            reason = f"layer {layer} normalises queries and keys head by head, which a shared key has no heads for"
+            reason = f"layer {layer} normalises queries and keys per head, which latent attention does not support"
             raise SwapRefused(reason, "Use fewer key-value heads: --attention gqa:N or mqa.")
         if attention.cap is not None:
             raise SwapRefused(
@@ -245,7 +247,7 @@ def _to_rank(spec: ModelSpec, asked: Asked) -> Swapped:
         return dataclasses.replace(_to_whole(spec, asked), notes=(note,))
     for layer, each in old.items():
         if rank > whole(each):
-            reason = f"layer {layer} has {whole(each)} numbers per token for a latent to hold, not {rank}"
+            reason = f"layer {layer} has {whole(each)} numbers per token, which is less than a latent of {rank}"
             hint = f"Possible here: mla:{whole(each)} or less, or mla:full ({most} with keys), which changes nothing."
             raise SwapRefused(reason, hint)
     several = any(isinstance(each.position, Rotary) and each.kv_heads > 1 for each in old.values())

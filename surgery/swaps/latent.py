@@ -32,7 +32,7 @@ def _deepseek_form(layer: int, attention: LatentAttention, context: int | None) 
     """The record in a latent attention's place."""
     position = attention.position
     if not isinstance(position, Rotary):
-        hint = "First --position rope:neutral, before --attention mla:full."
+        hint = "Use --position rope:neutral before --attention mla:full."
         raise SwapRefused(f"layer {layer} has no RoPE, which DeepSeek's latent attention needs", hint)
     found = replace(attention, rope_heads=1, position=_widened(layer, position, attention.rope_heads, context))
     found = replace(found, fused=True, gathered=position.pairs == "adjacent")
@@ -83,7 +83,7 @@ def _to_deepseek(spec: ModelSpec, asked: Asked) -> Swapped:
             raise SwapRefused(f"layer {layer} does not have latent attention", "First use --attention mla:full.")
         biased = attention.qkv_bias and attention.q_rank is None
         if biased and not asked.weights.zero(f"{path}.q_proj.bias"):
-            hint = "--drop query.bias, after --attention mla:full, leaves it out."
+            hint = "Remove it with --drop query.bias, after --attention mla:full."
             raise SwapRefused(f"the queries of layer {layer} have a bias, which DeepSeek's form does not support", hint)
         new = _deepseek_form(layer, attention, spec.context_length)
         if new != attention:

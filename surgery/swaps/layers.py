@@ -66,7 +66,7 @@ def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
     stay = f"the new model has {_named(order)} of the {layers}" + (f"; {_named(gone)} dropped" if gone else "")
     if in_order and all(_silent(spec, asked, layer) for layer in gone):
-        note = f"{stay}, which write nothing into the residual stream" if gone else stay
+        note = f"{stay}; the others add nothing to the residual stream" if gone else stay
         return Swapped(new, "exact", tensors, record, (note,))
     note = stay if gone else f"{stay}: no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.
@@ -113,15 +113,15 @@ def _add(spec: ModelSpec, asked: Asked) -> Swapped:
     normed = [old for old, copy in order if copy and spec.blocks[old].residual == "normed"]
     if normed:
         raise SwapRefused(
-            f"layer {normed[0]} takes its residual from a norm's output, so that a block that adds nothing still"
+            f"layer {normed[0]} takes its residual from a norm's output, so a block that adds nothing still"
             " changes the residual stream",
-            "Possible here: a list that repeats layers, --layers keep:0-1,1-, which has to be trained.",
+            "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
     summed = [old for old, copy in order if copy and any(each.sum_norm for each in spec.blocks[old].sublayers)]
     if summed:
         raise SwapRefused(
             f"layer {summed[0]} has a sum_norm, which changes the residual stream even if nothing is added to it",
-            "Possible here: a list that repeats layers, --layers keep:0-1,1-, which has to be trained.",
+            "Repeat layers instead, for example --layers keep:0-1,1-, and train the model.",
         )
     new, tensors = _arranged(spec, [old for old, _ in order])
     added = [index for index, (_, copy) in enumerate(order) if copy]
@@ -174,7 +174,7 @@ def _drop(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def _told(layers: int, found: Dropping) -> Iterator[str]:
     """Say which layers were left out for a try, and the KL without them."""
-    yield f"chosen by {found.by}, by KL on {found.tokens:,} tokens of the text; tried, best first, with these left out:"
+    yield f"chosen by {found.by}, by KL on {found.tokens:,} tokens of the text; tried without these layers, best first:"
     by_size: dict[int, list[tuple[float, str]]] = {}
     for kept, kl in found.tried.items():
         gone = [layer for layer in range(layers) if layer not in kept]

@@ -173,7 +173,7 @@ def _merge_lora(spec: ModelSpec, asked: Asked) -> Swapped:
         changes, untied = _ends(adapter, changes, leaves[architecture.head], asked)
         if untied:
             new = replace(spec, head=replace(spec.has_head(), tied=False))
-            notes.append("the head was untied from the embedding: the adapter does not change both alike")
+            notes.append("the head was untied from the embedding, because the adapter changes them differently")
     made: dict[str, Tensor] = {HEAD: Moved(EMBEDDING)} if new is not spec else {}
     for change in changes.values():
         for part, name in enumerate(change.leaf.shared):
@@ -257,7 +257,7 @@ def _about_base(adapter: Adapter, origin: Origin | None) -> list[str]:
     own, other = (Path(each).name.lower().removesuffix("-local").removesuffix("-hf") for each in (named_base, here))
     if named_base == here or own == other.partition("@")[0].rpartition(":")[2]:
         return []
-    return [f"the adapter says that it was trained on {named_base:.80}; this model comes from {here:.80}"]
+    return [f"the adapter was trained on {named_base:.80}, according to its config; this model comes from {here:.80}"]
 
 
 ORDER = 10

@@ -67,8 +67,8 @@ def _is_gated(block: Block) -> bool:
 
 def _to_gated(spec: ModelSpec, asked: Asked) -> Swapped:
     """Plain -> gated, with the same activation. Exact, and every value keeps its bits."""
-    hint = "--activation changes what their gates compute; --mlp plain is the way back, where it exists."
-    plain = asked.those(spec, lambda b: not _is_gated(b), "the feed-forwards asked for are gated already", hint)
+    hint = "To change the gates' function, use --activation; to remove the gates, --mlp plain."
+    plain = asked.those(spec, lambda b: not _is_gated(b), "these feed-forwards are gated already", hint)
     blocks, tensors = dict[int, Block](), dict[str, Tensor]()
     for layer in plain:
         old = dense_of(spec.blocks[layer])
@@ -100,8 +100,8 @@ def _gated_tensors(path: str, old: Dense) -> dict[str, Tensor]:
 
 def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
     """Gated -> plain: exact where the factor `up` is the same for every input, refitted on a text where it is not."""
-    hint = "--mlp gated is the way to gated ones."
-    found = asked.those(spec, _is_gated, "the feed-forwards asked for are plain already", hint)
+    hint = "To make them gated, use --mlp gated."
+    found = asked.those(spec, _is_gated, "these feed-forwards are plain already", hint)
     zero = asked.weights.zero
     plain = {layer: recast(dense_of(spec.blocks[layer]), FeedForward) for layer in found}
     # Where its weight is zero, up(x) is the same for every x.
@@ -120,7 +120,7 @@ def _to_plain(spec: ModelSpec, asked: Asked) -> Swapped:
                 tensors |= refit.waiting([f"{path}.down_proj.weight"])
         blocks[layer] = with_dense(spec.blocks[layer], replace(plain[layer], up_bias=bias))
     summary = {"from": "gated", "to": "plain", "layers": found, "refitted": varying if refit is not None else []}
-    note = f"in {in_words(varying)} the factor without an activation was left out: it depends on the input"
+    note = f"in {in_words(varying)}, the factor without an activation was left out, although it depends on the input"
     guarantee = guarantee_of(len(varying), len(spec.blocks))
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, (note,) if varying else ())
 
@@ -177,8 +177,8 @@ def _wanted(spec: ModelSpec, asked: Asked) -> tuple[int, int, dict[int, Dense]]:
             "them per token",
             "moe:8x2, for example, means 8 experts with 2 of them per token.",
         )
-    none = "the feed-forwards asked for are mixtures of experts already"
-    layers = asked.those(spec, lambda block: not is_mixture(block), none, "--mlp dense is the way back, where it is.")
+    none = "these feed-forwards are mixtures of experts already"
+    layers = asked.those(spec, lambda block: not is_mixture(block), none, "To merge the experts, use --mlp dense.")
     dense = {layer: dense_of(spec.blocks[layer]) for layer in layers}
     for layer, inner in dense.items():
         unnormed(f"blocks.{layer}.feed_forward", inner)
@@ -221,7 +221,9 @@ def _to_experts(split: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     new = with_mixers(spec, {layer: mixture(expert=each) for layer, each in found.items()})
     summary = {"from": "dense", "to": "experts", "experts": count, "top_k": top, "layers": list(found)}
     summary |= {"split": True} if split else {"seed": seed}
-    notes = ("all experts are taken and weighted alike: one that takes fewer has to be trained to",) if split else ()
+    notes = (
+        ("every token uses all experts with equal weights; to use fewer per token, train the model",) if split else ()
+    )
     return Swapped(new, "exact", tensors, summary, notes)
 
 
@@ -265,8 +267,8 @@ def _weighed(name: str, cut: slice, factor: float) -> Computed:
 
 def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
     """Mixture -> one feed-forward: exact where the experts are alike or all weighted alike, else their mean."""
-    hint = "--mlp moe:8x2 makes 8 experts of each."
-    found = asked.those(spec, is_mixture, "the feed-forwards asked for are dense already", hint)
+    hint = "--mlp moe:8x2 makes 8 experts from each."
+    found = asked.those(spec, is_mixture, "these feed-forwards are dense already", hint)
     mixtures: dict[int, Any] = {layer: spec.blocks[layer].feed_forward for layer in found}
     for layer, mixture in mixtures.items():
         if mixture.beside:
@@ -293,7 +295,7 @@ def _to_dense(spec: ModelSpec, asked: Asked) -> Swapped:
                 tensors[f"{path}.{name}"] = _mean(path, name, mixture.experts, shares, layer)
         changed[layer] = dense
     summary = {"from": "experts", "to": "dense", "layers": found, "alike": one, "side_by_side": all_of}
-    notes = (f"{in_words(lossy)}: the experts differ, and their mean is in their place",) if lossy else ()
+    notes = (f"{in_words(lossy)}: the experts differ and were replaced by their mean",) if lossy else ()
     guarantee = guarantee_of(len(lossy), len(spec.blocks))
     return Swapped(with_mixers(spec, changed), guarantee, tensors, summary, notes)
 

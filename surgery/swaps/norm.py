@@ -50,7 +50,7 @@ from .mlp import dense_of, with_dense
 def _require_exact(way: str, reason: str | None) -> None:
     """Raise SwapRefused where there is a reason why it cannot be exact."""
     if reason is not None:
-        hint = "--approximate replaces the norms all the same and measures the damage."
+        hint = "Use --approximate to replace the norms anyway and to measure the damage."
         raise SwapRefused(f"{way} cannot be exact here: {reason}", hint)
 
 
@@ -73,12 +73,12 @@ def why_not_exact(spec: ModelSpec) -> str | None:
     tables(spec)  # which are centred
     if any(block.residual == "normed" for block in spec.blocks):
         return (
-            "its residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
+            "the residual is taken from the norm's output (apply_residual_connection_post_layernorm), so the mean that"
             " LayerNorm removes is part of what the model computes"
         )
     kept = [path for path, norm in every_norm(spec) if not norm.centred]
     if kept:
-        return f"{kept[0]} is an RMSNorm already and would see the centred stream, of which it sees the mean today"
+        return f"{kept[0]} is an RMSNorm already, and its output would change if the residual stream lost its mean"
     return None
 
 
@@ -161,7 +161,11 @@ def layernorm_to_rmsnorm(spec: ModelSpec, layers: tuple[int, ...] | None = None)
     """The exact swap, for all norms or those of some layers."""
     _require_exact("LayerNorm -> RMSNorm", why_not_exact(spec))
     new, tensors = _centred_tree(spec, layers)
-    notes = ("the head was untied from the embedding: it needs the table uncentred",) if spec.tied else ()
+    notes = (
+        ("the head was untied from the embedding, because only the embedding has its mean removed",)
+        if spec.tied
+        else ()
+    )
     return Swapped(new, "exact", tensors, _of_layer_norms(spec, layers), notes)
 
 
@@ -235,7 +239,7 @@ def _to_rmsnorm(spec: ModelSpec, asked: Asked) -> Swapped:
         if reason is None or mixture or not normed or asked.layers is not None:
             return replace_layernorm(spec, asked.layers)
         new, tensors = _centred_tree(spec, None)
-        notes = ("all but the mean of each norm's own output was taken care of",)
+        notes = ("everything except the mean of the norms' outputs is compensated for",)
         return Swapped(new, "approximate", tensors, _of_layer_norms(spec), notes)
     router = _off_centre(spec, asked) if reason is None else None
     if router is not None:
@@ -255,10 +259,10 @@ def why_not_layernorm(spec: ModelSpec) -> str | None:
     if all(norm.centred for _, norm in stream_norms(spec)):
         raise SwapRefused("this model has no RMSNorm on its residual stream: all these norms are LayerNorm")
     if any(block.residual == "normed" for block in spec.blocks):
-        return "its residual is taken from the norm's output, where the norm's weight does not commute with a rotation"
+        return "the residual is taken from the norm's output, and the norm's weight does not commute with the rotation"
     kept = [path for path, norm in (*stream_norms(spec), *every_norm(spec)) if norm.centred]
     if kept:
-        return f"{kept[0]} is a LayerNorm already and removes a mean that the others see"
+        return f"{kept[0]} is a LayerNorm already and removes a mean that the other norms keep"
     return None
 
 
@@ -291,7 +295,7 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
     centred = not asked.approximate and bare and asked.weights.ask(_stream_is_centred, False, True)
     if asked.approximate or centred:
         new = exchanged(spec, {path: _to_layer_norm(norm) for path, norm in chosen_norms(spec, layers).items()})
-        why = "nothing that writes into the residual stream has a mean, so the norms were exchanged where they stand"
+        why = "the residual stream already has zero mean, so only the norms were replaced"
         record |= {"hidden_size": [old, old]}
         return Swapped(new, "exact" if centred else "approximate", {}, record, (why,) if centred else ())
     _require_exact("RMSNorm -> LayerNorm", reason)
@@ -302,9 +306,11 @@ def _to_layernorm(spec: ModelSpec, asked: Asked) -> Swapped:
         return _to_layer_norm(other) if _asked_for(path, layers) else other
 
     new, tensors = in_basis(spec, size, lambda _, rows: _off_the_mean(rows), norm_of)
-    notes = [f"the residual stream is {size} wide instead of {old}: with one more dimension its mean can be zero"]
+    notes = [
+        f"the hidden size grew from {old} to {size}: the extra dimension makes the mean of the residual stream zero"
+    ]
     if spec.tied:
-        notes.append("the head was untied from the embedding: it reads behind the last norm's weight")
+        notes.append("the head was untied from the embedding, because it takes up the last norm's weight")
     return Swapped(new, "exact", tensors, record | {"hidden_size": [old, size]}, tuple(notes))
 
 

@@ -78,14 +78,14 @@ def _to_parallel(shared: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     for layer in two if shared else ():
         blocks[layer] = blocks.get(layer, spec.blocks[layer]).replaced(feed_forward_norm=None)
     alike = [] if shared else [layer for layer in serial if layer not in differing]
-    note = f"{in_words(alike)}: both norms are the same; --block parallel:shared leaves one out" if alike else None
+    note = f"{in_words(alike)}: both norms are the same; --block parallel:shared stores only one" if alike else None
     return _rearranged(spec, asked, serial, blocks, {}, "parallel", note)
 
 
 def _to_serial(spec: ModelSpec, asked: Asked) -> Swapped:
     """Parallel -> serial with the same weights; a norm that both branches share is copied."""
-    none = "the blocks asked for are serial already"
-    parallel = asked.those(spec, lambda block: block.parallel, none, "--block parallel is the other way.")
+    none = "these layers are serial already"
+    parallel = asked.those(spec, lambda block: block.parallel, none, "--block parallel makes them parallel.")
     tensors: dict[str, Tensor] = {}
     blocks = {}
     for layer in parallel:
@@ -114,7 +114,7 @@ def _rearranged(
 ) -> Swapped:
     """The tree with these blocks, `changed` of them from one order to the other."""
     lossy = [layer for layer in changed if not _same_either_way(spec, asked, layer)]
-    why = f"{in_words(lossy)}: the feed-forward reads another stream, since both branches write" if lossy else None
+    why = f"{in_words(lossy)}: the feed-forward reads a different input, because both branches write" if lossy else None
     summary = {"to": to, "layers": changed, "exact_layers": [layer for layer in changed if layer not in lossy]}
     guarantee, notes = guarantee_of(len(lossy), len(spec.blocks)), tuple(filter(None, (why, note)))
     return Swapped(with_blocks(spec, blocks), guarantee, tensors, summary, notes)

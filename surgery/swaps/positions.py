@@ -82,7 +82,7 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
             turning = replace(now, base=base or now.base, scaling=None if is_neutral(now) else now.scaling)
             return replace(now, scaling=NEUTRAL) if neutral else turning
         if isinstance(attention, LatentAttention):
-            reason = f"the keys of layer {layer} come from a latent and have no place for rotary positions"
+            reason = f"the keys of layer {layer} come from a latent, so they cannot take RoPE"
             raise SwapRefused(reason, "Use --position rope before --attention mla.")
         if attention.head_dim % 2:
             raise SwapRefused(
@@ -93,7 +93,7 @@ def _to_rope(spec: ModelSpec, asked: Asked) -> Swapped:
         return Rotary(dim=attention.head_dim, base=base or _BASE, scaling=NEUTRAL if neutral else None)
 
     chosen = {layer: position(layer) for layer in asked.chosen(spec)}
-    hint = "Another base: --position rope:BASE. A longer context: --rope-scaling."
+    hint = "For another base, use --position rope:BASE; for a longer context, --rope-scaling."
     return _repositioned(spec, asked, chosen, "rope:neutral" if neutral else "rope", hint)
 
 
@@ -110,7 +110,7 @@ def _to_learned(spec: ModelSpec, asked: Asked) -> Swapped:
         hint = "Leave --blocks out."
         raise SwapRefused("a position table is added to the token embeddings, so it affects every layer", hint)
     if spec.positions is not None:
-        hint = "A longer one: --context N."
+        hint = "For a longer table, use --context N."
         raise SwapRefused(f"this model already has a table of {spec.positions.length:,} positions", hint)
     length = spec.context_length if asked.argument is None else asked.number("the table's length", most=10**9)
     if length is None:
@@ -172,7 +172,8 @@ def _with_position(spec: ModelSpec, layer: int, position: Position | None) -> tu
         if isinstance(before, Rotary) != isinstance(position, Rotary):
             hint = "--position rope:neutral turns the rotation off and keeps them."
             raise SwapRefused(
-                f"layer {layer} has separate keys for RoPE beside its latent, which this swap does not support", hint
+                f"layer {layer} has separate keys for RoPE in addition to its latent, which this swap does not support",
+                hint,
             )
         return replace(attention, position=position), {}
     if comes:
@@ -215,11 +216,13 @@ def _without_table(spec: ModelSpec, asked: Asked, tensors: dict[str, Tensor], no
         if spec.tied:
             tensors["head.weight"] = Moved("embedding.weight")
             after = replace(after, head=replace(spec.has_head(), tied=False))
-            notes.append("the head was untied from the embedding: it needs the table without the mean position")
+            notes.append(
+                "the head was untied from the embedding, because only the embedding includes the mean position"
+            )
         return after
     if not isinstance(norm, LayerNorm):
-        reason = "the mean position joins the token embeddings behind their RMSNorm, which has no bias to hold it"
-        raise SwapRefused(reason, "--approximate leaves it out.")
+        reason = "the mean position would be added after the embedding's RMSNorm, which has no bias to take it up"
+        raise SwapRefused(reason, "Use --approximate to leave it out.")
     tensors["embedding.norm.bias"] = joining("embedding.norm.bias", norm.bias)
     return replace(after, embedding=replace(spec.embedding, norm=replace(norm, bias=True)))
 
@@ -296,7 +299,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     if table is None or table.length == length:
         rotary = any(isinstance(block.attention.position, Rotary) for block in spec.blocks)
         if rotary and now is not None and length > now:
-            notes = ("nothing but the number changes: --rope-scaling makes rotary positions for a longer context",)
+            notes = ("only the number changes; to scale RoPE for a longer context, use --rope-scaling",)
         return Swapped(new, "exact", {}, summary, notes)
     move: Callable[..., Array]
     if length < table.length:
@@ -306,7 +309,7 @@ def _to_context(spec: ModelSpec, asked: Asked) -> Swapped:
     else:
         move, rows = _longer_table, "the table backwards and forwards"
     if length > table.length:
-        notes = (f"exact up to {table.length:,} tokens; the rows after them, {rows}, are to be trained",)
+        notes = (f"exact up to {table.length:,} tokens; the rows after that ({rows}) need training",)
     beyond = partial(_behind, move=partial(move, length=length), offset=table.offset)
     moved = {"positions.weight": Moved("positions.weight", beyond if table.offset else partial(move, length=length))}
     new, promise = replace(new, positions=replace(table, length=length)), Promise(length=min(length, table.length))

@@ -68,12 +68,14 @@ def _quantise(spec: ModelSpec, asked: Asked) -> Swapped:
         on_text = {name for name in names if len(shapes[name]) == 2}
         stages = {layer: _stages(spec.blocks[layer], layer, on_text) for layer in layers}
         scratch = Scratch.by("rounding.rounded_layers", stages, grid, asked.calibration())
-        note = "weights are rounded on the text, by GPTQ"
+        note = "weights are rounded with GPTQ on the text"
         rest = {name: Computed(partial(_nearest, name, grid)) for name in names if name not in on_text}
         tensors: dict[str, Tensor] = {**scratch.waiting(sorted(on_text)), **rest}
         return Swapped(spec, "approximate", tensors, {**summary, "by": "GPTQ"}, (note,))
     tensors = {name: Computed(partial(_nearest, name, grid)) for name in names}
-    note = "weights are rounded to nearest" + ("" if asked.approximate else "; --calibrate FILE rounds on a text")
+    note = "weights are rounded to nearest" + (
+        "" if asked.approximate else "; with --calibrate FILE, they are rounded with GPTQ"
+    )
     return Swapped(spec, "approximate", tensors, {**summary, "by": "nearest"}, (note,))
 
 

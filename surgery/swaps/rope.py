@@ -88,7 +88,7 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
         raise UsageError(f"--rope-scaling {asked.value!r}: expected a factor above 1 after the colon, such as yarn:4")
     factor, layers, context = float(text), require_rotary(spec, asked), spec.context_length
     if context is None:
-        hint = "Say it first: --context N."
+        hint = "First set it with --context N."
         raise SwapRefused("the model's original context length is not known, and scaling starts from it", hint)
     for layer, rotary in layers.items():
         _require_unscaled(layer, rotary, kind)
@@ -98,9 +98,9 @@ def _rope_scaling(kind: str, spec: ModelSpec, asked: Asked) -> Swapped:
     longer = math.floor(context * factor) if whole and name != "dynamic" else context
     notes: tuple[str, ...] = ()
     if name == "dynamic":
-        notes = (f"the same function up to {context:,} tokens; the context stays so in the tree, as in transformers",)
+        notes = (f"the same function up to {context:,} tokens; the context length is unchanged, as in transformers",)
     elif not whole:
-        notes = (f"other layers turn as they did: the context stays {context:,} tokens",)
+        notes = (f"the other layers are not scaled, so the context length stays {context:,} tokens",)
     return _rescaled(spec, layers, after, longer, {"scaling": name, "factor": factor}, notes)
 
 
@@ -152,10 +152,10 @@ def _no_scaling(spec: ModelSpec, asked: Asked) -> Swapped:
     """Without scaling, and the context as it was before, where it is known."""
     layers = {layer: rotary for layer, rotary in require_rotary(spec, asked).items() if rotary.scaling is not None}
     if not layers:
-        hint = "A larger base (ntk) leaves no record: --position rope:BASE."
+        hint = "If it was scaled by a larger base (ntk), restore the base with --position rope:BASE."
         raise SwapRefused("the model's RoPE is not scaled", hint)
     if any(is_neutral(rotary) for rotary in layers.values()):
-        raise SwapRefused("the model's RoPE rotates by zero; it is not scaled", "--position rope turns them on.")
+        raise SwapRefused("the model's RoPE rotates by zero; it is not scaled", "Use --position rope to turn it on.")
 
     def shorter(rotary: Rotary, context: int) -> int:
         """The context that a model had before this scaling."""
@@ -226,7 +226,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
     for layer, rotary in layers.items():
         attention, path = spec.blocks[layer].attention, f"blocks.{layer}.attention"
         if isinstance(attention, LatentAttention):
-            hint = "--rotary-dim goes before --attention mla."
+            hint = "Use --rotary-dim before --attention mla."
             raise SwapRefused(
                 f"layer {layer} has latent attention with separate rotary keys, which this swap does not support", hint
             )
@@ -256,8 +256,10 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def _require_part(layer: int, rotary: Rotary, size: int) -> None:
     """Raise SwapRefused where a rotary of this dimension has no part of that one."""
-    widest, has = rotary.dim - 2, f"layer {layer} turns {rotary.dim} elements of each head"
-    possible = f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "There is no smaller part."
+    widest, has = rotary.dim - 2, f"RoPE already rotates {rotary.dim} dimensions of each head in layer {layer}"
+    possible = (
+        f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "No smaller number is possible."
+    )
     if size % 2 or size < 2:
         raise SwapRefused(f"RoPE rotates pairs of dimensions: expected an even number from 2, not {size}", possible)
     if size >= rotary.dim:
@@ -295,7 +297,7 @@ def kept_rotary(rotary: Rotary, size: int, drop: str) -> Rotary:
             return each
     if dynamic_scaling or original is None:
         raise SwapRefused(
-            "its RoPE scaling depends on all pairs together", "Only the slowest pairs can be dropped here."
+            "the model's RoPE scaling depends on all pairs together", "Only the slowest pairs can be dropped here."
         )
     plain = frequencies(part)
     short, long = (tuple(map(float, plain / each)) for each in wanted)

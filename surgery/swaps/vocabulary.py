@@ -92,8 +92,8 @@ def _to_size(multiple: bool, spec: ModelSpec, asked: Asked) -> Swapped:
     if size < now:
         return _cut(spec, asked, size)
     note = (
-        f"the {size - now:,} new tokens have a logit of 0 at every position until they are trained, which sampling may"
-        " draw; all others have theirs"
+        f"the {size - now:,} new tokens have a logit of 0 at every position until they are trained, so sampling may"
+        " draw them; the logits of all other tokens are unchanged"
     )
 
     def with_zeros(table: Array) -> Array:
@@ -109,14 +109,14 @@ def _cut(spec: ModelSpec, asked: Asked, size: int) -> Swapped:
     if vocabulary is not None and max(vocabulary.tokens.values(), default=0) >= size:
         _require_within(vocabulary, size, spec.vocab_size)
         files = vocabulary.cut({i: i for i in range(size) if i in vocabulary.names})
-    note = "there is no tokenizer beside the model: ids that its config.json names were not checked"
+    note = "the model has no tokenizer, so the token ids in config.json were not checked"
     notes = [] if vocabulary is not None else [note]
     return _sized(spec, size, lambda table: table[:size], (range(size), range(size)), notes, files)
 
 
 def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     """Raise SwapRefused where the first `size` tokens cannot do without a later one."""
-    hint = "--vocab prune:FILE keeps chosen tokens and what they need, and renumbers them."
+    hint = "--vocab prune:FILE keeps chosen tokens and the tokens that they need, and renumbers them."
     needed = {i: why for i, why in vocabulary.required().items() if size <= i < now}
     if needed:
         some = some_of([f"{vocabulary.names[i]!r} ({i}: {needed[i]})" for i in sorted(needed)], _TOLD)
@@ -126,7 +126,7 @@ def _require_within(vocabulary: Vocabulary, size: int, now: int) -> None:
     parts = sorted(i for i in vocabulary.closed(i for i in vocabulary.names if i < size) if i >= size)
     if parts:
         some = ", ".join(f"{vocabulary.names[i]!r} ({i})" for i in parts[:_TOLD])
-        told = f"tokens among the first {size:,} are merged from {len(parts):,} that would be cut: {some}"
+        told = f"some of the first {size:,} tokens are merged from {len(parts):,} that would be removed: {some}"
         raise SwapRefused(told, hint)
 
 
@@ -146,7 +146,9 @@ def _prune_to_list(spec: ModelSpec, asked: Asked) -> Swapped:
             unknown.append(f"{token!r:.40} (line {number:,})")
         ids.add(token_id)
     if unknown:
-        hint = "One token a line, as the tokenizer's vocabulary writes it. prune-text:FILE takes any text."
+        hint = (
+            "Write one token per line, spelled as in the tokenizer's vocabulary. For plain text, use prune-text:FILE."
+        )
         raise InvalidInput(
             f"{asked.argument} contains entries that are neither a token nor an id: {some_of(unknown, _TOLD)}", hint
         )
@@ -169,19 +171,21 @@ def _prune(spec: ModelSpec, vocabulary: Vocabulary, ids: set[int]) -> Swapped:
     kept = sorted(vocabulary.closed(ids | set(vocabulary.required())))
     if kept[-1] >= spec.vocab_size:
         raise SwapRefused(
-            f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, the model has {spec.vocab_size:,}",
-            f"--vocab First give every token a row: --vocab {max(vocabulary.names) + 1}.",
+            f"token {kept[-1]:,} of the tokenizer is {vocabulary.names[kept[-1]]!r}, but the embedding has only"
+            f" {spec.vocab_size:,} rows",
+            f"First give every token a row: --vocab {max(vocabulary.names) + 1}.",
         )
     if len(kept) == spec.vocab_size:
-        hint = "A shorter list, or a text that uses fewer."
+        hint = "Give a shorter list, or a text that uses fewer tokens."
         raise SwapRefused(
-            f"nothing to prune: the tokens to keep, with those that they need, are all {len(kept):,}", hint
+            f"nothing to prune: the given tokens and those that they need are the whole vocabulary ({len(kept):,})",
+            hint,
         )
     files, needed = vocabulary.cut({old: new for new, old in enumerate(kept)}), len(set(kept) - ids)
     notes = [f"{len(kept):,} of {spec.vocab_size:,} tokens kept: {len(ids):,} as asked, {needed:,} that they need"]
     lost = sorted(name for name, text in files.items() if text is None)
     if lost:
-        notes.append(f"left out, for they describe the old tokens: {', '.join(lost)}")
+        notes.append(f"left out, because they describe the old tokens: {', '.join(lost)}")
     tokens = kept, range(len(kept))
     return _sized(spec, len(kept), _picked(kept), tokens, notes, files, asked_for=len(ids), added=needed)
 
@@ -208,7 +212,7 @@ def _vocabulary_of(asked: Asked, needed: bool = False) -> Vocabulary | None:
     found = read_vocabulary(asked.files, asked.texts, config)
     if found is None and needed:
         hint = "--vocab N keeps the first N tokens."
-        raise SwapRefused("the model has no tokenizer, so the tokens of its ids are not known", hint)
+        raise SwapRefused("the model has no tokenizer, so gptkit cannot tell which token each id is", hint)
     return found
 
 
@@ -260,11 +264,11 @@ def _tie(spec: ModelSpec, asked: Asked) -> Swapped:
         # In the wider dtype of both, whose values are the same.
         return _retied(spec, "exact", {_BOTH[0]: Moved(_BOTH, lambda table, head: table)})
     differ = asked.weights.ask(lambda model: sum(differing(model, *_BOTH)), table[0], 0)
-    note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so no tying is exact: "
+    note = f"the head and the embedding differ in {differ:,} of {table[0]:,} rows, so tying them cannot be exact: "
     if asked.approximate:
-        return _retied(spec, "approximate", {}, f"{note}the embedding's is kept", matrix="embedding")
+        return _retied(spec, "approximate", {}, f"{note}the embedding's matrix is kept", matrix="embedding")
     mean = Computed(lambda model: (model.wide(_BOTH[0]) + model.wide(_BOTH[1])) / 2)
-    return _retied(spec, "approximate", {_BOTH[0]: mean}, f"{note}their mean stands for both", matrix="mean")
+    return _retied(spec, "approximate", {_BOTH[0]: mean}, f"{note}both use their mean", matrix="mean")
 
 
 _tying = partial(Swap, form="", source="Press and Wolf 1608.05859")

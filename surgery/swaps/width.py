@@ -36,7 +36,7 @@ def _widths(spec: ModelSpec) -> set[int | None]:
 def _resize_feed_forward(spec: ModelSpec, asked: Asked, active: bool = False) -> Swapped:
     """The tree with feed-forwards of another width, in the layers asked for; `active` keeps the most active units."""
     size = asked.number("a width")
-    none = f"the feed-forwards are {size} wide already"
+    none = f"the hidden size of these feed-forwards is {size} already"
     layers = asked.those(spec, lambda block: dense_of(block).intermediate_size != size, none, "Give another dimension.")
     inner = [each for layer in layers for each in experts(spec.blocks[layer], layer)]
     changed = {layer: replace(dense_of(spec.blocks[layer]), intermediate_size=size) for layer in layers}

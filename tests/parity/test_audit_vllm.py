@@ -179,8 +179,8 @@ PART = "model.layers.1.self_attn.qkv_proj.weight (q)"
 BEYOND, BIAS = OUTPUT.replace(".1.", ".9."), QUERIES.replace("weight", "bias")
 CASES: dict[str, tuple[list[str], dict[str, Any], list[tuple[str, str, tuple[str, ...]]]]] = {
     "nothing": ([], {}, []),
-    "a part of a matrix is gone": ([QUERIES], {}, [("loader-draws", "in memory", (PART,))]),
-    "a matrix is gone": ([OUTPUT], {}, [("loader-draws", "in memory", (OUTPUT,))]),
+    "a part of a matrix is gone": ([QUERIES], {}, [("loader-draws", "uninitialised memory", (PART,))]),
+    "a matrix is gone": ([OUTPUT], {}, [("loader-draws", "uninitialised memory", (OUTPUT,))]),
     "a norm is gone": ([NORM], {}, [("loader-draws", "does not load", (NORM,))]),
     "a tensor too many": ([], {"model.extra.w": 1}, [("loader-ignores", "does not load", ("model.extra.w",))]),
     "a layer too many": ([], {BEYOND: 1}, [("loader-ignores", "does not load", (BEYOND,))]),
@@ -268,7 +268,11 @@ def test_what_vllm_has_no_class_for_is_told(model: Path, tmp_path: Path) -> None
         "gone": ({"architectures": ["GoneForCausalLM"]}, "loader-refuses", "0.9.2"),
         "unknown": ({"architectures": ["NobodyForCausalLM"]}, "loader-refuses", "nor has transformers"),
         "none": ({"architectures": None}, "loader-refuses", "names no architecture"),
-        "transformers": ({"architectures": ["PhiForCausalLM"]}, "loader-architecture", "runs the class of transformers"),
+        "transformers": (
+            {"architectures": ["PhiForCausalLM"]},
+            "loader-architecture",
+            "runs the class of transformers",
+        ),
         "fallback": ({"architectures": ["LlamaModel"]}, "loader-architecture", "if that accepts vLLM's"),
         "untold": ({"architectures": ["UntoldForCausalLM"]}, "loader-unread", "vllm.kernels.are_fast"),
         "refused": ({"hidden_act": "gelu"}, "loader-refuses", "Unsupported activation: gelu"),

@@ -241,14 +241,14 @@ def test_slopes_are_fitted_on_what_matters() -> None:
 
 
 REFUSALS = [
-    ("gpt2", "gelu_new", "the feed-forwards asked for have gelu_new already"),
-    ("llama", "silu:2", "the feed-forwards asked for have silu already"),
-    ("llama", "silu:fit", "the feed-forwards asked for have silu already"),
-    ("gpt2-by-layer", "silu:2", "two silu units stand for one of .*: from relu one unit is enough"),
-    ("gpt2-other-names", "silu:2", "from quick_gelu one unit is enough"),
-    ("gpt2-other-names", "silu:fit", "nothing to fit: the slope from quick_gelu to silu is known"),
+    ("gpt2", "gelu_new", "these feed-forwards use gelu_new already"),
+    ("llama", "silu:2", "these feed-forwards use silu already"),
+    ("llama", "silu:fit", "these feed-forwards use silu already"),
+    ("gpt2-by-layer", "silu:2", "two silu units replace one of .*: relu needs only one unit"),
+    ("gpt2-other-names", "silu:2", "quick_gelu needs only one unit"),
+    ("gpt2-other-names", "silu:fit", "nothing to fit: the scale from quick_gelu to silu is known"),
     ("gpt2-relu2", "silu", "no rescaling brings silu close to relu2, the activation of layer 0"),
-    ("mixtral", "gelu:fit", "nothing to fit: experts are not fitted"),
+    ("mixtral", "gelu:fit", "nothing to fit: gptkit cannot fit experts"),
 ]
 
 
@@ -267,7 +267,7 @@ def test_a_text_is_asked_for(tmp_path: Path) -> None:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="silu:fit")
     with pytest.raises(UsageError, match="'swoosh' is unknown"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="swoosh")
-    with pytest.raises(SwapRefused, match="--approximate changes the name alone"):
+    with pytest.raises(SwapRefused, match="--approximate applies only to one unit"):
         gptkit.swap(tmp_path / "hf", tmp_path / "out", activation="silu:2", approximate=True)
 
 

@@ -64,9 +64,9 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
             gptkit.swap(saved(name, folder), tmp_path / "out", heads=heads)
         return str(caught.value)
 
-    assert "there are 6 heads already" in refused("llama", "6")
+    assert "these layers have 6 heads already" in refused("llama", "6")
     message = refused("llama", "7")
-    assert "7 query heads cannot be shared out over 2 key-value heads, nor in groups of 3" in message
+    assert "7 query heads cannot share 2 key-value heads evenly, nor be in groups of 3" in message
     assert "Possible: 2, 3, 4, 6, 8, 9" in message
     assert "with 40 heads, ALiBi lacks some slopes" in refused("bloom", "40")
     assert "text" in refused("llama", "4")

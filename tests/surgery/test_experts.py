@@ -176,7 +176,7 @@ def test_weights_that_do_not_sum_to_one() -> None:
 
 
 REFUSALS = [
-    ("gpt2", "dense", "the feed-forwards asked for are dense already"),
+    ("gpt2", "dense", "these feed-forwards are dense already"),
     ("mixtral", "moe:4x2", "mixtures of experts already"),
     ("gpt2", "moe:2x3", "3 of 2 experts per token"),
     ("gpt2", "moe:2x0", "0 of 2 experts per token"),

@@ -84,8 +84,8 @@ def test_frequencies_stay(dim: int, more: int, base: float) -> None:
 
 def test_scalings_that_look_at_the_width_turn_part_of_the_head(folder: Path, tmp_path: Path) -> None:
     result = gptkit.swap(saved("llama-dynamic", folder), tmp_path / "out", head_dim="12")
-    assert any("only the first 8 elements" in note for note in result.chain.notes)
-    with pytest.raises(SwapRefused, match="DynamicScaling depends on how wide a head is"):
+    assert any("only the first 8 dimensions" in note for note in result.chain.notes)
+    with pytest.raises(SwapRefused, match="DynamicScaling depends on the head dimension"):
         gptkit.swap(saved("llama-dynamic", folder), tmp_path / "no", head_dim="theta:12")
 
 
@@ -105,7 +105,9 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "the head dimension is already 20" in refused("llama", "20")
-    assert "20 cannot become 16 wide: elements that would go are in use in blocks.0.attention" in refused("llama", "16")
+    assert "cannot change from 20 to 16: dimensions to be removed are in use in blocks.0.attention" in refused(
+        "llama", "16"
+    )
     assert "23 is odd" in refused("llama", "theta:23")
     assert "RoPE does not rotate whole heads" in refused("gpt2", "theta:16")
 

@@ -63,7 +63,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "the hidden size is already 48" in refused("llama", "48")
-    assert "Possible: multiples of 64, as 128" in refused("bloom-post-norm", "65")
+    assert "Possible: multiples of 64, such as 128" in refused("bloom-post-norm", "65")
     assert "coordinates 40 to 47 of the residual stream are in use" in refused("gpt2", "40")
     assert "--norm rmsnorm first" in refused("gpt2", "40")
     assert "needs a text to fit on" in refused("llama", "40")
@@ -72,7 +72,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
 
 def test_what_llama_refuses_is_said(folder: Path, tmp_path: Path) -> None:
     notes = gptkit.swap(saved("llama", folder), tmp_path / "out", hidden="50").chain.notes
-    assert any("llama takes no width that its 6 heads do not divide" in note for note in notes)
+    assert any("needs a hidden size divisible by its 6 heads" in note for note in notes)
 
 
 @exhaustive

@@ -278,7 +278,7 @@ def test_the_whole_way_is_told_and_is_a_way(folder: Path, tmp_path: Path) -> Non
     steps = [line.split()[:2] for line in hint.splitlines() if line.startswith("  --")]
     assert steps == [["--norm", "rmsnorm"], ["--position", "rope"], ["--mlp", "gated"], ["--drop", "head.bias"]]
     assert "--norm rmsnorm    changes nothing" in hint
-    assert "on the probe, and is to be trained" in hint and "All at once, with --as hf:llama." in hint
+    assert "on the probe, and needs training" in hint and "All at once, with --as hf:llama." in hint
     asked = {option.removeprefix("--"): value for option, value in steps}
     gptkit.swap(source("gpt2", folder), tmp_path / "out", to="hf:llama", measured=False, **asked)
     assert gap_to_transformers(tmp_path / "out") <= 1e-5
@@ -290,7 +290,7 @@ def test_a_little_that_is_missing(folder: Path, tmp_path: Path) -> None:
     assert "no transformers architecture can hold this model" in message
     assert "  llama has no head.bias" in message
     words = " ".join(hint.split())
-    assert words.startswith("It falls short of llama by head.bias: --drop head.bias costs KL 0.")
+    assert words.startswith("llama cannot express head.bias: --drop head.bias costs KL 0.")
     assert words.endswith("on the probe.")
 
 
@@ -304,10 +304,10 @@ def test_what_no_swap_clears(folder: Path, tmp_path: Path) -> None:
     message, hint = refused("gpt2", folder, tmp_path / "out", "hf:bloom")
     assert "  embedding.norm: none, bloom has LayerNorm" in message
     words = " ".join(hint.split())
-    assert "No swap clears embedding.norm on the way to bloom; --position alibi would clear the rest." in words
+    assert "No swap can change embedding.norm to match bloom; --position alibi would change the rest." in words
     assert hint.endswith("gptkit's own format can hold any model: --as local")
     _, hint = refused("mistral-no-window", folder, tmp_path / "out", "auto", attention="mla:full")
-    assert hint.startswith("No swap clears blocks.*.attention on the way to")
+    assert hint.startswith("No swap can change blocks.*.attention to match")
 
 
 def test_what_a_family_refuses_is_said(folder: Path, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_a_large_model_is_told_a_way_without_what_it_costs(
     monkeypatch.setattr(ways, "SMALL", 10)
     _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
     assert "--norm rmsnorm    changes nothing" in hint
-    assert "--drop head.bias  costs something: swap it and see" in hint
+    assert "--drop head.bias  changes logits: run it to see" in hint
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_a_remedy_that_clears_nothing_is_not_offered(
     monkeypatch.setattr(ways, "remedies", lambda obstacle: iter([(step,) for step in useless]))
     _, hint = refused("gpt2", folder, tmp_path / "out", "hf:llama")
     assert not any(str(step) in hint for step in useless)
-    assert "would clear" not in hint
+    assert "would change" not in hint
 
 
 def with_ones(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -291,8 +291,8 @@ def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], mess
 def test_another_base_is_refused_with_what_does_not_fit(copy: Path) -> None:
     edit(copy, base_model_name_or_path="org/the-right-one")
     narrow = refused(copy, "narrow")
-    assert "does not fit this model" in narrow.message and "is [120, 3]" in narrow.message
-    assert narrow.hint == "It says that it was trained on org/the-right-one."
+    assert "does not fit this model" in narrow.message and "has the shape [120, 3]" in narrow.message
+    assert narrow.hint == "The adapter was trained on org/the-right-one, according to its config."
     deep = refused(copy, "deep").message
     assert "is incomplete: its target_modules include model.layers.3.self_attn.q_proj.weight" in deep
     assert "another model" not in narrow.message + deep  # which is a guess
@@ -300,7 +300,7 @@ def test_another_base_is_refused_with_what_does_not_fit(copy: Path) -> None:
     assert "changes 6 modules that this model does not have" in refused(copy, "gpt2").message
     result = gptkit.swap(copy / "base", copy / "out", merge_lora=str(copy / "adapter"))
     assert result.chain.notes == (
-        "the adapter says that it was trained on org/the-right-one; this model comes from base",
+        "the adapter was trained on org/the-right-one, according to its config; this model comes from base",
     )
 
 
@@ -311,7 +311,9 @@ def test_an_adapter_with_more_tokens_than_the_model(tmp_path: Path) -> None:
         return {n: torch.cat([t, torch.ones(3, 48)]) if len(t) == 97 else t for n, t in old.items()}
 
     tensors(tmp_path, longer)
-    assert refused(tmp_path).hint == "It has 100 tokens: swap --vocab 100 first, and merge it into the result."
+    assert (
+        refused(tmp_path).hint == "The adapter has 100 tokens: first swap --vocab 100, then merge it into the result."
+    )
     steps = [Step("vocab", "100"), Step("merge_lora", str(tmp_path / "adapter"))]
     result = gptkit.swap(tmp_path / "base", tmp_path / "out", steps)
     assert result.guarantee == "exact"
@@ -321,9 +323,9 @@ def test_an_adapter_with_more_tokens_than_the_model(tmp_path: Path) -> None:
 
 def test_files_that_are_missing_or_broken(copy: Path, tmp_path: Path) -> None:
     tensors(copy, lambda old: {n: t for n, t in old.items() if "layers.1.self_attn.q_proj.lora_B" not in n})
-    assert "only A or only B for: model.layers.1.self_attn.q_proj" in refused(copy).message
+    assert "only one of A and B for: model.layers.1.self_attn.q_proj" in refused(copy).message
     tensors(copy, lambda old: {**old, "base_model.model.model.layers.0.mlp.ia3_l": torch.ones(3)})
-    assert "tensors that are not LoRA's: model.layers.0.mlp.ia3_l" in refused(copy).message
+    assert "tensors that do not belong to LoRA: model.layers.0.mlp.ia3_l" in refused(copy).message
     shutil.move(copy / "adapter" / "adapter_model.safetensors", copy / "adapter" / "adapter_model.bin")
     error = refused(copy)
     assert isinstance(error, UntrustedInput) and "adapter_model.bin is a pickle" in error.message

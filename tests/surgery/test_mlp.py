@@ -84,7 +84,7 @@ def test_where_both_factors_depend_on_the_input(tmp_path: Path) -> None:
         gptkit.swap(tmp_path / "hf", tmp_path / "out", mlp="plain")
     assert "--approximate" in str(caught.value.hint)
     result = gptkit.swap(tmp_path / "hf", tmp_path / "out", mlp="plain", approximate=True)
-    assert result.guarantee == "retrained" and result.chain.notes[0].startswith("in layers 0, 1, 2 the factor")
+    assert result.guarantee == "retrained" and result.chain.notes[0].startswith("in layers 0, 1, 2, the factor")
     assert result.measured is not None and result.measured.relative["float64"] > 0.1
     one = gptkit.swap(tmp_path / "hf", tmp_path / "one", mlp="plain", blocks="1", approximate=True)
     assert one.guarantee == "approximate" and "in layer 1 " in one.chain.notes[0]
@@ -97,8 +97,8 @@ def test_where_both_factors_depend_on_the_input(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for name, value, words in (
-        ("llama", "gated", "the feed-forwards asked for are gated already"),
-        ("gpt2", "plain", "the feed-forwards asked for are plain already"),
+        ("llama", "gated", "these feed-forwards are gated already"),
+        ("gpt2", "plain", "these feed-forwards are plain already"),
         ("mixtral", "plain", "gated -> plain cannot be exact here: in layers 0, 1, 2 the factor"),
     ):
         save_hf(CONFIGS[name], tmp_path / name)

@@ -78,7 +78,7 @@ def test_where_both_branches_write(name: str, tmp_path: Path) -> None:
     assert (one.guarantee, every.guarantee) == ("approximate", "retrained")
     assert one.measured is not None and every.measured is not None
     assert every.measured.kl > one.measured.kl > 1e-4
-    assert one.chain.notes[0] == "layer 1: the feed-forward reads another stream, since both branches write"
+    assert one.chain.notes[0] == "layer 1: the feed-forward reads a different input, because both branches write"
     assert [block.parallel for block in one.spec.blocks] == [(i == 1) == (to == "parallel") for i in range(3)]
     assert one.chain.swapped[0].summary["exact_layers"] == []
 
@@ -97,7 +97,7 @@ def test_refusals(tmp_path: Path) -> None:
     for name, value, words in (
         ("bloom-post-norm", "parallel", "residual of layers 0, 1, 2 comes from the norm's output"),
         ("falcon-7b", "parallel", "these layers are parallel already"),
-        ("gpt2", "serial", "the blocks asked for are serial already"),
+        ("gpt2", "serial", "these layers are serial already"),
         ("gpt2", "parallel:shared", "differ in layers 0, 1, 2"),
     ):
         save_hf(CONFIGS[name], tmp_path / name)

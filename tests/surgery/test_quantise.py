@@ -108,7 +108,7 @@ def test_rounding_on_a_text_is_better_than_to_nearest(sample: str, value: str, t
 def test_without_a_text_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     save_hf(CONFIGS["llama"], tmp_path / "model")
     done = gptkit.swap(tmp_path / "model", tmp_path / "out", quantize="int4:24", dtype="float64", measured=False)
-    assert done.chain.notes == ("weights are rounded to nearest; --calibrate FILE rounds on a text",)
+    assert done.chain.notes == ("weights are rounded to nearest; with --calibrate FILE, they are rounded with GPTQ",)
     before, after = (gptkit.open_checkpoint(tmp_path / name) for name in ("model", "out"))
     name = "blocks.0.feed_forward.down_proj.weight"
     weight = to_float64(*before.tensor(name))

@@ -432,7 +432,7 @@ def test_refusals_of_other_trees() -> None:
         assert refused.value.hint == "Possible here: linear, yarn, llama3."
     with pytest.raises(SwapRefused, match=r"an even number|already") as refused:
         apply(Weights(two), Step("rotary_dim", "2"))
-    assert refused.value.hint == "There is no smaller part."
+    assert refused.value.hint == "No smaller number is possible."
     with pytest.raises(SwapRefused, match="original context length") as refused:
         apply(Weights(replace(spec, context_length=None)), Step("rope_scaling", "ntk:2"))
     assert "--context N" in str(refused.value.hint)

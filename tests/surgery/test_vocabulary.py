@@ -98,7 +98,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab=value)
     note = gptkit.swap(tmp_path / "hf", tmp_path / "out", vocab="90").chain.notes[0]
-    assert note.startswith("there is no tokenizer")
+    assert note.startswith("the model has no tokenizer")
 
 
 def late_special(folder: Path) -> Path:
@@ -225,7 +225,9 @@ def test_a_tokenizer_with_more_tokens_than_rows(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(data))
     (tmp_path / "text").write_text(TEXT)
     prune = Step("vocab", f"prune-text:{tmp_path / 'text'}")
-    with pytest.raises(SwapRefused, match=r"token 512 of the tokenizer is '<\|more\|>', the model has 512") as caught:
+    with pytest.raises(
+        SwapRefused, match=r"token 512 of the tokenizer is '<\|more\|>', but the embedding has only 512 rows"
+    ) as caught:
         gptkit.swap(folder, tmp_path / "out", [prune])
     assert "--vocab 513 first" in str(caught.value.hint)
     result = gptkit.swap(folder, tmp_path / "out", [Step("vocab", "513"), prune])
