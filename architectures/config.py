@@ -36,7 +36,7 @@ SUMMARIES = dict.fromkeys(
 """What configs of GPT-2's kin say of a classifier's head, for a family's `irrelevant`."""
 COMMON_IRRELEVANT: dict[str, str] = {
     "_name_or_path": "where the file came from",
-    "architectures": "the class to build; read where the family is told",
+    "architectures": "the class to build; used to choose the family",
     "attention_dropout": "training only",
     "auto_map": "points at remote code, which gptkit never runs",
     "bos_token_id": "generation",
@@ -51,11 +51,11 @@ COMMON_IRRELEVANT: dict[str, str] = {
     "initializer_range": "training only",
     "keys_to_ignore_at_inference": "output format",
     "label2id": "classification heads",
-    "model_type": "read where the family is told",
+    "model_type": "used to choose the family",
     "num_labels": "classification heads",
     "output_attentions": "output format",
     "output_hidden_states": "output format",
-    "pad_token_id": "generation; the padding row of the embedding is a row like any other here",
+    "pad_token_id": "for generation; the padding token's embedding is used like any other",
     "pretraining_tp": "splits matrix products in training; transformers no longer does",
     "problem_type": "classification heads",
     "quantization": "how MLX stores the weights; read by the loader",
@@ -68,11 +68,11 @@ COMMON_IRRELEVANT: dict[str, str] = {
 }
 
 COMMON_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "is_encoder_decoder": ((False, None), "only decoder-only models have a tree here"),
-    "add_cross_attention": ((False, None), "cross-attention has no component here"),
-    "per_layer_config": ((None,), "transformers' class of this family fails where layers differ in it"),
-    "is_causal": ((True,), "attention to tokens that come later has no component here"),
-    "kv_sharing_modes": ((None,), "layers that share keys and values have no component here"),
+    "is_encoder_decoder": ((False, None), "gptkit supports only decoder-only models for this family"),
+    "add_cross_attention": ((False, None), "gptkit does not support cross-attention for this family"),
+    "per_layer_config": ((None,), "transformers fails for this family if layers have different values"),
+    "is_causal": ((True,), "gptkit does not support bidirectional attention for this family"),
+    "kv_sharing_modes": ((None,), "gptkit does not support layers that share keys and values for this family"),
 }
 
 
@@ -228,7 +228,7 @@ class ConfigReader:
             value = self.data[key]
             if told and found is not None and value != found:
                 both = f"{self.place}{told} is {shown(found)} but {self.place}{key} is {shown(value)}"
-                raise ConfigError(f"config.json: {both}, and they are one field")
+                raise ConfigError(f"config.json: {both}, but both are names of the same field")
             found, told = value, key
         return found
 

@@ -46,16 +46,24 @@ OF_BERT: dict[str, str | None] = {
 """`Architecture.irrelevant` of BERT's kin, which read the class."""
 
 DECODING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "is_decoder": ((False, None), "as a decoder this family's attention is causal, and gptkit reads encoders"),
-    "embedding_size": ((None,), "a table of another width than the stream is ELECTRA's, which is not read yet"),
-    "position_embedding_type": (("absolute", None), "positions relative to the query have no component here"),
+    "is_decoder": ((False, None), "gptkit supports this family only as an encoder, and a decoder has causal attention"),
+    "embedding_size": (
+        (None,),
+        "gptkit does not yet support an embedding narrower or wider than the hidden size (ELECTRA)",
+    ),
+    "position_embedding_type": (
+        ("absolute", None),
+        "gptkit does not support relative position embeddings for this family",
+    ),
 }
 """Fields that BERT's kin refuse beside the common ones."""
 
 ALWAYS_TIED = {"tied": True}
 """`Decoder.fixed` beside these of families that refuse a head of its own."""
 
-TIED = {"tie_word_embeddings": ((True, None), "a head of its own has two biases in this family, of which one is read")}
+TIED = {
+    "tie_word_embeddings": ((True, None), "an untied head has two biases in this family, only one of which is used")
+}
 
 TASKS = ("classifier.", "qa_outputs.")
 """How names begin of what stands on hidden states for another task than to fill in masked tokens."""

@@ -13,8 +13,8 @@ from .decoder import Decoder
 from .obstacles import Kinds, of_kind
 
 OF_BOTH: dict[str, Any] = {
-    "is_encoder_decoder": ((True, None), "a model of one of the two stacks alone has no tree here"),
-    "is_decoder": ((False, None), "a model of one of the two stacks alone has no tree here"),
+    "is_encoder_decoder": ((True, None), "gptkit supports only the encoder and decoder together for this family"),
+    "is_decoder": ((False, None), "gptkit supports only the encoder and decoder together for this family"),
 }
 """`Architecture.refused` of encoder-decoders."""
 

@@ -161,7 +161,10 @@ def _sizes_of(spec: ModelSpec) -> Sizes:
         shared=spec.tied,
     )
     if not sizes.plausible:
-        raise CannotExpress(f"{sizes.dim} wide with {sizes.n_heads} heads, context of {sizes.max_seq_len:,}")
+        raise CannotExpress(
+            f"the format cannot store hidden size {sizes.dim} with {sizes.n_heads} heads"
+            f" and context length {sizes.max_seq_len:,}"
+        )
     return sizes
 
 

@@ -209,8 +209,8 @@ def _one_frequency(dim: int, turned: int, scaling: str, kind: RotaryKind) -> flo
     alike = scaling in ("default", "linear", "llama3")
     if not (0 < turned <= 2 and kind.pairs == "adjacent" and alike):
         raise ConfigError(
-            f"config.json: the rotary tables are of heads {turned} wide, and {dim} dimensions of each head turn:"
-            " transformers fails with these"
+            f"config.json: the RoPE tables for {turned} dimensions have {turned + turned % 2} columns,"
+            f" but RoPE rotates {dim} dimensions of each head: transformers fails"
         )
     return 1.0
 

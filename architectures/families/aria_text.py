@@ -78,5 +78,5 @@ ARIA_TEXT = _DECODER.architecture(
         ),
         "about images, which the language model does not read",
     ),
-    refused={"mlp_bias": ((False,), "biases of experts that all tokens go through alone have no place here")},
+    refused={"mlp_bias": ((False,), "gptkit does not support biases that only the shared experts have")},
 )

@@ -105,7 +105,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[Mamba2
         raise config.fail(PART, config.raw(PART), "0.5: transformers ignores this field and uses 0.5")
     types = ["full_attention" if layer in whole else LINEAR for layer in range(count)]
     if [*one_of(config, count, types, LINEAR)] != types:
-        raise config.fail("layer_types", config.raw("layer_types"), "what attn_layer_indices says")
+        raise config.fail("layer_types", config.raw("layer_types"), "the same layers as attn_layer_indices")
     mixer = mamba(config, values)
     return [mixer if kind == LINEAR else None for kind in types]
 
@@ -190,7 +190,7 @@ _BAMBA = _DECODER.architecture(
     dropped=LLAMA_DROPPED,
     stated={"attn_layer_indices": [9, 18, 27]},
     irrelevant={
-        "num_logits_to_keep": "which logits are made of a prompt",
+        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
         "z_loss_coefficient": "a loss in training",
         "layers_block_type": "made of attn_layer_indices",
     },

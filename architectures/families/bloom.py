@@ -87,7 +87,7 @@ _BLOOM = Architecture(
     ),
     dropped=(_T + "self_attention.bias", _T + "self_attention.masked_bias"),
     irrelevant={
-        "attention_softmax_in_fp32": "transformers always does",
+        "attention_softmax_in_fp32": "transformers ignores this field and always does it",
         "bias_dropout_fusion": "training only",
         "masked_softmax_fusion": "training only",
         "offset_alibi": "not read by transformers",
@@ -96,7 +96,7 @@ _BLOOM = Architecture(
         "skip_bias_add_qkv": "training only",
         "unk_token_id": "tokenizer",
     },
-    refused={"slow_but_exact": ((False, None), "sums matrix products in slices, which nothing here reproduces")},
+    refused={"slow_but_exact": ((False, None), "it sums matrix products in slices, which gptkit does not support")},
     reference=lambda spec: ("eager",),
     reference_quirk="transformers has no sdpa path for bloom",
 )

@@ -130,7 +130,7 @@ _DBRX = _DECODER.architecture(
         "emb_pdrop": "training only",
         "moe_jitter_eps": "training only",
         "moe_loss_weight": "training only",
-        "num_key_value_heads": "transformers' note of attn_config",
+        "num_key_value_heads": "transformers' copy of a field of attn_config",
     },
-    refused={"head_dim": ((None,), "transformers' class has no heads of another width than their share")},
+    refused={"head_dim": ((None,), "transformers supports only hidden_size / number of heads as the head dimension")},
 )

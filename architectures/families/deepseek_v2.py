@@ -87,8 +87,8 @@ _DEEPSEEK_V2 = Architecture(
     stacked=STACKED,
     irrelevant={**KNOWN, **OF_ROUTERS, **DRAFTS, **TRAINING},
     refused={
-        "moe_layer_freq": ((1, None), "transformers has a mixture in every layer behind the dense ones"),
-        "norm_topk_prob": ((False, None), "transformers' DeepSeek-V2 does not divide weights of experts by their sum"),
-        "scoring_func": (("softmax", None), "transformers' DeepSeek-V2 has softmax scores"),
+        "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
+        "norm_topk_prob": ((False, None), "transformers' DeepSeek-V2 does not divide the expert weights by their sum"),
+        "scoring_func": (("softmax", None), "transformers' DeepSeek-V2 supports only softmax scores"),
     },
 )

@@ -40,7 +40,11 @@ DECODER = LatentDecoder(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, youtu.LEAVES, choice=CORRECTION)
 
-TRAINING = {"aux_loss_alpha": "training only", "ep_size": "how a server shares out experts", "seq_aux": "training only"}
+TRAINING = {
+    "aux_loss_alpha": "training only",
+    "ep_size": "how a server distributes the experts",
+    "seq_aux": "training only",
+}
 """What files say beside, that transformers does not read."""
 
 DEEPSEEK_V3 = DECODER.architecture(
@@ -56,8 +60,8 @@ DEEPSEEK_V3 = DECODER.architecture(
     stacked=STACKED,
     irrelevant={**MADE, **OF_ROUTERS, **DRAFTS, **TRAINING},
     refused={
-        "moe_layer_freq": ((1, None), "transformers has a mixture in every layer behind the dense ones"),
-        "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 has sigmoid scores"),
-        "topk_method": (("noaux_tc", None), "transformers' DeepSeek-V3 chooses experts by groups, with a bias"),
+        "moe_layer_freq": ((1, None), "transformers uses a mixture of experts in every layer after the dense ones"),
+        "scoring_func": (("sigmoid", None), "transformers' DeepSeek-V3 supports only sigmoid scores"),
+        "topk_method": (("noaux_tc", None), "transformers' DeepSeek-V3 always chooses experts by groups, with a bias"),
     },
 )

@@ -118,5 +118,5 @@ _FALCON_H1 = _DECODER.architecture(
     read=_read,
     token_ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     dropped=(*LLAMA_DROPPED, T + "mamba.mup_vector"),
-    irrelevant={"num_logits_to_keep": "which logits are made of a prompt"},
+    irrelevant={"num_logits_to_keep": "for which tokens of a prompt logits are computed"},
 )

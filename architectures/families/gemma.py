@@ -34,7 +34,7 @@ FIXED: dict[str, Any] = {
 }
 GEMMA_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 BIDIRECTIONAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_bidirectional_attention": ((None, False), "attention to tokens that come later has no component here")
+    "use_bidirectional_attention": ((None, False), "gptkit does not support bidirectional attention for this family")
 }
 
 
@@ -52,6 +52,6 @@ GEMMA = _DECODER.architecture(
     released="2024-02",
     token_ids=GEMMA_IDS,
     dropped=LLAMA_DROPPED,
-    irrelevant={"hidden_activation": "transformers goes by hidden_act"},
+    irrelevant={"hidden_activation": "transformers reads hidden_act instead"},
     refused=BIDIRECTIONAL,
 )

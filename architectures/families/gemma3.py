@@ -47,8 +47,8 @@ GEMMA3 = _DECODER.architecture(
     dropped=LLAMA_DROPPED,
     irrelevant={
         "cache_implementation": "generation",
-        "hidden_act": "transformers goes by hidden_activation",
-        "_sliding_window_pattern": "transformers' note; it goes by layer_types",
+        "hidden_act": "transformers reads hidden_activation instead",
+        "_sliding_window_pattern": "transformers writes this field but reads layer_types instead",
         **dict.fromkeys(
             (
                 "vision_config",

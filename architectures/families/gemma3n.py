@@ -226,5 +226,7 @@ GEMMA3N = _DECODER.architecture(
             "about images and sound, which the language model does not read",
         ),
     },
-    refused={"altup_correct_scale": ((True,), "its files have a scale of corrections that nothing would use")},
+    refused={
+        "altup_correct_scale": ((True,), "the checkpoint has a scale of the AltUp corrections, which would stay unused")
+    },
 )

@@ -318,7 +318,10 @@ OF_TOWERS = dict.fromkeys(
 )
 CAUSAL: dict[str, tuple[tuple[Any, ...], str] | None] = {
     "per_layer_config": None,
-    "use_bidirectional_attention": ((None, "vision"), "attention to tokens that come later has no component here"),
+    "use_bidirectional_attention": (
+        (None, "vision"),
+        "gptkit does not support bidirectional attention for this family",
+    ),
 }
 UNUSED = tuple(f"{T}self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 

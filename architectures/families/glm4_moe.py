@@ -56,7 +56,10 @@ _DECODER = Decoder(
 )
 LEAVES = mixed_leaves({**ROUTED, **shared("shared_experts")}, choice=CORRECTION)
 
-DRAFTS = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "layers behind the last, which draft tokens")
+DRAFTS = dict.fromkeys(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    "extra layers after the last one that draft tokens (multi-token prediction)",
+)
 
 _GLM4_MOE = _DECODER.architecture(
     "glm4_moe",

@@ -31,7 +31,7 @@ def _windows(config: ConfigReader, count: int, _head_dim: int) -> Sequence[Mappi
     if len(found) != count or any(kind not in (_GLOBAL, _LOCAL) for kind in found):
         raise config.fail("attention_types", groups, f"{count} layers (num_layers), each {_GLOBAL} or {_LOCAL}")
     if config.raw("attention_layers", found) != found:
-        raise config.fail("attention_layers", config.raw("attention_layers"), "what attention_types says")
+        raise config.fail("attention_layers", config.raw("attention_layers"), "the same layers as attention_types")
     width = config.integer("window_size", 256)
     return [{"window": width if kind == _LOCAL else None} for kind in found]
 

@@ -65,5 +65,5 @@ _GPT_NEOX = _DECODER.architecture(
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
     aliases=(("lm_head.weight", _HEAD),),
     head=_HEAD,
-    irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it always is"},
+    irrelevant={"classifier_dropout": "heads other than the language model's", "is_decoder": "it is always true"},
 )

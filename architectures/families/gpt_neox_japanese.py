@@ -99,7 +99,7 @@ _GPT_NEOX_JAPANESE = Architecture(
         ),
     ),
     dropped=tuple(_T + "attention." + name for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
-    irrelevant={"is_decoder": "it always is", "use_parallel_residual": "not read by transformers"},
+    irrelevant={"is_decoder": "it is always true", "use_parallel_residual": "not read by transformers"},
     reference=lambda _: ("eager",),
     reference_quirk="transformers has no sdpa path for gpt_neox_japanese",
 )

@@ -99,11 +99,11 @@ _GPT_OSS = _DECODER.architecture(
     dropped=LLAMA_DROPPED,
     irrelevant={
         **OF_ROUTERS,
-        "hidden_act": "transformers computes gate · σ(1.702 · gate) whatever it says",
+        "hidden_act": "transformers ignores this field and computes gate · σ(1.702 · gate)",
         "experts_per_token": "a copy of num_experts_per_tok, which transformers reads",
         "initial_context_length": "a copy of what rope_scaling says",
     },
-    refused={"swiglu_alpha": ((1.702, None), "the activation with another factor than 1.702 has no name here")},
+    refused={"swiglu_alpha": ((1.702, None), "gptkit supports this activation only with the factor 1.702")},
     reference=lambda _: ("eager",),
     reference_quirk="transformers' gpt-oss has no sdpa path",
 )

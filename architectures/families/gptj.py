@@ -82,7 +82,7 @@ GPTJ_DROPPED = tuple(T + "attn." + name for name in ("bias", "masked_bias", "emb
 GPTJ_IRRELEVANT = {
     **OF_GPT2,
     "rotary": "not read by transformers",
-    "scale_attn_weights": "not read by transformers, which always does",
+    "scale_attn_weights": "transformers ignores this field and always does it",
     "task_specific_params": "generation",
 }
 

@@ -82,5 +82,5 @@ _KOLIBRI1 = _DECODER.architecture(
     config_aliases={"num_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=_HELD,
-    irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which there are none"},
+    irrelevant={**OF_ROUTERS, "intermediate_size": "only for dense layers, and this model has none"},
 )

@@ -93,6 +93,6 @@ _LFM2_MOE = _DECODER.architecture(
     stated={"layer_types": ["conv", "full_attention"] * 16},
     irrelevant={
         "output_router_logits": OF_ROUTERS["output_router_logits"],
-        "full_attn_idxs": "not read by transformers: layer_types says it",
+        "full_attn_idxs": "transformers reads layer_types instead",
     },
 )

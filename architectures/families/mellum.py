@@ -64,7 +64,7 @@ _MELLUM = _DECODER.architecture(
         **OF_ROUTERS,
         **dict.fromkeys(
             ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
-            "layers behind the last, which draft tokens",
+            "extra layers after the last one that draft tokens (multi-token prediction)",
         ),
     },
 )

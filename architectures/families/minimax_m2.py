@@ -51,8 +51,8 @@ _MINIMAX_M2 = _DECODER.architecture(
     irrelevant={
         **OF_ROUTERS,
         "router_jitter_noise": "training only",
-        "use_mtp": "layers behind the last, which draft tokens",
-        "num_mtp_modules": "layers behind the last, which draft tokens",
-        "mtp_transformer_layers": "layers behind the last, which draft tokens",
+        "use_mtp": "extra layers after the last one that draft tokens (multi-token prediction)",
+        "num_mtp_modules": "extra layers after the last one that draft tokens (multi-token prediction)",
+        "mtp_transformer_layers": "extra layers after the last one that draft tokens (multi-token prediction)",
     },
 )

@@ -21,5 +21,5 @@ _MISTRAL = _DECODER.architecture(
     released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,
-    refused={"layer_types": ((None,), "a mistral with layer types is read as a ministral by transformers")},
+    refused={"layer_types": ((None,), "transformers reads a mistral with layer_types as a ministral")},
 )

@@ -107,7 +107,7 @@ _MPT = Architecture(
         "init_config": "training only",
         "init_device": "where weights are made",
         "learned_pos_emb": "not read by transformers",
-        "norm_type": "transformers has layer norms alone",
+        "norm_type": "transformers supports only LayerNorm",
         "resid_pdrop": "training only",
         "tokenizer_name": "tokenizer",
         "verbose": "output format",

@@ -230,9 +230,9 @@ _NEMOTRON_H = Architecture(
     irrelevant={
         **dict.fromkeys(
             ("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand", "mamba_expand"),
-            "how training starts, or what other sizes say",
+            "only for the start of training, or derived from other sizes",
         ),
-        **dict.fromkeys(("num_hidden_layers",), "the layers are as many as are listed"),
+        **dict.fromkeys(("num_hidden_layers",), "the number of layers follows from the list of layers"),
         **dict.fromkeys(
             ("attention_bias", "mamba_proj_bias", "residual_in_fp32", "time_step_limit"),
             "not read by transformers' model",
@@ -240,15 +240,15 @@ _NEMOTRON_H = Architecture(
         **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype"), "which kernels compute it"),
         **dict.fromkeys(
             ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-            "layers behind the last, which draft tokens",
+            "extra layers after the last one that draft tokens (multi-token prediction)",
         ),
         **dict.fromkeys(("n_shared_experts", "moe_shared_expert_overlap"), "not read by transformers: there is one"),
-        "num_logits_to_keep": "which logits are made of a prompt",
+        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
         "hidden_dropout": "training only",
         "output_router_logits": "training only",
     },
     refused={
-        "tie_word_embeddings": ((False, None), "transformers' class of this family ties nothing"),
-        "sliding_window": ((None,), "transformers' cache goes by it in decoding, and the layers do not"),
+        "tie_word_embeddings": ((False, None), "transformers does not tie embeddings for this family"),
+        "sliding_window": ((None,), "transformers' KV cache uses this field, but this family's layers ignore it"),
     },
 )

@@ -81,7 +81,7 @@ _OPENAI_GPT = _DECODER.architecture(
     dropped=(_T + "attn.bias",),
     irrelevant={
         **OF_GPT2,
-        "n_special": "tokens that are counted in vocab_size",
+        "n_special": "vocab_size already includes these tokens",
         "predict_special_tokens": "not read by transformers",
         "task_specific_params": "generation",
     },

@@ -54,5 +54,5 @@ _PERSIMMON = _DECODER.architecture(
     released="2023-09",
     token_ids={"bos_token_id": 1, "eos_token_id": 2},
     dropped=LLAMA_DROPPED,
-    refused={"head_dim": ((None,), "transformers' rotary positions would have another width than its heads")},
+    refused={"head_dim": ((None,), "transformers' RoPE would have a different width than the heads")},
 )

@@ -51,9 +51,10 @@ UNREAD = {
         ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         "about images, which the language model does not read",
     ),
-    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "tells apart positions that are one in text"),
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "only for images: all position axes are equal in text"),
     **dict.fromkeys(
-        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "layers behind the last, which draft tokens"
+        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        "extra layers after the last one that draft tokens (multi-token prediction)",
     ),
     "attn_output_gate": "not read by transformers: there always is one",
     "mamba_ssm_dtype": "not read by transformers: states are in fp32",

@@ -55,7 +55,7 @@ def _recurrences(config: ConfigReader, values: Mapping[str, Any]) -> list[RGLRU 
         None,
         [LINEAR if each == _RECURRENT else "sliding_attention" for each in types],
     ):
-        raise config.fail("layer_types", config.raw("layer_types"), "what block_types says")
+        raise config.fail("layer_types", config.raw("layer_types"), "the same layers as block_types")
     hidden, heads = values["hidden"], values["heads"]
     width = config.optional_integer("lru_width")
     if width not in (None, hidden):
@@ -168,7 +168,10 @@ _RECURRENT_GEMMA = _DECODER.architecture(
         "layers_block_type": "made of block_types",
     },
     refused={
-        "embeddings_scale_by_sqrt_dim": ((True, None), "transformers scales the table whatever this says"),
-        "_block_types": (([_RECURRENT, _RECURRENT, _WHOLE], None), "transformers goes by block_types"),
+        "embeddings_scale_by_sqrt_dim": (
+            (True, None),
+            "transformers ignores this field and always scales the embeddings",
+        ),
+        "_block_types": (([_RECURRENT, _RECURRENT, _WHOLE], None), "transformers reads block_types instead"),
     },
 )

@@ -42,5 +42,5 @@ _SOLAR_OPEN = _DECODER.architecture(
     config_aliases={"n_routed_experts": ("num_local_experts",)},
     dropped=LLAMA_DROPPED,
     stacked=STACKED,
-    irrelevant={**OF_ROUTERS, "intermediate_size": "of dense layers, of which it has none"},
+    irrelevant={**OF_ROUTERS, "intermediate_size": "only for dense layers, and this family has none"},
 )

@@ -21,7 +21,7 @@ VAULTGEMMA = _DECODER.architecture(
     released="2025-09",
     token_ids=GEMMA_IDS,
     dropped=LLAMA_DROPPED,
-    irrelevant={"cache_implementation": "generation", "hidden_act": "transformers goes by hidden_activation"},
+    irrelevant={"cache_implementation": "generation", "hidden_act": "transformers reads hidden_activation instead"},
     reference=lambda _: ("eager",),
     reference_quirk="no fused kernel caps scores, and transformers has none for vaultgemma",
 )

@@ -153,7 +153,10 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
     there = [each for each in found if each is not None]
     shared = of_kind(there[0] if there else None, SharedTransformer)
     if mamba.inner % mamba.hidden_size:
-        raise CannotExpress(f"transformers' heads are a multiple of {mamba.hidden_size} wide, not {mamba.inner}")
+        raise CannotExpress(
+            f"transformers needs heads whose total width is a multiple of the hidden size {mamba.hidden_size},"
+            f" but it is {mamba.inner}"
+        )
     if shared.rank is None:
         raise CannotExpress("this family needs adapters for its shared feed-forwards, and the model has none")
     rotary = shared.position
@@ -251,9 +254,12 @@ _ZAMBA2 = Architecture(
         **dict.fromkeys(("use_mamba_kernels", "use_mem_eff_path"), "which kernels compute it"),
         **dict.fromkeys(("kv_channels", "num_query_groups"), "not read by transformers' model"),
         "use_conv_bias": "not read by transformers' model: convolutions have one",
-        "num_logits_to_keep": "which logits are made of a prompt",
+        "num_logits_to_keep": "for which tokens of a prompt logits are computed",
     },
     refused={
-        "tie_word_embeddings": ((True,), "where it is not true transformers has no layers share their blocks either")
+        "tie_word_embeddings": (
+            (True,),
+            "without tied embeddings, transformers does not share blocks between layers either",
+        )
     },
 )

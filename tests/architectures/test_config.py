@@ -282,7 +282,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
     [
         ("gpt2", {"n_head": 5}, "multiple of n_head"),
         ("llama", {"num_key_value_heads": 4}, "not divisible by"),
-        ("llama", {"head_dim": 7}, "7 dimensions of each head turn: transformers fails"),
+        ("llama", {"head_dim": 7}, "7 dimensions of each head: transformers fails"),
         ("llama", {"head_dim": None, "num_attention_heads": 7}, "multiple of num_attention_heads"),
         ("llama", {"hidden_act": "gelu_of_tomorrow"}, "one of"),
         (
@@ -296,7 +296,7 @@ def test_a_field_that_nobody_knows_is_reported(family):
         ("dots1", {"num_experts_per_tok": None}, "a positive integer"),
         ("hy_v3", {"num_shared_experts": 2**31 - 1}, "less than 2\\^31 units"),
         ("minicpm3", {"v_head_dim": None, "hidden_size": 3}, "at least num_attention_heads"),
-        ("persimmon", {"head_dim": 8}, "another width"),
+        ("persimmon", {"head_dim": 8}, "a different width"),
         *(
             ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": alpha}}, "alpha is .* float32 can hold")
             for alpha in (1e39, 1e308)
