@@ -54,7 +54,9 @@ def kl_divergence(reference: Tensor, candidate: Tensor) -> Tensor:
 def compare(name: str, reference: Tensor, candidate: Tensor) -> Difference:
     """Logits (N, V) of the same positions. Raises GptkitError where there are none, or of other shapes."""
     if reference.shape != candidate.shape:
-        raise GptkitError(f"{name}: logits of shapes {tuple(reference.shape)} and {tuple(candidate.shape)}")
+        raise GptkitError(
+            f"{name}: the logits have different shapes, {tuple(reference.shape)} and {tuple(candidate.shape)}"
+        )
     if reference.numel() == 0:
         raise GptkitError(f"{name}: no logits to compare")
     return Difference(
@@ -152,7 +154,7 @@ def require_same_tokens(before: Tree, after: Tree, tokens: Tokens | None) -> Non
     """Raise GptkitError where the vocabularies are of different sizes and nothing says which tokens are the same."""
     sizes = before.spec.vocab_size, after.spec.vocab_size
     if tokens is None and sizes[0] != sizes[1]:
-        raise GptkitError(f"vocabularies differ: {sizes[0]} tokens before, {sizes[1]} after")
+        raise GptkitError(f"the vocabularies differ: {sizes[0]} tokens before, {sizes[1]} after")
 
 
 def perplexity(lost: Tensor) -> float:

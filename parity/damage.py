@@ -158,7 +158,7 @@ def damage(
         tables = _relative(*(both.stream(side, TABLE) for side in range(2)))
         reason = _other_basis(before.spec, after.spec, tables)
         if reason is not None:
-            notes.append(f"no component was given the original's stream: {reason}")
+            notes.append(f"components were not run on the original's hidden states: {reason}")
         apart = {} if reason is not None or not pairs else {("embedding", None): tables or 0.0, **both.own(pairs)}
     return Damage(
         on=both.on,
@@ -222,7 +222,7 @@ class _Both:
                     batches.append(batch)
                     taken += batch.input_ids.numel()
             self.on = f"{taken:,} tokens of the probe"
-            self.notes.append("no text: the probe's tokens are made up, and have no perplexity")
+            self.notes.append("no perplexity, because the probe's tokens are random")
         self.batches = [replace(batch, name=str(number)) for number, batch in enumerate(batches)]
         self.renamed = [scope.renamed(batch) for batch in self.batches]
         shapes = [batch.input_ids.shape for batch in batches]
@@ -372,13 +372,13 @@ def _relative(a: Tensor, b: Tensor) -> float | None:
 def _other_basis(before: ModelSpec, after: ModelSpec, tables: float | None) -> str | None:
     """Why the streams of two trees cannot be compared number by number, by how far their embeddings are apart."""
     if tables is None:
-        return f"it is {before.hidden_size} wide, the other's {after.hidden_size}"
+        return f"the hidden sizes differ, {before.hidden_size} and {after.hidden_size}"
     counts = [1 if spec.streams is None else spec.streams.count for spec in (before, after)]
     if counts[0] != counts[1]:
-        return f"a token has {counts[0]} of them, in the other {counts[1]}"
+        return f"the numbers of residual streams per token differ, {counts[0]} and {counts[1]}"
     if tables <= _SAME:
         return None
     norms = [{type(block.sublayers[0].norm) for block in spec.blocks} for spec in (before, after)]
     if norms[0] == norms[1] and not tables > _ALIKE:
         return None
-    return f"the embeddings differ by {tables:.1e}, so the streams may have another basis"
+    return f"the embeddings differ by {tables:.1e}, so the hidden states may use different bases"

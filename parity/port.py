@@ -38,7 +38,7 @@ from .score import assigned, wide_weights
 from .sides import Stream, default_dtype, load_reference, quiet, reference_folder, stream_candidate
 from .verify import IMPRECISE, versions
 
-_NOTHING = "no module within yours gives anything but the logits, so there is nothing to compare component by component"
+_NOTHING = "none of your port's submodules can be compared: they return only the logits"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def load_port(reference: str) -> nn.Module:
     """The module that `package.module:callable` returns, from the working directory; UsageError where it does not."""
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
-        raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "for instance my_port:build")
+        raise UsageError(f"{reference!r} is not MODULE:CALLABLE", "Write, for example, my_port:build.")
     here = os.getcwd()  # noqa: PTH109 (what Python itself puts on its path)
     sys.path.insert(0, here)
     try:
@@ -110,7 +110,7 @@ def load_port(reference: str) -> nn.Module:
             try:
                 build = getattr(importlib.import_module(name), attribute, None)
             except ImportError as error:
-                hint = "It is looked for from the working directory."
+                hint = "gptkit looks for it in the working directory."
                 raise UsageError(f"cannot import {name}: {error}", hint) from error
     finally:
         sys.path.remove(here)
@@ -191,7 +191,7 @@ def verify_port(
     taken = None if architecture is None else architecture.takes(spec)
     every = probe(spec, long=long, taken=taken)
     known = [batch for batch in every if computed_rightly(architecture, batch)]
-    notes = [f"left out, since transformers' class is wrong about it: {b.name}" for b in every if b not in known]
+    notes = [f"left out, because transformers' class computes it wrongly: {b.name}" for b in every if b not in known]
     left_out = tuple(batch.name for batch in known if not takes_mask and batch.attention_mask is not None)
     notes += [f"not probed: {', '.join(left_out)}, since forward takes no attention_mask"] if left_out else []
     batches = [batch for batch in known if batch.name not in left_out]
@@ -202,7 +202,7 @@ def verify_port(
                 exact = wide.run(batches)
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
         notes += [
-            f"left out, since transformers' own logits are not finite there: {batch.name}"
+            f"left out, because transformers' own logits are not finite there: {batch.name}"
             for batch, good in zip(batches, finite, strict=True)
             if not good
         ]
@@ -215,7 +215,7 @@ def verify_port(
             if theirs.shape != ours.shape:
                 shapes = f"{tuple(ours.shape)}, transformers {tuple(theirs.shape)}"
                 raise InvalidInput(
-                    f"{against} gives logits of shape {shapes} for {batch.name}", "(real tokens, vocabulary)"
+                    f"{against} gives logits of shape {shapes} for {batch.name}", "Expected (real tokens, vocabulary)."
                 )
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         functions, allowed = largest_gap(exact, candidate64), 2 * largest_gap(reference, exact)
@@ -233,7 +233,7 @@ def verify_port(
             else:
                 notes.append(_NOTHING)
         elif differs:
-            notes.append("not compared component by component: no transformers class computes this tree")
+            notes.append("not compared component by component, because no transformers class computes this model")
     made: list[Made] = []
     if differs:
         del narrow, wide

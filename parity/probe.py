@@ -157,10 +157,12 @@ def text_batch(name: str, ids: Sequence[int], spec: ModelSpec, *others: ModelSpe
     if not ids:
         raise UsageError(f"the prompt {shown(name, 40)} has no tokens")
     if max(ids) >= vocabulary(spec):
-        raise UsageError(f"the prompt {shown(name, 40)} has token {max(ids)}, the vocabulary {vocabulary(spec)}")
+        raise UsageError(
+            f"the prompt {shown(name, 40)} has token id {max(ids)}, but the vocabulary has {vocabulary(spec)} tokens"
+        )
     most = longest(spec, *others, taken=taken)
     if most is not None and len(ids) > most:
-        raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, the model takes {most}")
+        raise UsageError(f"the prompt {shown(name, 40)} has {len(ids)} tokens, but the model supports at most {most}")
     return Batch(name, torch.tensor([list(ids)]))
 
 

@@ -187,7 +187,9 @@ def diagnose(
     source, target = both.source, both.target
     large = max(count(each.spec).total for each in (source, target)) > SMALL
     if large and both.folder is not None and not asked:
-        notes.append("not bisected: that takes seven passes, and is done unasked up to 50 million parameters")
+        notes.append(
+            "not bisected: it takes seven passes, and by default gptkit does it only up to 50 million parameters"
+        )
         return None
     if len(source.spec.blocks) != len(target.spec.blocks):
         notes.append("not bisected: the models have different numbers of layers")

@@ -42,7 +42,7 @@ from .outputs import outputs_of
 from .passes import ask, hooked, run_together, trim_heaps
 from .probe import Batch
 
-_NO_CLASS = "this tree never had a transformers class to compare with"
+_NO_CLASS = "this model has no transformers class to compare with"
 _KEPT_BYTES = 256 * 2**20
 """Parameters up to this size leave their memory to the next of their shape."""
 
@@ -163,9 +163,9 @@ def load_reference(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         if gone <= {*family.optional}:
             info["missing_keys"] = leave_out(model, gone)
     for kind, what in (
-        ("missing_keys", "left tensors at random (missing)"),
-        ("mismatched_keys", "left tensors at random (mismatched)"),
-        ("unexpected_keys", "has no use for tensors"),
+        ("missing_keys", "initialised tensors at random because they are missing"),
+        ("mismatched_keys", "initialised tensors at random because their shapes differ"),
+        ("unexpected_keys", "ignored tensors"),
     ):
         if info.get(kind):
             names = ", ".join(str(name) for name in list(info[kind])[:5])
@@ -242,8 +242,7 @@ class _Absent(Tensor):
             pass
         name = next(each.full_name for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise GptkitError(
-            f"this model computes with {name} without calling the module that holds it: it cannot be run a layer at a"
-            " time",
+            f"this model uses {name} without calling its module, so it cannot be run one layer at a time",
             "Leave --stream out.",
         )
 

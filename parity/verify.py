@@ -250,7 +250,7 @@ def verify(
         # Its eager bloom has NaN in fp64 where a padded row may look at nothing.
         finite = [bool(torch.isfinite(logits).all()) for logits in reference]
         left_out = [batch.name for batch, good in zip(batches, finite, strict=True) if not good]
-        notes += [f"left out, since transformers' own logits are not finite there: {name}" for name in left_out]
+        notes += [f"left out, because transformers' own logits are not finite there: {name}" for name in left_out]
         batches, reference = list(compress(batches, finite)), list(compress(reference, finite))
         say("gptkit")
         reached = Reached()
@@ -260,7 +260,7 @@ def verify(
         _require_finite(candidate, f"gptkit's logits of {target.reference}", dtype_name)
         found = tuple(compare(b.name, r, c) for b, r, c in zip(batches, reference, candidate, strict=True))
         if not found:
-            raise GptkitError("nothing was compared: none of transformers' logits is finite")
+            raise GptkitError("nothing was compared, because none of transformers' logits is finite")
         noise, apart, divergence = None, None, None
         if not all(difference.identical for difference in found):
             say("measuring the noise of rounding")
@@ -360,7 +360,7 @@ def _batches(
         if computed_rightly(source.architecture, each):
             batches.append(each)
         else:
-            notes.append(f"left out, since transformers' class is wrong about it: {each.name}")
+            notes.append(f"left out, because transformers' class computes it wrongly: {each.name}")
     length = whole_context(specs[0], specs[-1], taken) if long and up_to is None else None
     if length is not None:
         ids = [token % source.spec.vocab_size for token in range(length)]
@@ -377,10 +377,12 @@ def _batches(
     for limit in limits(*specs):
         if up_to is None and not passed(limit, table, long):
             possible = table is None or limit.beyond <= table
-            why = f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model takes {table:,} tokens"
+            why = (
+                f"more than {AFFORDABLE:,} tokens: --long does" if possible else f"the model supports {table:,} tokens"
+            )
             notes.append(f"not probed past the {limit} ({why})")
     if taken is not None and taken < LONG and up_to is None:
-        notes.append(f"not probed past {taken:,} tokens: transformers' class of this model takes no more")
+        notes.append(f"not probed past {taken:,} tokens, because transformers' class supports no more")
     tables = [spec.positions.length for spec in specs if spec.positions is not None]
     if len(set(tables)) > 1:
         notes.append(f"position tables of {tables[0]:,} and {tables[1]:,}: compared on up to {most:,} tokens")

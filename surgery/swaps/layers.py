@@ -66,7 +66,7 @@ def _kept(spec: ModelSpec, asked: Asked, order: Sequence[int], summary: dict[str
     record = {**summary, "from": layers, "to": len(order), "kept": list(order)}
     stay = f"the new model has {_named(order)} of the {layers}" + (f"; {_named(gone)} dropped" if gone else "")
     if in_order and all(_silent(spec, asked, layer) for layer in gone):
-        note = f"{stay}; the others add nothing to the residual stream" if gone else stay
+        note = f"{stay}; the dropped layers add nothing to the residual stream" if gone else stay
         return Swapped(new, "exact", tensors, record, (note,))
     note = stay if gone else f"{stay}: no layer is dropped; they are repeated or change places"
     # A model survives the loss of some layers, not of most of them, nor their change of places.

@@ -256,7 +256,7 @@ def _rotary_dim(spec: ModelSpec, asked: Asked) -> Swapped:
 
 def _require_part(layer: int, rotary: Rotary, size: int) -> None:
     """Raise SwapRefused where a rotary of this dimension has no part of that one."""
-    widest, has = rotary.dim - 2, f"RoPE already rotates {rotary.dim} dimensions of each head in layer {layer}"
+    widest, has = rotary.dim - 2, f"RoPE rotates {rotary.dim} dimensions of each head in layer {layer}"
     possible = (
         f"Possible here: the even numbers from 2 to {widest}." if widest >= 2 else "No smaller number is possible."
     )

@@ -163,8 +163,8 @@ def test_of_a_long_row_some_positions_are_compared() -> None:
     ("ids", "config", "words"),
     [
         ([], GPT2, "no tokens"),
-        ([0, 97], GPT2, "token 97, the vocabulary 97"),
-        ([1] * 257, GPT2, "257 tokens, the model takes 256"),
+        ([0, 97], GPT2, "token id 97, but the vocabulary has 97"),
+        ([1] * 257, GPT2, "257 tokens, but the model supports at most 256"),
     ],
 )
 def test_prompts_that_cannot_be_compared(ids: list[int], config: dict[str, Any], words: str) -> None:

@@ -506,7 +506,7 @@ def test_prompts(pair: Callable[[str], tuple[Path, Path]]) -> None:
     assert not any(prompt.name.startswith("KING") for prompt in result.prompts)
     with pytest.raises(UsageError, match="no tokens"):
         verify("sample:gpt2", prompts=[""])
-    with pytest.raises(UsageError, match="the model takes 256"):
+    with pytest.raises(UsageError, match="at most 256"):
         verify("sample:gpt2", prompts=["ROMEO " * 200])
     with pytest.raises(UsageError, match="no tokenizer"):
         verify(pair("llama")[0], prompts=["ROMEO:"])

@@ -217,7 +217,7 @@ def test_an_exact_swap_has_no_damage(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "report.json").read_text())["damage"]
     assert found["total"]["kl"] < 1e-12
     assert found["total"]["before"] == pytest.approx(found["total"]["after"], rel=1e-9)
-    assert any("another basis" in note for note in found["notes"])
+    assert any("different bases" in note for note in found["notes"])
     assert "The same function" in (tmp_path / "report.html").read_text()
 
 

@@ -40,7 +40,7 @@ def test_added_layers_add_nothing_and_go_again(name: str, more: str, tmp_path: P
     layers = len(spec_of(CONFIGS[name]).blocks)
     there, back = undone(tmp_path / "hf", Step("layers", more), tmp_path)
     assert len(there.spec.blocks) == layers + int(more)
-    assert "write nothing into the residual stream" in back.chain.notes[0]
+    assert "add nothing to the residual stream" in back.chain.notes[0]
 
 
 @given(st.integers(1, 40), st.integers(1, 90))

@@ -264,7 +264,7 @@ def test_text_without_two_tokens_says_so() -> None:
     tree = held("llama")
     found = measure(tree, tree, text=[4])
     assert found.perplexity is None
-    assert any("not measured on text" in note for note in found.as_json()["notes"])
+    assert any("not measured on the text" in note for note in found.as_json()["notes"])
 
 
 def test_perplexity_of_a_ruined_model_is_no_error() -> None:

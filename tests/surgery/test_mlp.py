@@ -87,7 +87,7 @@ def test_where_both_factors_depend_on_the_input(tmp_path: Path) -> None:
     assert result.guarantee == "retrained" and result.chain.notes[0].startswith("in layers 0, 1, 2, the factor")
     assert result.measured is not None and result.measured.relative["float64"] > 0.1
     one = gptkit.swap(tmp_path / "hf", tmp_path / "one", mlp="plain", blocks="1", approximate=True)
-    assert one.guarantee == "approximate" and "in layer 1 " in one.chain.notes[0]
+    assert one.guarantee == "approximate" and "in layer 1, " in one.chain.notes[0]
     # One layer's factor is constant: that layer is exact, the others are not.
     zeroed(tmp_path / "hf", "0.mlp.up_proj.weight")
     part = gptkit.swap(tmp_path / "hf", tmp_path / "part", mlp="plain", approximate=True)

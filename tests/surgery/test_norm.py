@@ -196,7 +196,7 @@ def test_refusals_and_reasons() -> None:
     post = spec_of(CONFIGS["bloom-post-norm"])
     reason = why_not_exact(post)
     assert reason is not None and "apply_residual_connection_post_layernorm" in reason
-    with pytest.raises(SwapRefused, match="cannot be exact here: its residual is taken from the norm's output"):
+    with pytest.raises(SwapRefused, match="cannot be exact here: the residual is taken from the norm's output"):
         layernorm_to_rmsnorm(post)
     assert replace_layernorm(post).guarantee == "approximate"
     mixed = with_norm(spec_of(CONFIGS["gpt2"]), RMSNorm(size=48, eps=1e-5), only_final=True)

@@ -109,7 +109,7 @@ def test_behind_a_norm_the_mean_joins_its_bias(bias: bool) -> None:
     assert swapped.spec.embedding.norm == LayerNorm(size=48, eps=1e-5)
     assert error(model, result, swapped) <= 1e-12
     rms = replace(spec, embedding=replace(spec.embedding, norm=RMSNorm(size=48, eps=1e-5)))
-    with pytest.raises(SwapRefused, match="behind their RMSNorm, which has no bias") as refused:
+    with pytest.raises(SwapRefused, match="after the embedding's RMSNorm, which has no bias") as refused:
         apply(Weights(rms), Step("position", "none"))
     assert "--approximate" in str(refused.value.hint)
     assert apply(Weights(rms), Step("position", "none", approximate=True)).guarantee == "retrained"
@@ -302,7 +302,7 @@ def test_refusals_of_heads_without_room() -> None:
     assert refused.value.hint == "First --head-dim 6."
     llama = spec_of(CONFIGS["llama-2"])
     latent = with_blocks(llama, attention=LATENT)
-    with pytest.raises(SwapRefused, match="come from a latent and have no place") as refused:
+    with pytest.raises(SwapRefused, match="come from a latent, so they cannot take RoPE") as refused:
         apply(Weights(latent), Step("position", "rope"))
     assert "before --attention mla" in str(refused.value.hint)
     rope = with_blocks(llama, attention=replace(LATENT, **ROPE))

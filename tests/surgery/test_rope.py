@@ -155,7 +155,7 @@ def test_scaling_some_layers_keeps_the_context() -> None:
     (swapped,), _ = after(Weights(spec_of(CONFIGS["mistral"])), Step("rope_scaling", "yarn:4", blocks="1"))
     assert [rotary_of(swapped.spec, layer).scaling is None for layer in range(3)] == [True, False, True]
     assert swapped.spec.context_length == 256
-    assert "the context stays 256" in swapped.notes[0]
+    assert "the context length stays 256" in swapped.notes[0]
 
 
 def test_scaling_a_latent() -> None:
@@ -408,8 +408,13 @@ def test_pairs_of_a_latent(name: str) -> None:
         ("llama", Step("rope_scaling", "none"), "is not scaled", "rope:BASE"),
         ("llama", Step("rotary_dim", "7"), "an even number from 2, not 7", "the even numbers from 2 to 18"),
         ("llama", Step("rotary_dim", "0"), "an even number from 2, not 0", "the even numbers from 2 to 18"),
-        ("llama", Step("rotary_dim", "20"), "turns 20 elements of each head already", "from 2 to 18"),
-        ("llama", Step("rotary_dim", "22"), "turns 20 elements of each head, which is less", "from 2 to 18"),
+        ("llama", Step("rotary_dim", "20"), "rotates 20 dimensions of each head in layer 0 already", "from 2 to 18"),
+        (
+            "llama",
+            Step("rotary_dim", "22"),
+            "rotates 20 dimensions of each head in layer 0, which is less",
+            "from 2 to 18",
+        ),
         ("llama-dynamic", Step("rotary_dim", "2"), "divides by the rotary dimension minus 2", "from 4"),
         ("llama-dynamic", Step("rotary_dim", "4:fastest"), "depends on all pairs together", "slowest"),
         ("llama", Step("rope_pairs", "halves"), "already halves", None),

@@ -189,7 +189,7 @@ def test_tokens_that_cannot_go_are_told_where_there_is_a_tokenizer() -> None:
     with pytest.raises(SwapRefused) as raised:
         swapped(source.spec, few, "llama", files=source.folder)
     assert raised.value.message == real.message
-    assert any("there is no tokenizer" in note for note in swapped(source.spec, few).notes)
+    assert any("has no tokenizer" in note for note in swapped(source.spec, few).notes)
 
 
 @pytest.mark.exhaustive
