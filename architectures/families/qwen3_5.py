@@ -51,7 +51,7 @@ UNREAD = {
         ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         "about images, which the language model does not read",
     ),
-    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "only for images: all position axes are equal in text"),
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "numbers position axes, which are all equal in text"),
     **dict.fromkeys(
         ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         "extra layers after the last one that draft tokens (multi-token prediction)",
