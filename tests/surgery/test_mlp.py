@@ -91,7 +91,7 @@ def test_where_both_factors_depend_on_the_input(tmp_path: Path) -> None:
     # One layer's factor is constant: that layer is exact, the others are not.
     zeroed(tmp_path / "hf", "0.mlp.up_proj.weight")
     part = gptkit.swap(tmp_path / "hf", tmp_path / "part", mlp="plain", approximate=True)
-    assert "in layers 1, 2 " in part.chain.notes[0]
+    assert "in layers 1, 2, " in part.chain.notes[0]
     exactly(tmp_path / "hf", tmp_path / "first", mlp="plain", blocks="0")
 
 
