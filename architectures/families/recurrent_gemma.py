@@ -76,8 +76,8 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     first = next((of_kind(each, RGLRU) for each in mixers if each is not None), None)
     own = {} if first is None else {"conv1d_width": first.kernel}
     if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
-        wanted = f"{spec.hidden_size} channels and gates of {attention.heads} heads"
-        raise CannotExpress(f"recurrent_gemma has {wanted}, not {first.inner} and {first.heads}")
+        wanted = f"{spec.hidden_size} channels (the hidden size) and gates of {attention.heads} heads"
+        raise CannotExpress(f"recurrent_gemma needs {wanted}, but there are {first.inner} channels and {first.heads} heads")
     if attention.window is None:
         raise CannotExpress("recurrent_gemma needs attention with a window")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]
