@@ -77,7 +77,7 @@ def _written(spec: ModelSpec) -> dict[str, Any]:
     own = {} if first is None else {"conv1d_width": first.kernel}
     if first is not None and (first.inner, first.heads) != (spec.hidden_size, attention.heads):
         wanted = f"{spec.hidden_size} channels (the hidden size) and gates of {attention.heads} heads"
-        raise CannotExpress(f"recurrent_gemma needs {wanted}, but there are {first.inner} channels and {first.heads} heads")
+        raise CannotExpress(f"recurrent_gemma needs {wanted}, not {first.inner} channels and {first.heads} heads")
     if attention.window is None:
         raise CannotExpress("recurrent_gemma needs attention with a window")
     types = [_WHOLE if each is None else _RECURRENT for each in mixers]
