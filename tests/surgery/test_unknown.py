@@ -123,9 +123,9 @@ def test_layers_without_it_may_be_changed() -> None:
 
 
 def test_an_option_of_two_steps_is_named_as_it_was_written() -> None:
-    with pytest.raises(SwapRefused, match=r"^--mlp swiglu \(its step --mlp gated\): the feed-forwards asked for"):
+    with pytest.raises(SwapRefused, match=r"^--mlp swiglu \(its step --mlp gated\): these feed-forwards"):
         swapped(spec_of(CONFIGS["llama"]), steps_from(["mlp=swiglu"]))
-    with pytest.raises(SwapRefused, match=r"^step 2 \(--mlp SwiGLU\): the feed-forwards asked for"):
+    with pytest.raises(SwapRefused, match=r"^step 2 \(--mlp SwiGLU\): these feed-forwards"):
         swapped(spec_of(CONFIGS["llama"]), steps_from(["norm=layernorm", "mlp=SwiGLU"]))
 
 
