@@ -99,7 +99,7 @@ def test_rounding_on_a_text_is_better_than_to_nearest(sample: str, value: str, t
     assert done.measured is not None and done.naive is not None
     assert done.measured.kl_text is not None and done.naive.kl_text is not None
     assert done.measured.kl_text < 0.9 * done.naive.kl_text
-    assert done.chain.swapped[0].summary["by"] == "GPTQ" and "by GPTQ" in "\n".join(done.chain.notes)
+    assert done.chain.swapped[0].summary["by"] == "GPTQ" and "with GPTQ" in "\n".join(done.chain.notes)
     gptkit.swap(f"sample:{sample}", tmp_path / "again", **asked, measured=False)
     same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
     assert same[0] == same[1]
