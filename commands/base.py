@@ -195,7 +195,8 @@ MODELS = argument(
 )
 MODEL = argument(
     "MODEL",
-    "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or sample:gpt2.",
+    "The model: org/name or org/name@revision on the hub, a preset, a folder, a weight file, or a sample that "
+    "comes with gptkit, such as sample:gpt2.",
     complete=complete_model,
 )
 JSON = flag("--json", "Print JSON instead of text.")
@@ -252,8 +253,8 @@ def _pictures(page: str) -> _OptionGroup:
     )
     options = {
         "html": (Path | None, option("--html FILE", page)),
-        "png": (Path | None, option("--png FILE", "Write a picture (PNG), for a talk.")),
-        "svg": (Path | None, option("--svg FILE", "Write a picture (SVG), for a paper.")),
+        "png": (Path | None, option("--png FILE", "Write a figure of the report as a PNG picture, for slides.")),
+        "svg": (Path | None, option("--svg FILE", "Write a figure of the report as an SVG drawing, for a paper.")),
         "figure": (str | None, figure),
     }
     return _OptionGroup(options, _PictureFiles)

@@ -83,7 +83,8 @@ def heal(
     device: str | None = option("NAME", "The device: cpu, cuda or cuda:1. The default is a GPU if there is one.", _HOW),
     every: int | None = option(
         "STEPS",
-        "Evaluate and save a checkpoint every STEPS steps. By default, evaluations take a twentieth of the time.",
+        "Evaluate and save a checkpoint every STEPS steps. By default, gptkit chooses STEPS so that evaluations take "
+        "5 % of the time.",
         min=1,
     ),
     to: str | None = option(

@@ -70,7 +70,12 @@ def swap(
         _HOW,
         min=1,
     ),
-    to: str | None = option("--as FORMAT", "The format to write: local (gptkit's own), hf, hf:FAMILY or auto.", _HOW),
+    to: str | None = option(
+        "--as FORMAT",
+        "The format to write: local (gptkit's own, the default), hf (the model's family), hf:FAMILY (such as hf:llama) "
+        "or auto (a family that can hold the result).",
+        _HOW,
+    ),
     dtype: str | None = option(
         "DTYPE",
         "The dtype of computed tensors, or with --as hf of all tensors. The output says which dtype is the "

@@ -24,7 +24,8 @@ def verify(
     attention: str | None = option("sdpa | eager", "The attention kernel of both sides."),
     prompt: list[str] | None = option("TEXT", "Also compare the logits on this text."),
     long: bool = flag(
-        "--long", "Also test windows and original contexts of more than 1,024 tokens, which takes longer."
+        "--long",
+        "Also test texts longer than 1,024 tokens, where the model has a window or a scaled context of that length.",
     ),
     up_to: str | None = option(
         "--up-to TOKENS", "The longest sequence that matters to you, in tokens. Longer ones are not compared."

@@ -162,7 +162,7 @@ class Attention(Mixer, Component, frozen=True):
         if self.chunked and self.window is None:
             raise ConfigError("attention is chunked, but has no window: chunked needs one")
         if not self.causal and (self.chunked or self.kv_from != "input" or isinstance(self.position, ALiBi)):
-            raise ConfigError("bidirectional attention cannot be chunked, use the keys of another layer or have ALiBi")
+            raise ConfigError("bidirectional attention supports neither chunks, nor keys of another layer, nor ALiBi")
         if isinstance(self.position, Buckets) and (self.window is not None or self.group > 1):
             raise ConfigError(
                 "bucketed position biases (T5) need attention without a window, with as many key-value heads "

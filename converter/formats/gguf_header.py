@@ -197,7 +197,9 @@ class _Cursor:
     def string(self, what: str, most: int | None = None) -> str:
         (length,) = self.numbers("Q", what)
         if most is not None and length > most:
-            raise CheckpointError(f"{self.where}: {what} at byte {self.at} has {length} bytes")
+            raise CheckpointError(
+                f"{self.where}: {what} at byte {self.at} has {length} bytes, but at most {most} are possible"
+            )
         at = self.take(length, what)
         self.read_text(length, what)
         try:
