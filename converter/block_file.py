@@ -174,7 +174,7 @@ class BlockFile:
             with self._disk() as fd:
                 write_all(fd, ending, self._size - len(ending))
                 if os.pread(fd, len(ending), self._size - len(ending)) != ending:
-                    raise OSError(errno.EIO, "it does not hold what was written to it")
+                    raise OSError(errno.EIO, "its bytes differ from the bytes that were written")
                 os.fsync(fd)
                 with self._hashing:
                     self._advance(self._size)

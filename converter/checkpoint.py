@@ -187,7 +187,7 @@ def _usable(found: Reference, methods: tuple[str, ...] = ()) -> tuple[ModelSpec,
     if method is not None and method[0].partition(",")[0] not in methods:
         words, way = method
         what = _FIRST_ONE.rstrip(".") + (f", or dequantise it with {way}" if way is not None else "")
-        message = f"{found.path}: its weights are quantised ({words}), and gptkit reads floating-point ones"
+        message = f"{found.path}: the weights are quantised ({words}), and gptkit needs floating-point weights here"
         raise Quantised(message, f"{what}. params, compare and show need no weights.")
     return spec, origin, unknown
 
@@ -323,7 +323,7 @@ def _refuse(
     if architecture is not None and missing == [architecture.head]:
         hint = 'A base model alone has no head. Set "tie_word_embeddings": true in config.json if it is the embedding.'
     if made.untied:
-        problems.append(f"config.json ties the head to the embedding, but {_some(made.untied)} holds other values")
+        problems.append(f"config.json ties the head to the embedding, but {_some(made.untied)} has different values")
         if len(problems) == 1:
             hint = 'Set "tie_word_embeddings": false in config.json if the head is meant to be its own.'
     if made.altered:
@@ -332,7 +332,7 @@ def _refuse(
         if len(problems) == 1:
             hint = "No tree has both. Take these tensors out of the files if they are left over."
     if made.parted:
-        problems.append(f"layers share a block, and {_some(made.parted)} holds other values than where it is stored")
+        problems.append(f"some layers share weights, but {_some(made.parted)} differs from the shared values")
     if made.twice:
         names = [f"{name} and {other}" for name, other in made.twice]
         problems.append(f"{len(names)} tensors are there under two names: {_some(names)}")

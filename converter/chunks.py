@@ -49,7 +49,7 @@ def filling(where: str, shape: tuple[int, ...], chunks: Sequence[Chunk], hint: s
     if count != math.prod(shape) or any(
         bool(((begin[i + 1 :] < end[i]) & (end[i + 1 :] > begin[i])).all(axis=1).any()) for i in range(len(full) - 1)
     ):
-        what = f"{len(full)} chunks of {count:,}: some are missing, or there twice"
+        what = f"{len(full)} chunks of {count:,}: some are missing or occur twice"
         raise CheckpointError(f"{where} of {math.prod(shape):,} elements has {what}", hint)
     return tuple(full)
 

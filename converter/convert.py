@@ -94,7 +94,7 @@ def plan_output(
         return plan(leaves, dtypes, small, beside, max_shard_bytes or DEFAULT_SHARD_BYTES, own)
     family = to.family or origin.family
     if family is None:
-        hint = "--to hf:auto takes the first that can hold it, --to hf:FAMILY a given one."
+        hint = "Use --to hf:auto for the first family that supports the model, or --to hf:FAMILY for a specific one."
         raise UsageError("this model has no family", hint)
     architecture = named(family)
     whole = not {*OUTSIDE}.isdisjoint(carried or ())
@@ -321,7 +321,7 @@ def adapted(source: Checkpoint, to: Target) -> tuple[Checkpoint, Target]:
     if found is None or found.found is None:
         nearest = min(refused, key=lambda each: each.weight)
         unread = len(refused) == 1 and not source.fetched and any(each.is_bias for each in nearest.standing)
-        message = "Biases that are zero are no obstacle, but no weight was fetched to tell." if unread else OWN_FORMAT
+        message = "Biases of zero are allowed, but no weights were fetched to check this." if unread else OWN_FORMAT
         raise nearest.refusal(message)
     family = families[len(refused)]
     return _as_tree(source, found.found, family), Target("hf", family.name)

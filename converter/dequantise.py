@@ -329,7 +329,7 @@ def _groups(parts: Parts, part: str, columns: int, count: int) -> Array | str | 
         return f"{part} of I32 [{columns}] is expected, and {parts.kind(part)} {list(parts.shape(part))} is there"
     found = parts[part]
     if columns and (found.min() < 0 or found.max() >= count):
-        return f"{part} names groups {found.min()} to {found.max()}, and there are {count}"
+        return f"{part} refers to groups {found.min()} to {found.max()}, but there are {count}"
     plain = columns % count == 0 and np.array_equal(found, np.arange(columns) // (columns // count))
     return None if plain else found.astype(np.intp)
 
@@ -488,7 +488,7 @@ def _four_bits(_: _Settings, parts: Parts, __: str) -> Numbers | str:
     if len(said) != 1:
         return f"{len(said)} of its quant_state are there, and one is expected"
     if not parts.fetched:
-        return "its shape lies in its quant_state, which was not fetched"
+        return "its shape is stored in its quant_state, which was not fetched"
     state = _state(parts, _QUANT_STATE + said[0])
     shape, size, kind = state.get("shape"), state.get("blocksize"), state.get("dtype")
     dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}.get(kind) if isinstance(kind, str) else None

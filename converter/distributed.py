@@ -159,7 +159,7 @@ class _Verdict:
     def on(cls, rank: int, error: BaseException | None) -> _Verdict:
         """What an error of that rank means; None: its connection is closed."""
         if error is None:
-            reason = f"the process of rank {rank} ended without a word: it was killed, or its machine is gone"
+            reason = f"the process of rank {rank} ended without reporting an error"
             return cls(rank, 1, reason, "lost")
         if isinstance(error, KeyboardInterrupt):
             return cls(rank, 130, "interrupted", "interrupted")

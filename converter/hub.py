@@ -49,7 +49,7 @@ class NoConfig(InvalidInput):
     """A repository without config.json, which may hold another kind of file."""
 
     def __init__(self, repository: Repository) -> None:
-        hint = "It may hold a GGUF, of which gptkit params tells the tree, or an adapter: gptkit swap BASE OUT"
+        hint = "It may contain a GGUF, which gptkit params can read, or an adapter: gptkit swap BASE OUT"
         super().__init__(f"{repository} has no config.json", f"{hint} --merge-lora {repository.repo}")
 
 

@@ -120,12 +120,12 @@ def _folder(folder: Path, names: Sequence[str], allow_pickle: bool) -> WeightFil
         return _sharded(folder, names, read_index(folder / INDEX))
     others = [name for name in names if name.endswith(".safetensors")]
     if others == [ADAPTER_WEIGHTS]:
-        message = f"{folder} holds the weights of an adapter alone ({ADAPTER_WEIGHTS}), not a model's"
+        message = f"{folder} has only the weights of an adapter ({ADAPTER_WEIGHTS}), not of a model"
         raise CheckpointError(message, f"gptkit swap BASE OUT --merge-lora {folder}")
     if len(others) == 1:
         return single(folder / others[0], read_header(folder / others[0]))
     if others:
-        message = f"{folder} holds {len(others)} .safetensors files and no {INDEX}: {_listed(others)}"
+        message = f"{folder} has {len(others)} .safetensors files but no {INDEX}: {_listed(others)}"
         raise CheckpointError(message, "Name one of them, or add the index.")
     if PICKLE_SINGLE in names:
         return _pickles([folder / PICKLE_SINGLE], allow_pickle)

@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> Any:
     """The JSON value in a manifest.json. Raises OSError, ValueError, RecursionError: there is none to be read."""
     raw = read_small(path, _MAX_BYTES)
     if raw.count(b"{") + raw.count(b"[") > _MAX_VALUES:
-        raise ValueError(f"it holds more than {_MAX_VALUES:,} values")
+        raise ValueError(f"it has more than {_MAX_VALUES:,} values")
     return json.loads(raw)
 
 
@@ -107,7 +107,7 @@ def check_manifest(folder: Path) -> list[str]:
         return [f"{MANIFEST} is not a gptkit manifest: it has no object named files"]
     version = record.get("schema_version")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        return [f"{MANIFEST} has schema version {version!r}, this gptkit knows 1 to {SCHEMA_VERSION}"]
+        return [f"{MANIFEST} has schema version {version!r}, but this gptkit supports 1 to {SCHEMA_VERSION}"]
     listed = cast("dict[str, object]", record["files"])
     found = at_once(lambda name: _check_file(folder, name, listed[name]), sorted(listed))
     problems = [problem for each in found for problem in each]
@@ -118,7 +118,7 @@ def check_manifest(folder: Path) -> list[str]:
 
 def _check_file(folder: Path, name: str, entry: object) -> list[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-        return [f"{name}: its entry in the manifest holds no sha256"]
+        return [f"{name}: its entry in the manifest has no sha256"]
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         return [f"{name!r}: the manifest names a file outside of its folder"]
     known = read_entry(entry)

@@ -106,4 +106,4 @@ def _unfit(found: Reference) -> tuple[str, ...]:
         return ()
     except GptkitError as error:
         why = error.message.removeprefix(f"{found.path}: ").partition(": ")[0]
-        return (f"the weights in it are not those of its config.json, which is what is told here: {why}",)
+        return (f"its weights do not match its config.json, and this outline describes the config.json: {why}",)

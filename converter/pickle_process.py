@@ -89,7 +89,7 @@ def _members(file: _Part, size: int, writer: str = "torch.save") -> dict[str, tu
     at = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.header_offset < at or info.filename in found:
-            raise _RefusedError(f"holds {info.filename!r:.80} twice, or over another")
+            raise _RefusedError(f"contains {info.filename!r:.80} twice, or overlapping another entry")
         file.seek(info.header_offset)
         head = file.read(30)
         if len(head) < 30 or head[:4] != b"PK\3\4":
@@ -152,7 +152,7 @@ class _Storage:
         self.element, self.start, self.nbytes = element, start, nbytes
 
     def __setstate__(self, state: Any) -> None:
-        raise _RefusedError("it holds a storage in a way that is not known")
+        raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
 
 
 class _Tensor(NamedTuple):
@@ -200,7 +200,7 @@ def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
     local, spec = _attribute(state, "_local_tensor"), _attribute(state, "_spec")
     mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
     if not isinstance(local, _Tensor) or not isinstance(placements, tuple) or len(placements) > _MAX_DIMS:
-        raise _RefusedError("a part of a tensor is not told as torch tells it")
+        raise _RefusedError("it describes a part of a tensor differently from torch")
     ways: list[int | None] = []
     for each in placements:
         dim = _attribute(each, "dim")
@@ -294,11 +294,11 @@ class _Reader(pickle.Unpickler):
         # litgpt numbers its storages with integers, torch with strings.
         name = str(key) if type(key) is int and 0 <= key < _MAX_INTEGER and self._places is not None else key
         if not isinstance(kind, _Known) or not kind.element or type(count) is not int:
-            raise _RefusedError("it holds a storage in a way that is not known")
+            raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
         nbytes = count * _bytes_of(kind.element)
         if self._places is None:
             if not isinstance(name, str) or not 0 <= count < _MAX_INTEGER:
-                raise _RefusedError("it holds a storage in a way that is not known")
+                raise _RefusedError("it stores a tensor's data in a way that gptkit does not support")
             storage = self.storages.setdefault(name, _Storage(kind.element, 0, nbytes))
             if (storage.element, storage.nbytes) != (kind.element, nbytes):
                 raise _RefusedError(f"storage {key!r:.40} is there with two sizes")
@@ -392,7 +392,7 @@ class _Plain:
         self._values -= 1
         self._text -= len(value) if isinstance(value, str) else 0
         if self._values < 0 or self._text < 0 or depth > _MAX_DEPTH:
-            raise _RefusedError("holds more values than a checkpoint has")
+            raise _RefusedError("contains too many values for a checkpoint")
         if value is None or isinstance(value, bool | float | str):
             return value
         if isinstance(value, int):
@@ -430,7 +430,7 @@ def _arrays(path: str) -> dict[str, Any]:
             key = name.removesuffix(".npy")
             found.append([key, _array(key, file.read(min(nbytes, 4096)), start, nbytes)])
     if len(found) > _MAX_VALUES // 16:
-        raise _RefusedError("holds more values than a checkpoint has")
+        raise _RefusedError("contains too many values for a checkpoint")
     return {"dict": found}
 
 
@@ -445,7 +445,7 @@ def _array(name: str, head: bytes, start: int, nbytes: int) -> dict[str, Any]:
         r"\{'descr': '[<|]([fiub])(\d)', 'fortran_order': (True|False), 'shape': \(((?:\d{1,19},? ?)*)\),? ?\}", text
     )
     if head[:6] != b"\x93NUMPY" or end > len(head) or found is None:
-        raise _RefusedError(f"holds {name!r:.80}, which is no plain array of numbers")
+        raise _RefusedError(f"contains {name!r:.80}, which is not a plain array of numbers")
     kind, width, fortran, sizes = found.groups()
     element = "BOOL" if kind == "b" else f"{_DTYPES[kind]}{8 * int(width)}"
     shape = _sizes([int(each) for each in sizes.replace(" ", "").split(",") if each])
@@ -476,14 +476,14 @@ def _stream(file: BinaryIO, size: int) -> Any:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise _RefusedError("has no list of its storages")
     if len(keys) != len(reader.storages) or set(keys) != set(reader.storages):
-        raise _RefusedError("does not hold the storages that its tensors need")
+        raise _RefusedError("does not contain the data of all its tensors")
     file.seek(part.tell())
     for key in keys:
         storage = reader.storages[key]
         head = file.read(8)
         storage.start = file.tell()
         if len(head) < 8 or storage.start + storage.nbytes > size:
-            raise _RefusedError(f"is truncated: storage {key!r:.40} ends beyond it, {size:,} bytes found")
+            raise _RefusedError(f"is truncated: storage {key!r:.40} exceeds the file, {size:,} bytes found")
         if struct.unpack("<q", head)[0] * _bytes_of(storage.element) != storage.nbytes:
             raise _RefusedError(f"storage {key!r:.40} has another size than its tensors say")
         file.seek(storage.nbytes, os.SEEK_CUR)
@@ -572,14 +572,14 @@ def _is(value: Any, name: str) -> bool:
 
 def _entries(_metadata: Any) -> list[list[Any]]:
     if not _is(_metadata, "Metadata"):
-        raise _RefusedError("it holds no metadata of torch.distributed.checkpoint")
+        raise _RefusedError("it contains no metadata of torch.distributed.checkpoint")
     entries, places = _metadata.get("state_dict_metadata"), _metadata.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise _RefusedError("its tensors or their places are missing")
     at: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, place in places.items():
         if not _is(index, "MetadataIndex") or not _is(place, "_StorageInfo"):
-            raise _RefusedError("the place of something is not told as torch tells it")
+            raise _RefusedError("it describes the position of an entry differently from torch")
         name, offset = index.get("fqn"), index.get("offset")
         if isinstance(name, str) and offset is not None:
             at[name, tuple(_sizes(offset))] = place
@@ -609,7 +609,7 @@ def _chunk(name: str, box: Any, at: dict[tuple[str, tuple[int, ...]], Any]) -> l
     offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
     place = at.get((name, tuple(offsets)))
     if place is None:
-        raise _RefusedError(f"{name!r:.80}: nothing says where its chunk at {offsets} lies")
+        raise _RefusedError(f"{name!r:.80}: the position of its chunk at {offsets} in the files is missing")
     if transforms := place.get("transform_descriptors"):
         raise _RefusedError(f"{name!r:.80} was written through an extension ({transforms})")
     file, start, nbytes = place.get("relative_path"), place.get("offset"), place.get("length")

@@ -20,7 +20,7 @@ from .weights import Stored, Weights
 
 _TIMEOUT = 120.0  # seconds for all files of a checkpoint; a real one takes a fraction of one
 _PART = 0.1  # seconds more for every part of a file that is looked into
-_HINT = "Do not use this file: it is damaged, or holds more than tensors."
+_HINT = "Do not use this file: it is damaged, or contains more than tensors."
 _ARRAYS_HINT = "Save its arrays again with numpy.savez, as numbers in the dtypes of safetensors."
 _OTHER = {
     b"\x89HDF": ("an HDF5 file, as Keras writes them", "Load it with the program that wrote it, and save safetensors."),
@@ -133,7 +133,7 @@ class Unpickler:
         reason = "".join(sign if sign.isprintable() else " " for sign in answer["error"])
         if reason.startswith(":"):
             raise CheckpointError(f"{where}{reason}", self._hint)
-        if reason.split(" ")[0] not in ("is", "has", "holds", "claims", "was", "needs", "cannot"):
+        if reason.split(" ")[0] not in ("is", "has", "contains", "claims", "does", "was", "needs", "cannot"):
             reason = f"cannot be read as plain {what}: {reason}"
         raise CheckpointError(f"{where} {reason}", self._hint)
 
@@ -173,8 +173,8 @@ def not_as_it_is(path: Path, content: Any) -> CheckpointError:
     some = ", ".join(f"{_shown(name)} {list(each.shape)}" for name, each in list(tensors.items())[:_SHOWN])
     keys = "".join(f"[{_shown(key)!r}]" for key in where)
     count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
-    told = f"{path} holds {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > _SHOWN else ''}"
-    told += beside and f"; beside them {beside}"
+    told = f"{path} contains {count}{keys and ' in ' + keys}: {some}{', …' if len(tensors) > _SHOWN else ''}"
+    told += beside and f"; it also contains {beside}"
     found = whose(list(tensors))
     if found is None:
         return CheckpointError(told, "Their names do not match any family that gptkit supports.")
@@ -189,12 +189,12 @@ def renamed(names: Sequence[str]) -> str | None:
     if found is None:
         return None
     owner, prefix = found
-    behind = f" Save the tensors without {prefix!r} before their names." if prefix else ""
+    behind = f" Save the tensors without the prefix {prefix!r}." if prefix else ""
     return f"T{_names_of(owner, prefix)[1:]}.{f' {_OTHERS[owner]}' if owner in _OTHERS else behind}"
 
 
 def _names_of(owner: str, prefix: str) -> str:
-    return f"the names are those of {owner}" + (f", behind {prefix!r}" if prefix else "")
+    return f"the tensor names are those of {owner}" + (f", with the prefix {prefix!r}" if prefix else "")
 
 
 def _way_on(keys: str, prefix: str, only: bool) -> str:
@@ -204,8 +204,8 @@ def _way_on(keys: str, prefix: str, only: bool) -> str:
         name = f"k.removeprefix({prefix!r})" if prefix else "k"
         state = f"{{{name}: v for k, v in {state}.items(){' if torch.is_tensor(v)' if only else ''}}}"
     if state == "torch.load(FILE)":
-        return "Put the model's config.json beside it, and name the folder."
-    return f"Save them alone, beside the model's config.json: torch.save({state}, 'pytorch_model.bin')"
+        return "Put the model's config.json into the same folder, and name the folder."
+    return f"Save only the tensors, next to the model's config.json: torch.save({state}, 'pytorch_model.bin')"
 
 
 def _dictionaries(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Stored], int]]:

@@ -240,7 +240,7 @@ class Staging:
         if not os.path.lexists(target):
             return
         if target.is_symlink() or not (target.is_dir() if single is None else target.is_file()):
-            kind = "a folder" if target.is_dir() else "a file" if single is None else "no plain file"
+            kind = "a folder" if target.is_dir() else "a file" if single is None else "not a regular file"
             kind, wanted = "a symbolic link" if target.is_symlink() else kind, "folder" if single is None else "file"
             raise UsageError(f"{target} exists and is {kind}, not a {wanted}", "Choose another name for the output.")
         if not self.force:
@@ -248,12 +248,12 @@ class Staging:
         why = None
         if single is not None:
             if not single(target):
-                why = "is a file of another kind: --force replaces only one of its own"
+                why = "is a file in another format: --force replaces only a file of the same format"
         elif names := {entry.name for entry in target.iterdir()}:
             if ".git" in names:
                 why = "is a git repository: --force replaces only a checkpoint's folder"
             elif not names & {"config.json", "gptkit.json"} and not {"gptkit", "files"} <= manifest_of(target).keys():
-                why = "holds no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
+                why = "has no config.json, and gptkit did not write it: --force replaces only a checkpoint's folder"
         if why is not None:
             raise UsageError(f"{target} {why}", "Remove it yourself, or choose another name.")
         if single is None:

@@ -56,7 +56,7 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
             continue
         whole = base + scheme.made
         if whole != name and whole in info:
-            twice.append(f"{whole} is there beside {name}")
+            twice.append(f"{whole} exists as well as {name}")
             continue
         stored = Parts(weights, names)
         numbers = scheme.fit(settings, stored, dtype)
@@ -75,13 +75,13 @@ def dequantised(weights: Weights, config: Mapping[str, Any], dtype: str, where: 
         for what, names in (
             ("quantised weights have no scales", lacking),
             ("scales belong to no quantised weight", alone),
-            ("quantised weights are there twice", twice),
+            ("quantised weights are also stored unquantised", twice),
             ("quantised weights do not fit their scales", misfits),
         )
         if names
     ]
     if not made and not found:
-        found = [f"config.json says that they are quantised ({told[0]}), and none is"]
+        found = [f"config.json says that the weights are quantised ({told[0]}), but no tensor is"]
     if found:
         hint = "Check that config.json belongs to these weights, and that all of their files are there."
         raise Quantised(f"{where}: {'; '.join(found)}", hint)

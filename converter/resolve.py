@@ -238,7 +238,7 @@ def _config_alone(name: str) -> InvalidInput:
 
 def _refuse_name(text: str, within: str | None = None) -> NoReturn:
     """Raise InvalidInput for what looks like a path and is none; `within`: what a file of a repository is called."""
-    file = "" if within is None else f"; a GGUF there hf://{within}, of which params tells the tree"
+    file = "" if within is None else f"; for a GGUF there, hf://{within} (gptkit params can read it)"
     hint = f"A model on the hub is named org/name or org/name@revision{file}."
     raise InvalidInput(f"no such file or folder: {text}", hint)
 

@@ -114,7 +114,7 @@ def parse_header(where: Path | str, raw: bytes, size: int | None = None) -> Head
         raise CheckpointError(f"{where} is truncated: {end} bytes expected, {size} found", hint)
     for info in infos:
         if info.start != at:
-            what = "overlaps the tensor before it" if info.start < at else "leaves a hole before it"
+            what = "overlaps the tensor before it" if info.start < at else "leaves unused bytes before it"
             raise CheckpointError(f"{where}: tensor {_short(info.name)} {what} (byte {info.start}, {at} expected)")
         at = info.end
     if end < size:
@@ -286,7 +286,7 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {_short(twice)} is there twice")
+        raise ValueError(f"the key {_short(twice)} occurs twice")
     for text in (text for pair in pairs for text in pair if isinstance(text, str)):
         text.encode()  # UnicodeEncodeError, a ValueError, on half of a surrogate pair
     return result

@@ -288,7 +288,7 @@ def _scan(found: Reference, folder: Path, names: frozenset[str], header: Callabl
     stale = ""
     if SINGLE in weights and (index is not None or error):
         held = getattr(each[SINGLE], "tensors", {})
-        stale = error or ("" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} does not say what {SINGLE} holds")
+        stale = error or ("" if index == dict.fromkeys(held, SINGLE) else f"{INDEX} does not match {SINGLE}")
         index, error = (None, "") if stale else (index, error)
     return Scan(
         found,

@@ -53,7 +53,7 @@ class Tokenizer:
     def _exchange(self, question: dict[str, Any]) -> Any:
         answer = self._process.ask(question)
         if answer is None:
-            raise self._broken("it takes more time or memory than a tokenizer does")
+            raise self._broken("it needs more time or memory than gptkit allows for a tokenizer")
         if "error" in answer:
             raise self._broken(answer["error"])
         return answer["answer"]
@@ -61,7 +61,7 @@ class Tokenizer:
     def _broken(self, why: str) -> InvalidInput:
         # The reason may quote the file: control characters must not reach the terminal.
         reason = "".join(sign if sign.isprintable() else " " for sign in next(iter(why.strip().splitlines()), ""))
-        return InvalidInput(f"{self.path} is not a tokenizer that can be read: {reason:.200}", "Fetch the file again.")
+        return InvalidInput(f"{self.path} cannot be read as a tokenizer: {reason:.200}", "Fetch the file again.")
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

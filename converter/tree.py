@@ -63,8 +63,8 @@ def read_description(file: Path, path: Path, *, folder: bool) -> tuple[ModelSpec
         _refuse_adapter(path, path if folder else path.parent)
         hint = "Name a folder with config.json and .safetensors files, or a gptkit folder with gptkit.json."
         if folder and (inside := _with_weights(path)):
-            hint = f"Weights lie in {some_of(inside, 3, ', …')}: name the folder that is meant."
-        message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'beside'} it"
+            hint = f"There are weights in {some_of(inside, 3, ', …')}: name one of these folders."
+        message = f"{path} is not a checkpoint: there is no {CONFIG} {'in' if folder else 'next to'} it"
         raise UnknownFamily(message, hint)
     config, text = read_config_file(file)
     if file.name == LOCAL_CONFIG or _is_tree(file, config):
@@ -124,7 +124,7 @@ def _refuse_adapter(path: Path, folder: Path) -> None:
     given = base if isinstance(base, str) and base.isprintable() and 0 < len(base) <= 200 else None
     method = f"{config.get('peft_type', 'LORA')!s:.20}".upper()
     kind = "an adapter"
-    hint = f"It is one of {method!r}, and gptkit merges LoRA alone: peft's merge_and_unload() makes a model of it."
+    hint = f"Merge it with peft's merge_and_unload(): its type is {method!r}, and gptkit merges only LoRA."
     if method == "LORA":
         kind = "a LoRA adapter" + (f" of rank {rank}" if type(rank) is int else "")
         hint = f"Merge it: gptkit swap {quote(given or 'BASE')} OUT --merge-lora {quote(str(folder))}"

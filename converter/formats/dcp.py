@@ -54,7 +54,7 @@ def _description(path: Path) -> Path:
     for name in (LOCAL_CONFIG, CONFIG):
         if (path / name).is_file():
             return path / name
-    hint = f"Put the model's {CONFIG} beside {_METADATA}."
+    hint = f"Put the model's {CONFIG} into the same folder as {_METADATA}."
     raise InvalidInput(
         f"{path} is a distributed checkpoint without a config.json, so its architecture is not known", hint
     )

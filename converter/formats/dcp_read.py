@@ -92,7 +92,7 @@ def hugging_face(files: Sequence[Path]) -> dict[str, Chunked]:
             if len(offsets) > MAX_DIMS or any(type(each) is not int or not 0 <= each < 2**63 for each in offsets):
                 raise CheckpointError(f"{path}: {shown(name, 80)}: invalid sizes", _HINT)
             if len(offsets) != len(info.shape) or (others and others[0].stored.dtype != info.dtype):
-                what = "another dtype, or other dimensions, than in another file"
+                what = "its dtype or number of dimensions differs between files"
                 raise CheckpointError(f"{path}: {shown(name, 80)}: {what}", _HINT)
             others.append(Chunk(tuple(offsets), Stored(path, info.dtype, info.shape, info.start, info.nbytes)))
     tensors: dict[str, Chunked] = {}

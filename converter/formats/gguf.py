@@ -210,12 +210,12 @@ def _name(path: Path | str, header: Header) -> str:
     """The architecture's name of a file that holds a whole model."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
-        raise InvalidInput(f"{path} holds a GGUF of type {shown(kind, 40)}, not a model", "Name the model's own file.")
+        raise InvalidInput(f"{path} is a GGUF of type {shown(kind, 40)}, not a model", "Name the model's own file.")
     if not header.tensors:
         tokens = header.metadata.get("tokenizer.ggml.tokens")
         count = len(tokens) if isinstance(tokens, list) else tokens.count if isinstance(tokens, Array) else 0
-        what = f"a vocabulary alone, of {count:,} tokens, and no weights" if count else "no tensors"
-        raise InvalidInput(f"{path} holds {what}", "Name the model's own file.")
+        what = f"only a vocabulary of {count:,} tokens and no weights" if count else "no tensors"
+        raise InvalidInput(f"{path} contains {what}", "Name the model's own file.")
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         hint = "Join them with llama.cpp's llama-gguf-split --merge."

@@ -132,7 +132,7 @@ class Header:
                 found.append(buffer[at + 8 : at + 8 + length].decode())
                 at += 8 + length
         except UnicodeDecodeError as error:
-            message = f"{self.where}: {key} holds a string that is not UTF-8 (entry {len(found)})"
+            message = f"{self.where}: {key} has a string that is not UTF-8 (entry {len(found)})"
             raise CheckpointError(message) from error
         return found
 
@@ -311,7 +311,7 @@ def _place(where: str, infos: list[GgufTensor], end: int, alignment: int, size: 
         if info.name in found:
             raise CheckpointError(f"{where}: tensor {shown(info.name)} occurs twice")
         if start != at:
-            what = "overlaps the tensor before it" if start < at else "leaves a hole before it"
+            what = "overlaps the tensor before it" if start < at else "leaves unused bytes before it"
             raise CheckpointError(f"{where}: tensor {shown(info.name)} {what} (byte {start}, {at} expected)")
         if end > size:
             message = f"{where} is truncated: tensor {shown(info.name)} ends at byte {end}, {size} found"

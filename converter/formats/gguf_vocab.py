@@ -78,7 +78,7 @@ class _Metadata:
         texts = [self.texts.get(index, f"[PAD{index}]") for index in range(self.rows)]
         if len(set(texts)) != self.rows:
             twice = Counter(texts).most_common(1)[0][0]
-            message = f"two tokens are both written {shown(twice, 40)}, and llama.cpp tells tokens apart by their text"
+            message = f"two tokens have the text {shown(twice, 40)}, but llama.cpp needs different texts"
             raise CannotExpress(message)
         self.say(tokens=texts)
         if model != "gpt2":

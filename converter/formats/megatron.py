@@ -75,7 +75,7 @@ def opened(folder: Path, files: Sequence[Path], contents: Sequence[Any], beside:
     for tables in stages:
         numbers = {int(match[1]) for name in tables[0] if (match := _LAYER.match(name))}
         if numbers != set(range(len(numbers))):
-            what = f"a stage has the layers {some_of(sorted(numbers), 8)}, not all in a row"
+            what = f"a stage has the layers {some_of(sorted(numbers), 8)}, but they must count up from 0"
             raise CheckpointError(f"{folder}: {what}", _HINT)
         for name, tensor in _joined(folder, files, tables, bool(arguments.get("swiglu"))):
             own = _LAYER.match(name)
@@ -216,7 +216,7 @@ def _stages(
         claimed = ((stage, rank) for stage in range(pipeline) for rank in range(tensor))
         missing = list(islice((place for place in claimed if place not in found), 4))
         dots = ", …" if tensor * pipeline - len(found) > 4 else ""
-        what = f"misses (stage, rank) {', '.join(map(str, missing))}{dots}" if missing else "has more"
+        what = f"misses (stage, rank) {', '.join(map(str, missing))}{dots}" if missing else "has more than the files"
         raise CheckpointError(f"{folder} {what} of {tensor} x {pipeline} ranks", _HINT)
     keys = [key for key in found[0, 0] if re.fullmatch(r"model\d*", str(key))]
     if set(keys) != {"model"} and set(keys) != {f"model{number}" for number in range(max(1, len(keys)))}:

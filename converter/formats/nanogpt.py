@@ -100,7 +100,7 @@ def _arguments(file: Path, given: Mapping[Any, Any], weights: Weights) -> tuple[
     other = [str(key) for key in given if key not in (*ARGUMENTS, "bias", "dropout")]
     missing = [key for key in ARGUMENTS if type(given.get(key)) is not int]
     if other or missing:
-        what = f"no size {missing[0]}" if missing else f"{shown(', '.join(other), 80)}, which its model does not know"
+        what = f"no size {missing[0]}" if missing else f"{shown(', '.join(other), 80)}, which nanoGPT does not have"
         raise CheckpointError(f"{file} is not a nanoGPT checkpoint: its model_args have {what}")
     bias = given.get("bias", "transformer.ln_f.bias" in weights.info)
     if not isinstance(bias, bool):

@@ -84,10 +84,14 @@ def _all_ranks(files: Sequence[Path]) -> None:
     if 0 not in ranks and said and said[0].startswith("-of-"):
         expected = range(1, int(said[1]) + 1)
     if len(expected) > 2**16:
-        raise CheckpointError(f"{files[0]} claims to be one of {len(expected):,}", _HINT)
+        raise CheckpointError(
+            f"{files[0]} claims to be one of {len(expected):,} ranks, but gptkit reads at most {2**16:,}", _HINT
+        )
     if missing := sorted(set(expected) - ranks):
         told = ", ".join(map(str, missing[:8]))
-        raise CheckpointError(f"{files[0].parent}: of {len(expected)} ranks {told} is missing", _HINT)
+        raise CheckpointError(
+            f"{files[0].parent}: there should be {len(expected)} ranks, but these are missing: {told}", _HINT
+        )
 
 
 def _placed(name: str, values: Mapping[Path, Any]) -> Chunked:
@@ -158,7 +162,7 @@ def same_in(name: str, one: Path, first: Stored, other: Path, second: Stored) ->
     both = Weights({"a": first, "b": second})
     both.check()
     if not both.same("a", "b"):
-        told = f"{one} and {other.name} hold other values of {shown(name, 80)}: they are of different steps, or models"
+        told = f"{one} and {other.name} have different values of {shown(name, 80)}"
         raise CheckpointError(told, _HINT)
 
 
@@ -194,7 +198,7 @@ def partitioned(files: Sequence[Path], contents: Sequence[Any], parts: Sequence[
         at += width
     held = {sum(each.count for each in group) for group in groups}
     if held != {at}:
-        told = f"{folder}: its ranks hold {sorted(held)} elements each, and its param_shapes take {at:,}"
+        told = f"{folder}: its ranks have {sorted(held)} elements, but its param_shapes need {at:,} per rank"
         raise CheckpointError(told, _HINT)
     fragments = [content.get("frozen_param_fragments") for content in contents if isinstance(content, dict)]
     for name, shape in _listed([first.get("frozen_param_shapes")]).items():

@@ -22,7 +22,7 @@ def leaves_of(stack: Stack | None, spec: ModelSpec) -> list[BoundLeaf]:
     try:
         return bind(stack.name, stack.leaves, spec)
     except CannotExpress as error:
-        told = f"the names are {stack.name}, and the config is of a model that has others"
+        told = f"the tensor names are those of {stack.name}, but the config describes a model with other tensors"
         raise CheckpointError(f"{told}: {error.message}", ONE) from error
 
 

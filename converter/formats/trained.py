@@ -361,7 +361,7 @@ def _same_step(files: Sequence[Path], contents: Sequence[Any]) -> None:
         said = {content[key]: file for file, content in zip(files, contents, strict=True) if _says(content, key)}
         if len(said) > 1:
             (one, first), (two, second) = list(said.items())[:2]
-            told = f"{first} is of {key} {one}, {second.name} of {two}"
+            told = f"{first} has {key} {one}, but {second.name} has {two}"
             raise CheckpointError(told, "Take the files of one step, or name one of them.")
 
 

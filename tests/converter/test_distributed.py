@@ -168,7 +168,7 @@ def test_a_rank_that_is_killed(failing: int, ranks: Ranks, tmp_path: Path) -> No
     ended = ranks.run(tmp_path, *command, **{f"rank{failing}": ["killed"], f"rank{1 - failing}": ["slow"]})
     other = 1 - failing
     assert (ended.codes[failing], ended.codes[other]) == (-9, 1)
-    assert f"rank {failing} ended without a word" in ended.stderr[other]
+    assert f"rank {failing} ended without reporting an error" in ended.stderr[other]
     assert not (tmp_path / "out").exists()
 
     again = ranks.run(tmp_path, *command)

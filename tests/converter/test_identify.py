@@ -112,5 +112,5 @@ def test_a_file_of_the_hub_has_a_tree_and_no_weights_here(hub: Hub) -> None:
     for revision in ("", "@main"):
         with pytest.raises(InvalidInput, match=r"no such file or folder: hf://org/name.*x\.gguf") as error:
             gptkit.open_checkpoint(f"hf://org/name{revision}/x.gguf")
-        assert "a GGUF there hf://org/name/x.gguf, of which params tells the tree" in str(error.value)
+        assert "for a GGUF there, hf://org/name/x.gguf (gptkit params can read it)" in str(error.value)
     assert hub.asked == []

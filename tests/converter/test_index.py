@@ -75,7 +75,7 @@ def test_a_single_file_of_another_name_counts(tmp_path: Path) -> None:
     save(tmp_path / "consolidated.safetensors", ["a"])
     assert list(weight_files(tmp_path).tensors) == ["a"]
     save(tmp_path / "second.safetensors", ["b"])
-    with pytest.raises(CheckpointError, match=r"holds 2 .safetensors files and no model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"has 2 .safetensors files but no model.safetensors.index.json"):
         weight_files(tmp_path)
 
 

@@ -282,7 +282,7 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError],
         "01_001", lambda c: c["model"]["decoder.final_layernorm.weight"].add_(1), CheckpointError, "hold other values",
     ),
     "a layer lost": (
-        "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "all in a row",
+        "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "must count up",
     ),
     "no model": ("00_000", lambda c: c.pop("model"), CheckpointError, "contains no model"),
     "two models": ("00_000", lambda c: c.update(model0={}), CheckpointError, "contains no model"),

@@ -360,10 +360,13 @@ def edit(kind: str, content: dict[str, Any]) -> Any:
         ("many layers", "tensors for 9000 layers"),
         ("heads", "n_embd"),
         ("bias", "no place in the model"),
-        ("another model", "model_args .dict of 2.*; the names are those of gpt2"),
+        ("another model", "model_args .dict of 2.*; the tensor names are those of gpt2"),
         ("a fork", "use_rmsnorm"),
-        ("a number", r"beside them transformer.h.0.attn.c_attn.weight \(int\)"),
-        ("state alone", r"holds \d+ tensors: transformer.wte.weight \[128, 32\], .*; the names are those of gpt2"),
+        ("a number", r"it also contains transformer.h.0.attn.c_attn.weight \(int\)"),
+        (
+            "state alone",
+            r"contains \d+ tensors: transformer.wte.weight \[128, 32\], .*; the tensor names are those of gpt2",
+        ),
         ("a list", "contains a list of 1, not a dictionary of tensors"),
     ],
 )

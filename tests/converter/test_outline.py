@@ -276,7 +276,7 @@ def test_an_adapter_is_told_as_one(file: str, tmp_path: Path) -> None:
 def test_other_adapters(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is an adapter for org/base, not a model") as caught:
         outline(str(adapter(tmp_path / "ia3", peft_type="IA3")))
-    assert "merges LoRA alone" in (caught.value.hint or "")
+    assert "merges only LoRA" in (caught.value.hint or "")
     with pytest.raises(InvalidInput, match="is a LoRA adapter, not a model"):
         outline(str(adapter(tmp_path / "odd", base_model_name_or_path="\x1b[1m", r="x")))
     both = adapter(tmp_path / "both")
@@ -298,5 +298,5 @@ def test_a_gguf_with_a_vocabulary_alone(tmp_path: Path) -> None:
     keys += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + tokens
     (tmp_path / "vocab.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + keys)
     for reading in (outline, gptkit.open_checkpoint):
-        with pytest.raises(InvalidInput, match="holds a vocabulary alone, of 3 tokens, and no weights"):
+        with pytest.raises(InvalidInput, match="contains only a vocabulary of 3 tokens and no weights"):
             reading(str(tmp_path / "vocab.gguf"))

@@ -276,12 +276,12 @@ def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
         ),
         "nested": (
             {"a": {"b": {f"net.inner.{name}": each for name, each in state.items()}}},
-            ("41 tensors in ['a']['b']: net.inner.transformer", "gpt2, ", "behind 'net.inner.'"),
+            ("41 tensors in ['a']['b']: net.inner.transformer", "gpt2, ", "with the prefix 'net.inner.'"),
             "removeprefix('net.inner.'): v for k, v in torch.load(FILE)['a']['b']",
         ),
         "parallel": (
             {f"module.{name}": each for name, each in state.items()},
-            ("module.transformer.wte.weight", "gpt2, ", "behind 'module.'"),
+            ("module.transformer.wte.weight", "gpt2, ", "with the prefix 'module.'"),
             "removeprefix('module.')" if where == "alone" else "without 'module.'",
         ),
         "with a number": (
@@ -324,7 +324,10 @@ def test_litgpts_own_names(wrapped: bool, folder: Path) -> None:
     state = {name: torch.ones(2, 2) for name in names}
     (folder / "pytorch_model.bin").unlink()
     save_incrementally({"model": state} if wrapped else state, folder / "lit_model.pth")  # type: ignore[dict-item]
-    with pytest.raises(CheckpointError, match="he names are litgpt, and the config is of a model that has others"):
+    with pytest.raises(
+        CheckpointError,
+        match="he tensor names are those of litgpt, but the config describes a model with other tensors",
+    ):
         open_checkpoint(folder, allow_pickle=True)  # GPT-2's
 
 

@@ -865,7 +865,7 @@ def test_check_manifest_says_what_changed(tmp_path: Path) -> None:
         ("[" * 100_000, "cannot be read"),
         ("[]", "not a gptkit manifest"),
         ('{"files": []}', "not a gptkit manifest"),
-        ('{"files": {}, "schema_version": 9}', "schema version 9, this gptkit knows 1 to 2"),
+        ('{"files": {}, "schema_version": 9}', "schema version 9, but this gptkit supports 1 to 2"),
         ('{"files": {}, "schema_version": true}', "schema version True"),
         ('{"files": {"a": {"sha256": "", "bytes": 1}}, "schema_version": 2}', "is damaged"),
         ('{"files": {"a": 1}, "schema_version": 1}', "no sha256"),

@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "cannot be read",
     ),
     "deep nesting": (raw_file(b'{"a":' + b"[" * 100_000), "nested too deeply"),
-    "key twice": (raw_file(TWICE), "'a' is there twice"),
+    "key twice": (raw_file(TWICE), "'a' occurs twice"),
     "metadata key twice": (raw_file(b'{"__metadata__":{"a":"1","a":"2"}}'), "there twice"),
     "metadata of a number": (raw_file({"__metadata__": {"a": 1}}), "__metadata__"),
     "entry is no object": (raw_file({"a": 1}), "expected exactly dtype, shape"),
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "half a byte": (raw_file({"a": entry(dtype="F4", shape=[3], data_offsets=[0, 2])}, b"ab"), "fill whole bytes"),
     "overlap": (raw_file({"a": entry(), "b": entry(data_offsets=[2, 6])}, b"\0" * 6), "overlaps"),
     "same bytes twice": (raw_file({"a": entry(), "b": entry()}, b"\0" * 4), "overlaps"),
-    "hole": (raw_file({"a": entry(data_offsets=[4, 8])}, b"\0" * 8), "leaves a hole"),
+    "hole": (raw_file({"a": entry(data_offsets=[4, 8])}, b"\0" * 8), "leaves unused bytes"),
     "empty tensor inside another": (
         raw_file({"a": entry(), "b": entry(shape=[0], data_offsets=[2, 2])}, b"\0" * 4),
         "overlaps",

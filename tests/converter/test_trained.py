@@ -160,7 +160,7 @@ def test_a_folder_above_the_weights(litgpt: Path) -> None:
     """As `litgpt finetune --out_dir` names one."""
     with pytest.raises(InvalidInput, match=r"no config\.json in it") as caught:
         convert(litgpt.parent, litgpt / "out", allow_pickle=True)
-    assert f"Weights lie in {litgpt}: name" in str(caught.value.hint)
+    assert f"There are weights in {litgpt}: name" in str(caught.value.hint)
 
 
 def test_litgpts_older_rows(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_files_of_other_formats_are_not_called_damaged(name: str, folder: Path) 
     ("write", "message"),
     [
         (lambda path: np.savez_compressed(path, a=np.zeros(300)), "is compressed: numpy.savez never does that"),
-        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "'a', which is no plain array of numbers"),
+        (lambda path: np.savez(path, a=np.array([{}], dtype=object)), "'a', which is not a plain array of numbers"),
         (lambda path: path.write_bytes(b"hello" * 9), "is not an archive that numpy.savez writes"),
     ],
 )
@@ -565,7 +565,7 @@ def test_parts_of_two_ranks(fsdp: Path, original: Path, state: State) -> None:
     assert same(fsdp, original).folder == fsdp / "huggingface"
     rank = fsdp / "model_world_size_2_rank_1.pt"
     rank.rename(fsdp / "kept")
-    refused(fsdp, "of 2 ranks 1 is missing")
+    refused(fsdp, "there should be 2 ranks, but these are missing: 1")
     shutil.copy(fsdp / "model_world_size_2_rank_0.pt", rank)
     refused(fsdp, "are missing, or there twice")
     (fsdp / "kept").rename(rank)
@@ -586,7 +586,7 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
     one, two = (torch.load(path, weights_only=True) for path in sorted(meta.glob("*.pth")))
     second = meta / "consolidated.01.pth"
     for change, message in (
-        ({"norm.weight": two["norm.weight"] + 1}, "hold other values of 'norm.weight'.* of different steps"),
+        ({"norm.weight": two["norm.weight"] + 1}, "have different values of 'norm.weight'"),
         ({"output.weight": two["output.weight"][:-1]}, "'output.weight' of .* does not match the parts"),
         ({"output.weight": two["output.weight"].float()}, "'output.weight' has different dtypes"),
         ({"more": torch.ones(2)}, "'more' is in 1 of 2 files, but missing in"),
@@ -597,7 +597,7 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
     torch.save({"model": one, "iteration": 4}, meta / "consolidated.00.pth")
     refused(meta, "consolidated.00.pth is of iteration 4, consolidated.01.pth of 5")
     second.rename(meta / "consolidated.02.pth")
-    refused(meta, "of 3 ranks 1 is missing|is of iteration 4")
+    refused(meta, "there should be 3 ranks, but these are missing: 1|has iteration 4")
     (meta / "consolidated.02.pth").unlink()
     refused(meta, "another shape")
 
