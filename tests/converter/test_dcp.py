@@ -317,7 +317,7 @@ def changed(folder: Path, name: str, what: str) -> None:
         ("negative", "no place"),
         ("shape", "the metadata says"),
         ("hole", "some are missing"),
-        ("twice", "there twice"),
+        ("twice", "occur twice"),
         ("dtype", "the metadata says F16"),
         ("another", "the metadata says"),
         ("extension", "extension"),

@@ -225,7 +225,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "nf4: the map of scales lost": ("nf4", {"weight.nested_quant_map": None}, "a nested_quant_map of F32"),
     "int4: no bits": ("int4", {"weight_packed": None}, "2 scales belong to no quantised weight"),
     "int4: no scales": ("int4", {"weight_scale": None}, "weight_scale is expected"),
-    "int4: two candidates": ("int4", {"weight": torch.zeros(64, 64)}, "weight is there beside weight_packed"),
+    "int4: two candidates": ("int4", {"weight": torch.zeros(64, 64)}, "weight exists as well as weight_packed"),
     "int4: another shape": ("int4", {"weight_shape": torch.tensor([64, 80])}, r"weight_shape says \[64, 80\]"),
     "int4: a shape of floats": ("int4", {"weight_shape": torch.tensor([64.0, 64.0])}, r"weight_shape says \[\]"),
     "int4: other groups": ("int4", {"weight_scale": torch.zeros(64, 2)}, r"scales of \[64, 4\] are expected"),
@@ -252,7 +252,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "torchao: zeros of floats": ("torchao", {"_weight_zero_point": torch.ones(64, 4)}, r"zeros of I8 \[64, 4\]"),
     "torchao: zeros of too few": ("torchao", {"_weight_zero_point": torch.ones(64, 2).char()}, r"zeros of I8"),
     "torchao: scaled inputs": ("torchao", {"_weight_act_pre_scale": torch.ones(64)}, "act_pre_scale"),
-    "torchao: two candidates": ("torchao", {"weight": torch.ones(64, 64)}, "weight is there beside _weight_qdata"),
+    "torchao: two candidates": ("torchao", {"weight": torch.ones(64, 64)}, "weight exists as well as _weight_qdata"),
     "int4: floats": ("int4", described({**INT4, "type": "float"}), "no group of config.json is of int"),
 }
 _SOUND: dict[str, tuple[Any, dict[str, Any]]] = {

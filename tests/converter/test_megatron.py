@@ -279,7 +279,7 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object], type[GptkitError],
         "01_000", lambda c: c["model"].update({_QKV: c["model"][_QKV][0, 0]}), CheckpointError, "parts of other sizes",
     ),
     "norms that differ": (
-        "01_001", lambda c: c["model"]["decoder.final_layernorm.weight"].add_(1), CheckpointError, "hold other values",
+        "01_001", lambda c: c["model"]["decoder.final_layernorm.weight"].add_(1), CheckpointError, "different values",
     ),
     "a layer lost": (
         "00_000", lambda c: [c["model"].pop(n) for n in [*c["model"]] if "s.0." in n], CheckpointError, "must count up",

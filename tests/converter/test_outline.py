@@ -247,7 +247,7 @@ def test_weights_that_are_not_the_configs_are_noted(tmp_path: Path) -> None:
     config["num_hidden_layers"] += 1
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     (note,) = outline(str(tmp_path / "m")).notes
-    assert note.startswith("the weights in it are not those of its config.json") and "missing" in note
+    assert note.startswith("its weights do not match its config.json") and "missing" in note
     for path in (tmp_path / "m").glob("*.safetensors*"):
         path.unlink()
     assert outline(str(tmp_path / "m")).notes == (), "there is nothing to disagree with"
@@ -281,7 +281,7 @@ def test_other_adapters(hub: Hub, tmp_path: Path) -> None:
         outline(str(adapter(tmp_path / "odd", base_model_name_or_path="\x1b[1m", r="x")))
     both = adapter(tmp_path / "both")
     (both / "config.json").write_text(json.dumps(CONFIGS["llama"]))
-    with pytest.raises(CheckpointError, match="weights of an adapter alone"):
+    with pytest.raises(CheckpointError, match="only the weights of an adapter"):
         gptkit.open_checkpoint(both)
     hub.repos["org/adapter"] = Repo({each.name: each.read_bytes() for each in adapter(tmp_path / "hub").iterdir()})
     with pytest.raises(InvalidInput, match="org/adapter is an adapter") as caught:

@@ -271,7 +271,7 @@ def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
         ),
         "model": (
             {"model": state, "iter": 7},
-            ("41 tensors in ['model']: transformer.wte.weight [97, 48], ", "beside them iter (int)"),
+            ("41 tensors in ['model']: transformer.wte.weight [97, 48], ", "it also contains iter (int)"),
             "torch.save(torch.load(FILE)['model'], ",
         ),
         "nested": (
@@ -282,11 +282,11 @@ def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
         "parallel": (
             {f"module.{name}": each for name, each in state.items()},
             ("module.transformer.wte.weight", "gpt2, ", "with the prefix 'module.'"),
-            "removeprefix('module.')" if where == "alone" else "without 'module.'",
+            "removeprefix('module.')" if where == "alone" else "without the prefix 'module.'",
         ),
         "with a number": (
             {**state, "step": 3},
-            ("41 tensors: transformer.wte.weight [97, 48], ", "beside them step (int)"),
+            ("41 tensors: transformer.wte.weight [97, 48], ", "it also contains step (int)"),
             "for k, v in torch.load(FILE).items() if torch.is_tensor(v)}, ",
         ),
     }[kind]
@@ -297,7 +297,7 @@ def test_what_is_in_a_file_is_told(kind: str, where: str, folder: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder if where == "with a config" else file, allow_pickle=True)
     message = str(caught.value)
-    assert all(part in message for part in (*told, "he names are those of gpt2", save)), message
+    assert all(part in message for part in (*told, "he tensor names are those of gpt2", save)), message
     assert len(message.splitlines()) == 2 and "nanoGPT" not in message
 
 
@@ -421,11 +421,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a call": (program(b"cposix\nsystem\n(X\x04\0\0\0truetR"), "posix.system"),
     "a name that leads elsewhere": (program(b"cbuiltins\neval\n"), "builtins.eval"),
     "an attribute of a known one": (program(b"ctorch\nsave\n"), "torch.save"),
-    "lists within lists": (program(BOMB), "more values|damaged"),
+    "lists within lists": (program(BOMB), "too many values|damaged"),
     "a place in the memo far away": (program(b"]r\xff\xff\xff\x7f"), "memory|damaged"),
     "a string longer than the file": (program(b"X\xff\xff\xff\x7f"), "damaged|memory"),
     "bytes of 2**62": (b"\x80\x05\x8e" + struct.pack("<Q", 2**62) + b".", "memory|damaged"),
-    "deep": (program(b"]" * 50_000 + b"a" * 49_999), "more values"),
+    "deep": (program(b"]" * 50_000 + b"a" * 49_999), "too many values"),
     "nothing": (b"", "damaged"),
     "a class instantiated": (program(b"ctorch\nSize\n)\x81"), "damaged"),
     "a call bound to arguments": (program(b"cfunctools\npartial\n(cposix\nsystem\nX\x04\0\0\0truetR"), "posix.system"),
@@ -527,7 +527,7 @@ def test_bad_archives(tmp_path: Path) -> None:
     second = whole.index(b"PK\1\2", directory + 4)
     cases = {
         # Two entries over the same bytes: the sum of sizes is what a zip bomb lies about.
-        "over another|no entry": (second + 42, struct.pack("<I", place["archive/data.pkl"])),
+        "overlapping another|no entry": (second + 42, struct.pack("<I", place["archive/data.pkl"])),
         "no entry": (second + 42, struct.pack("<I", place["archive/data/0"] + 3)),
         "claims": (second + 20, struct.pack("<2I", 2**30, 2**30)),
         "compressed": (second + 24, struct.pack("<I", 2**30)),

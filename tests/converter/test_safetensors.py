@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "deep nesting": (raw_file(b'{"a":' + b"[" * 100_000), "nested too deeply"),
     "key twice": (raw_file(TWICE), "'a' occurs twice"),
-    "metadata key twice": (raw_file(b'{"__metadata__":{"a":"1","a":"2"}}'), "there twice"),
+    "metadata key twice": (raw_file(b'{"__metadata__":{"a":"1","a":"2"}}'), "occurs twice"),
     "metadata of a number": (raw_file({"__metadata__": {"a": 1}}), "__metadata__"),
     "entry is no object": (raw_file({"a": 1}), "expected exactly dtype, shape"),
     "entry without shape": (raw_file({"a": {"dtype": "F32", "data_offsets": [0, 0]}}), "expected"),

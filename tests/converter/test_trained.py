@@ -494,7 +494,7 @@ def test_arrays_of_numpy(folder: Path, original: Path, state: State, tmp_path: P
     np.savez_compressed(folder / "weights.npz", **arrays)
     refused(folder, "is compressed")
     np.savez(folder / "weights.npz", x=np.array([{}], dtype=object))
-    refused(folder, "no plain array of numbers")
+    refused(folder, "not a plain array of numbers")
 
 
 # --- ranks
@@ -567,7 +567,7 @@ def test_parts_of_two_ranks(fsdp: Path, original: Path, state: State) -> None:
     rank.rename(fsdp / "kept")
     refused(fsdp, "there should be 2 ranks, but these are missing: 1")
     shutil.copy(fsdp / "model_world_size_2_rank_0.pt", rank)
-    refused(fsdp, "are missing, or there twice")
+    refused(fsdp, "are missing or occur twice")
     (fsdp / "kept").rename(rank)
     edited(rank, lambda data: data.replace(b"model.norm.weight", b"model.nurm.weight"))
     refused(fsdp, "'model.norm.weight' is in 1 of 2 files, but missing in .*rank_1.pt")
@@ -595,7 +595,7 @@ def test_shards_that_do_not_fit(meta: Path) -> None:
         refused(meta, message)
     torch.save({"model": two, "iteration": 5}, second)
     torch.save({"model": one, "iteration": 4}, meta / "consolidated.00.pth")
-    refused(meta, "consolidated.00.pth is of iteration 4, consolidated.01.pth of 5")
+    refused(meta, "consolidated.00.pth has iteration 4, but consolidated.01.pth has 5")
     second.rename(meta / "consolidated.02.pth")
     refused(meta, "there should be 3 ranks, but these are missing: 1|has iteration 4")
     (meta / "consolidated.02.pth").unlink()
