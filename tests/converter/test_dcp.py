@@ -321,7 +321,7 @@ def changed(folder: Path, name: str, what: str) -> None:
         ("dtype", "the metadata says F16"),
         ("another", "the metadata says"),
         ("extension", "extension"),
-        ("nowhere", "nothing says where"),
+        ("nowhere", "in the files is missing"),
         ("gone", "1 of .* missing.*down_proj"),
     ],
 )

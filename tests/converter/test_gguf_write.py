@@ -874,7 +874,7 @@ def test_force_replaces_a_gguf_file_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "link.gguf").symlink_to(target)
     for name in ("pipe", "other", "folder", "link"):
         before = (tmp_path / f"{name}.gguf").lstat()
-        with pytest.raises(UsageError, match=r"not a file|another kind"):
+        with pytest.raises(UsageError, match=r"not a file|another format"):
             convert("sample:llama", tmp_path / f"{name}.gguf", "gguf", force=True)
         assert (tmp_path / f"{name}.gguf").lstat().st_ino == before.st_ino
     assert not list(tmp_path.glob(".*"))
