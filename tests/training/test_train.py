@@ -611,7 +611,7 @@ def test_offline_nobody_is_asked_for_a_tokenizer(tmp_path: Path, hub: Hub, token
     budget: dict[str, Any] = {"context": 32, "batch": 256, "tokens": 256}
     heal(tmp_path / "rms", "org/model", data, tmp_path / "healed", **budget, local=0, beside=False, offline=True)
     plan = 'base = "org/model"\nhow = "heal"\ntokens = 256\ncontext = 32\nbatch = 256\nseeds = 1\n'
-    (tmp_path / "plan.toml").write_text(f'{plan}[[variant]]\nname = "rms"\nswap = ["attention=mqa"]\n')
+    (tmp_path / "plan.toml").write_text(f'{plan}[[variant]]\nname = "rms"\nswap = ["norm=rmsnorm"]\n')
     ablate(tmp_path / "plan.toml", tmp_path / "table", data=tmp_path / "text.jsonl", offline=True)
     assert hub.asked[before:] == []
 
