@@ -65,6 +65,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "bamba": {"mamba_n_heads": 16, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
 """What a family's own tests there say beside: layers without attention, or with none to share, are refused."""
