@@ -21,7 +21,7 @@ def audit(
     ),
     *,
     source: str | None = option(
-        "--source OLD", "Compare with the checkpoint that MODEL was made from: tensors, tokenizer, and logits."
+        "--source OLD", "Compare NEW with the checkpoint that it was made from: tensors, tokenizer, and logits."
     ),
     loader: str | None = option(
         "--for PROGRAM", "Report what this program would do with the checkpoint: transformers, llama.cpp or vllm."
