@@ -164,7 +164,7 @@ def swap_lines(result: SwapResult) -> list[str]:
         lines.append(f"text        perplexity {perplexity}, KL {number(measured.kl_text)}, {same}")
     if naive is not None and naive.perplexity is not None and naive.kl_text is not None:
         perplexity, kl = short(naive.perplexity[1]), number(naive.kl_text)
-        lines.append(f"plain form  perplexity {perplexity}, KL {kl}: the same, not fitted")
+        lines.append(f"plain form  perplexity {perplexity}, KL {kl} (with --approximate)")
     for dtype, error in measured.maximum.items():
         apart = f"max Δ {number(error)}, relative {number(measured.relative[dtype])}"
         lines.append(f"{dtype:<12}logits before against after: {apart}")
