@@ -145,7 +145,9 @@ def test_a_call_that_is_wrong_is_refused(tmp_path: Path) -> None:
     assert call("tokenize", tmp_path / "none.txt", tmp_path / "out").exit_code == 4
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tree.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidInput, match=r"/tree\.json cannot be read as a tokenizer.*\nGive a tokenizer\.json, or a model"):
+    with pytest.raises(
+        InvalidInput, match=r"/tree\.json cannot be read as a tokenizer.*\nGive a tokenizer\.json, or a model"
+    ):
         tokenize([PLAY], tmp_path / "out", tokenizer=tmp_path / "tree.json")
 
 
