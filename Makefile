@@ -73,7 +73,7 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(PYTEST) -m "not exhaustive and not slow and not soak"
 
-# Every case of every test but the slow ones: some 25 minutes.
+# Every case of every test that is not slow: some 40 minutes.
 test-all: $(STAMP)
 	@$(MAKE) --no-print-directory -j 3 lint types pytest-all
 

@@ -1,5 +1,6 @@
 """Conversion there and back: the bytes that transformers wrote, and checkpoints that transformers reads."""
 
+import itertools
 import json
 import re
 import shutil
@@ -39,8 +40,8 @@ GRID = [
         variant, dtype, size, id=f"{variant}-{str(dtype).removeprefix('torch.')}-{'shards' if size else 'one'}"
     )
     for variant in VARIANTS
-    for dtype in (torch.float32, torch.bfloat16)
-    for size in (0, SHARDED)
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (0, SHARDED))
+    if variant.representative or (dtype is torch.bfloat16) == bool(size)
 ]
 
 

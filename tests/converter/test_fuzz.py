@@ -385,7 +385,7 @@ LARGE_INDEX: dict[str, tuple[Callable[[], str], str]] = {
     "objects": (lambda: filled('{"weight_map":[', "{},", "{}]}", INDEX_BYTES), "cannot be read"),
     "beside it": (
         lambda: filled('{"weight_map":{"a":"a.safetensors"},"metadata":[', "{},", "{}]}", INDEX_BYTES),
-        "beside its weight_map",
+        "outside of its weight_map",
     ),
     "deep": (lambda: filled('{"weight_map":', "[", "", INDEX_BYTES), "nested too deeply"),
     "90 MB": (lambda: filled("{", " ", "}", 90_000_000), "too many for an index"),

@@ -165,13 +165,17 @@ def test_a_dry_run_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def fitted_rows() -> Iterator[Any]:
-    """Every swap that draws on a text or has a cheaper form, with the values worth trying on the samples."""
+    """Every swap that draws on a text or has a cheaper form, with the values worth trying on the samples; every second
+    one is slow.
+    """
+    slow = itertools.cycle(([], [pytest.mark.slow]))
     for sample in SAMPLES:
         spec = gptkit.open_checkpoint(f"sample:{sample}").spec
         for swap in all_swaps():
             for value in values_of(swap, spec):
                 if swap.calibrated or swap.others(Step(swap.option, value)):
-                    yield pytest.param(sample, Step(swap.option, value), id=f"{sample}-{swap.option}-{value}")
+                    name = f"{sample}-{swap.option}-{value}"
+                    yield pytest.param(sample, Step(swap.option, value), id=name, marks=next(slow))
 
 
 @few(2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import covering
 from helpers.covering import exhaustive, few
 from helpers.exactness import saved
 from helpers.families import CONFIGS, REPRESENTATIVES, save_hf
@@ -100,10 +99,9 @@ def computed_once(model: Stored) -> Callable[..., Any]:
     return found
 
 
-def hold(source: Path) -> Listing:
-    """Apply every swap that is listed, and hold it to what the list says: what is exact has the logits that there were,
-    and all others, fitted on a text where they need one, have some; what is refused gives a reason. `make test`
-    computes the first value of each swap.
+def hold(source: Path, every: bool = False) -> Listing:
+    """Apply the first value of each swap that is listed, or every value, and check the list: an exact swap keeps the
+    logits, any other swap, fitted on a text where it needs one, has finite logits, and a refused one gives a reason.
     """
     checkpoint = gptkit.open_checkpoint(source)
     found, model = listing(checkpoint), Stored(checkpoint)
@@ -126,7 +124,7 @@ def hold(source: Path) -> Listing:
             assert entry.said and "bug" not in entry.said, entry.asked
             continue
         form = (entry.swap.option, entry.swap.form)
-        if covering.quick and form in held:
+        if form in held and not every:
             continue
         held.add(form)
         step = Step(entry.swap.option, entry.value)
@@ -156,7 +154,7 @@ def rounding(source: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> None:
-    for entry in hold(saved(name, tmp_path)).of("exact"):
+    for entry in hold(saved(name, tmp_path), every=True).of("exact"):
         step = Step(entry.swap.option, entry.value)
         try:
             done = gptkit.swap(tmp_path / name, tmp_path / "out", [step], dtype="float64", force=True)
@@ -172,7 +170,7 @@ def test_what_is_listed_as_exact_is_in_the_files(name: str, tmp_path: Path) -> N
 @exhaustive
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs the project's shared checkpoints")
 def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None:
-    found = hold(STORIES)
+    found = hold(STORIES, every=True)
     fitted = {
         "--heads 4",
         "--attention mqa",
@@ -194,7 +192,7 @@ def test_of_a_trained_model_without_a_text_nothing_in_use_goes_exactly() -> None
 def test_what_the_weights_decide_is_tried_on_them(tmp_path: Path) -> None:
     """Heads that are equal merge exactly, and units that are dead go exactly, without a text."""
     gptkit.swap(saved("falcon-7b", tmp_path), tmp_path / "wide", attention="mha", intermediate="288")
-    found = {entry.asked: entry.verdict for entry in hold(tmp_path / "wide").entries}
+    found = {entry.asked: entry.verdict for entry in hold(tmp_path / "wide", every=True).entries}
     assert found["--attention gqa:3"] == found["--attention mqa"] == found["--intermediate 216"] == "exact"
     assert found["--heads 5"] == "needs a text"
 
