@@ -90,7 +90,7 @@ def kept(spec: ModelSpec, run: Pass) -> dict[str, int]:
     Raises:
         MissingComponent: a tree with an encoder.
     """
-    spec.one_stack("the memory of training")
+    spec.one_stack("estimating the memory of training")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Keeping(program, run) for block, program in programs.items()}
     first = layers[spec.blocks[0]]
@@ -105,7 +105,7 @@ def kept_by_checkpointing(spec: ModelSpec, run: Pass) -> dict[str, int]:
     """The same where layers keep their input alone, and are run again one at a time (Chen et al. 1604.06174): the
     largest layer's are there once, under "layer". Raises as `kept`.
     """
-    spec.one_stack("the memory of training")
+    spec.one_stack("estimating the memory of training")
     wide = sum(block.wide for block in spec.blocks[:-1])  # whose result is the next one's input
     inputs = run.rows * spec.stream_size * (wide * run.wide + (len(spec.blocks) - wide) * run.size)
     programs = [spec.block_operations(block) for block in set(spec.blocks)]

@@ -92,7 +92,7 @@ def explain(spec: ModelSpec) -> Explained:
     """The formula of a tree's parameters, a tied head not counted again. Raises MissingComponent: a tree with an
     encoder.
     """
-    spec.one_stack("the formula of the total")
+    spec.one_stack("the formula for the parameter total")
     before: dict[str, _Sum] = {}  # by component
     behind: dict[str, _Sum] = {}
     seen = {block: _layer(spec, block) for block in dict.fromkeys(spec.blocks)}

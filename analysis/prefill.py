@@ -29,7 +29,7 @@ def peak(spec: ModelSpec, run: Pass, logits: Logits = "last", ends: bool = True)
     Raises:
         MissingComponent: a tree with an encoder.
     """
-    spec.one_stack("the memory of a prefill")
+    spec.one_stack("estimating the memory of a prefill")
     programs = {block: spec.block_operations(block) for block in dict.fromkeys(spec.blocks)}
     layers = {block: Following(program, run) for block, program in programs.items()}
     worst, held = 0, run.size * sum(_given(programs[block], run) for block in spec.blocks)

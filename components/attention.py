@@ -322,10 +322,15 @@ class Attention(Mixer, Component, frozen=True):
             raise UsageError(
                 f"--tp {devices}: {kv_heads} key-value heads can be neither split nor repeated evenly over "
                 f"{devices} GPUs",
-                f"Choose a number that divides {kv_heads}, or a multiple of it that divides {self.heads}.",
+                f"Possible numbers of GPUs: {', '.join(map(str, self._devices()))}.",
             )
         kv_heads = max(kv_heads // devices, 1)
         return msgspec.structs.replace(self, heads=heads, kv_heads=kv_heads, **self._norms_of(heads, kv_heads))
+
+    def _devices(self) -> list[int]:
+        """Over how many GPUs its heads can be split evenly: each has as many query heads, with their own keys."""
+        even = [count for count in range(1, self.heads + 1) if self.heads % count == 0]
+        return [count for count in even if self.kv_heads % count == 0 or count % self.kv_heads == 0]
 
     def small(self, hidden: int) -> Self:
         kv_heads = min(self.kv_heads, 2)

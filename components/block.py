@@ -234,7 +234,8 @@ class Block(Component, frozen=True):
                 fields["mixer" if name == slot else name.removeprefix(f"{slot}_")] = parts.pop(name)
             sublayers.append(msgspec.structs.replace(sublayer, **fields))
         if parts:
-            raise MissingComponent(f"a layer with {self.slots} has no {' and no '.join(parts)}")
+            missing = " or ".join(name.replace("_", " ") for name in parts)
+            raise MissingComponent(f"this needs a layer with {missing}, but one layer consists of {self.slots}")
         return msgspec.structs.replace(self, sublayers=tuple(sublayers), **own)
 
     @property
@@ -335,7 +336,9 @@ class Block(Component, frozen=True):
         """The norm before its attention; raises MissingComponent where there is none."""
         found = next((each.norm for each in self.sublayers if each.mixer.slot == "attention"), None)
         if found is None:
-            raise MissingComponent(f"this needs a norm before attention, but a layer with {self.slots} has none")
+            raise MissingComponent(
+                f"this needs a norm before attention, but one layer consists of {self.slots} and has none there"
+            )
         return found
 
     @property

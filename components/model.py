@@ -191,10 +191,10 @@ class ModelSpec(Component, Shown, frozen=True, kw_only=True):
         self.has_head()
 
     def one_stack(self, what: str) -> None:
-        """Refuse a model with an encoder, for `what` knows one stack; raises MissingComponent."""
+        """Refuse a model with an encoder for `what`, which knows one stack of layers; raises MissingComponent."""
         if self.encoder is not None:
             raise MissingComponent(
-                f"{what} supports decoder-only models, but this model also has an encoder",
+                f"{what} needs a decoder-only model, but this model also has an encoder",
                 "params, show, compare, convert, verify and generate support encoder-decoder models.",
             )
 

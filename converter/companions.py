@@ -35,7 +35,14 @@ TRAINING_STATE = ("optim", "extra_state", "rng", "random_states", "scheduler", "
 """How the names of files begin that training programs write beside the weights: no part of the model."""
 _DESCRIPTIONS = (CONFIG, LOCAL_CONFIG, MANIFEST, JOURNAL, ADAPTER_CONFIG)
 """Files that gptkit writes anew for each format, or that say how the source's own weights are stored."""
-_OF_THE_SOURCE = (*_DESCRIPTIONS, "params.json", "quantize_config.json", "quant_config.json", "trainer_state.json")
+_OF_THE_SOURCE = (
+    *_DESCRIPTIONS,
+    "params.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "trainer_state.json",
+    "tokens.json",
+)
 _CODE = (".py", ".pyc", ".ipynb", ".so", ".dll", ".sh", ".bat", ".exe", ".js", ".pkl", ".pickle", ".joblib", ".dill")
 """How files end that run, or may run, code: these never travel."""
 _TEXTS = (".jinja", ".model", ".spm", ".tiktoken", ".vocab", ".bpe", ".codes")

@@ -27,7 +27,7 @@ from .audits.values import check_values
 from .audits.vocabulary import check_vocabulary
 
 MENDED = frozenset({"no-index", "broken-index", "dangling-index", "unlisted-tensor", "duplicate-tensor", "other-name"})
-"""The rules among `READ` whose faults `fix` mends."""
+"""The rules among `READ` whose faults `fix` repairs."""
 _LOADERS = ("transformers", "llama.cpp", "vllm")
 """What `loader` may name: programs whose own code tells here what they would do."""
 
@@ -69,8 +69,12 @@ def fix(
         raise InvalidInput(f"{why}. Nothing was written.", "Download it first.")
     more: dict[str, Any] = {"offline": offline, "allow_pickle": allow_pickle}
     before = audit(new, **more, **{**options, "values": False})
-    if any(each.severity == "error" and each.rule in READ - MENDED for each in before.findings):
-        message = f"nothing was written: --fix cannot repair the problems below, and gptkit could not load {out}"
+    errors = dict.fromkeys(each.rule for each in before.findings if each.severity == "error" and each.rule in READ)
+    hopeless, mended = ([rule for rule in errors if (rule in MENDED) == whether] for whether in (False, True))
+    if hopeless:
+        message = f"nothing was written: --fix cannot repair {' and '.join(hopeless)}"
+        message += f" (it would repair {' and '.join(mended)})" if mended else ""
+        message += f", so gptkit could not load {out}"
         return replace(before, findings=(Finding("not-fixed", "error", message), *before.findings))
     rewrite(files, {name: before.names.get(name, name) for name in files.tensors}, out, force)
     return audit(out, **more, **options)

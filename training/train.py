@@ -434,7 +434,7 @@ def require_trainable(spec: ModelSpec, apart: bool, several: bool) -> None:
     weights together while others compute with them.
     """
     spec.predicts("training on texts")
-    spec.one_stack("training on texts")
+    spec.one_stack("gptkit train")
     if apart and carries(spec):
         raise UsageError(
             f"{carries(spec)} carries a state from one document into the next, so no mask can separate documents",

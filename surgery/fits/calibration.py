@@ -87,7 +87,7 @@ def read_text(
         MissingComponent: the model predicts no next token, by which fits are measured.
     """
     checkpoint.spec.predicts("a fit on a text")
-    checkpoint.spec.one_stack("a fit on a text")
+    checkpoint.spec.one_stack("fitting a swap on a text")
     if file is None:
         reference = checkpoint.origin.reference or ""
         if not reference.startswith("sample:"):

@@ -43,7 +43,7 @@ def holds(spec: ModelSpec) -> Explained:
 def test_every_preset(name: str) -> None:
     spec = preset_spec(name)
     if spec.encoder is not None:
-        with pytest.raises(MissingComponent, match="the formula of the total supports decoder-only models"):
+        with pytest.raises(MissingComponent, match="the formula for the parameter total needs a decoder-only model"):
             explain(spec)
         return
     holds(spec)

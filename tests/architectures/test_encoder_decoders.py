@@ -279,13 +279,13 @@ def test_what_one_stack_alone_knows_is_refused_by_name(tmp_path: Path) -> None:
         llama(ids, encoded=decoder.encode(ids))
     with pytest.raises(UsageError, match="this model has no encoder"):
         llama.encode(ids)
-    with pytest.raises(SwapRefused, match="--attention supports decoder-only models"):
+    with pytest.raises(SwapRefused, match="--attention needs a decoder-only model"):
         gptkit.swap(tmp_path, tmp_path / "out", attention="mqa")
     with pytest.raises(CannotExpress, match="cross_attention"):
         gptkit.convert(tmp_path, tmp_path / "out.gguf", to="gguf")
-    with pytest.raises(MissingComponent, match="eval supports decoder-only models"):
+    with pytest.raises(MissingComponent, match="eval needs a decoder-only model"):
         evaluate(tmp_path, tmp_path)
-    with pytest.raises(MissingComponent, match="training on texts supports decoder-only models"):
+    with pytest.raises(MissingComponent, match="gptkit train needs a decoder-only model"):
         require_trainable(spec, True, False)
     blocks = spec_of(REPRESENTATIVES["llama"].config).blocks
     with pytest.raises(ConfigError, match="layer 0 has no cross-attention, but the model has an encoder"):

@@ -107,7 +107,7 @@ def hold(source: Path, every: bool = False) -> Listing:
     found, model = listing(checkpoint), Stored(checkpoint)
     # To most of them: fields of its components, layers without attention, an encoder beside them; to nearly all, shared
     # blocks, and what is added to each layer's input or scales all of its output.
-    reasons = ("does not support", "attention in every", "supports decoder-only models")
+    reasons = ("does not support", "attention in every", "needs a decoder-only model")
     unknown = any(reason in entry.said for entry in found.entries for reason in reasons)
     nearly = sum(reasons[0] in entry.said for entry in found.entries) > len(found.entries) / 2
     assert sum(entry.verdict != "refused" for entry in found.entries) >= 3

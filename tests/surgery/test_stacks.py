@@ -63,7 +63,7 @@ def test_one_stack_of_another_kind_is_told(tmp_path: Path) -> None:
         gptkit.swap(tmp_path, tmp_path / "out", mlp="gated", blocks="0")
     with pytest.raises(SwapRefused, match="sum_norm"):
         gptkit.swap(tmp_path, tmp_path / "out", norm="rmsnorm")
-    with pytest.raises(SwapRefused, match="a fit on a text supports decoder-only models"):
+    with pytest.raises(SwapRefused, match="fitting a swap on a text needs a decoder-only model"):
         gptkit.swap(tmp_path, tmp_path / "out", intermediate="20", calibrate=__file__)
 
 
@@ -73,7 +73,7 @@ def test_what_is_fitted_on_a_text_is_not_offered_where_there_is_no_next_token(na
     found = listing(open_checkpoint(tmp_path))
     assert found.of("exact") and not found.of("needs a text")
     narrower = next(entry for entry in found.entries if entry.asked.startswith("--intermediate") and not entry.costs)
-    assert narrower.verdict == "refused" and "a fit on a text" in narrower.said
+    assert narrower.verdict == "refused" and "fitting a swap on a text" in narrower.said
 
 
 @few(1)
