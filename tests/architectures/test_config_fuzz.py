@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.covering import examples, few
-from helpers.families import Variant, variants_of
+from helpers.families import REPRESENTATIVES, Variant, variants_of
 from helpers.processes import measured
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -170,6 +170,29 @@ def check(family: str, count: int) -> Counter[str]:
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_any_values_give_a_finite_tree_or_an_error(family: str) -> None:
     assert check(family, examples(EXAMPLES))["all"] >= examples(EXAMPLES)
+
+
+EXTREMES = (1e-320, 1e38)
+"""Numbers whose inverse, and whose square in float32, is infinite."""
+
+
+@few(12)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_extreme_numbers_in_any_one_field_give_a_finite_tree_or_an_error(family: str) -> None:
+    """As granite's logits_scaling of 1e-320, whose inverse was infinite in the tree."""
+    config = REPRESENTATIVES[family].config
+    for field in sorted(set(fields_of(family))):
+        path = field.split(".")
+        for value in EXTREMES:
+            changed = json.loads(json.dumps(config))
+            within = changed
+            for name in path[:-1]:
+                within = within.setdefault(name, {})
+                if not isinstance(within, dict):
+                    break
+            else:
+                within[path[-1]] = value
+                assert outcome(changed) in ("a tree", "refused"), (field, value)
 
 
 @pytest.mark.soak
